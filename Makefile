@@ -1,0 +1,70 @@
+# One command per wish; `make` alone lists them. Afterwards plain `cargo` works too: .cargo/config.toml points it at .libtorch.
+
+# rustup's folder may be missing from the PATH of a shell that has not been restarted since, or of a CI job.
+export PATH := $(PATH):$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin
+# What the crate `cc` takes too. (make's own default, g++, is not what it takes.)
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+PYTHON ?= python3
+RUST_MINOR_MIN := 85
+
+.PHONY: help tools setup demo test fuzz-smoke bench golden lint clean
+.DEFAULT_GOAL := help
+
+help: ## list these targets
+	@echo "distgpipe: make TARGET"; \
+	sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do printf '%-12s %s\n' "  $$target" "$$text"; done
+
+# Everything that is missing is named at once, each with what to install.
+tools:
+	@ok=true; \
+	missing() { ok=false; echo "setup: $$1" >&2; }; \
+	echo '#include <vector>' | $(CXX) -std=c++17 -x c++ -fsyntax-only - >/dev/null 2>&1 \
+	    || missing "no working C++17 compiler ($(CXX)): install one (Debian, Ubuntu: build-essential; Fedora: gcc-c++) or name yours in CXX."; \
+	command -v cc >/dev/null 2>&1 \
+	    || missing "no cc, which Rust links with: install a C compiler (Debian, Ubuntu: build-essential; Fedora: gcc)."; \
+	if ! command -v cargo >/dev/null 2>&1 || ! version=$$(rustc --version 2>/dev/null); then \
+	    missing "no Rust: install 1.$(RUST_MINOR_MIN) or later with rustup, see https://rustup.rs."; \
+	else \
+	    minor=$${version#rustc 1.}; minor=$${minor%%.*}; \
+	    [ "$$minor" -ge $(RUST_MINOR_MIN) ] 2>/dev/null || missing "$$version is too old: get 1.$(RUST_MINOR_MIN) or later with \`rustup update\`."; \
+	fi; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1 \
+	    || missing "no Python 3.8 or later as $(PYTHON), which fetches libtorch: install it (Debian, Ubuntu: python3 and python3-pip)."; \
+	$$ok
+
+setup: tools ## check the tools and get libtorch 2.11.0 (once; kept in ~/.cache)
+	@$(PYTHON) scripts/libtorch.py
+
+demo: setup ## train a small network in a pipeline, now
+	cargo run --locked --release --bin distgpipe -- demo
+
+test: setup ## all tests, and a short run of the fuzz targets
+	cargo test --locked --workspace
+	scripts/fuzz-smoke.sh
+
+fuzz-smoke: tools ## only the short run of the fuzz targets
+	scripts/fuzz-smoke.sh
+
+bench: setup .venv/made ## measure against PyTorch's and others' pipelines; see bench/README.md
+	bench/run.sh
+
+golden: .venv/made ## compute the golden figures anew with PyTorch
+	.venv/bin/python scripts/golden_mobilenet_v2.py
+	.venv/bin/python scripts/golden_optimizers.py
+
+lint: setup ## formatting, clippy and rustdoc, warnings denied
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
+
+clean: ## remove what was built; libtorch and its link stay
+	cargo clean
+	rm -rf fuzz/target fuzz/artifacts
+
+# PyTorch for the golden figures and for the peers; nothing else needs it.
+.venv/made: bench/requirements.txt
+	@$(PYTHON) -m venv .venv || { echo "setup: $(PYTHON) cannot make a virtual environment: install venv (Debian, Ubuntu: python3-venv)." >&2; exit 1; }
+	.venv/bin/python -m pip --disable-pip-version-check install --quiet --requirement bench/requirements.txt
+	@touch $@

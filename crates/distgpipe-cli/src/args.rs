@@ -1,0 +1,377 @@
+//! The flags of a training run as they are written: on the command line, in a TOML file, or in a preset.
+//!
+//! One list of fields serves all three, and what it lacks is filled in by [`TrainFlags::or_defaults`]. Nothing is
+//! judged here; that is [`crate::config`]'s.
+
+use crate::exit::usage;
+use crate::files::read_text;
+use clap::{Args as _, ValueEnum};
+use distgpipe::core::schedule::{Recompute, Schedule};
+use distgpipe::engine::Device;
+use distgpipe::trainer::Decay;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a configuration file.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// The data sets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DataName {
+    /// 1,797 handwritten digits, built in
+    Digits,
+    /// Made up for the model's input; learnable
+    Synthetic,
+}
+
+/// The optimizers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OptimizerName {
+    /// Stochastic gradient descent with momentum
+    Sgd,
+    /// Adam with weight decay apart from the gradient
+    Adamw,
+}
+
+/// Everything `distgpipe train` takes.
+#[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
+pub struct TrainFlags {
+    /// What to train; `distgpipe models` lists them
+    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// A setting of the model, such as classes=10 or strides=[1,1,2,2,1,1,2,1]; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub set: Vec<String>,
+    /// Start from these weights, by name
+    #[arg(long, value_name = "FILE.safetensors", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weights: Option<PathBuf>,
+    /// What to learn from
+    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data: Option<DataName>,
+    /// Rows of made-up training data; a quarter as many more are for testing
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub samples: Option<usize>,
+
+    /// Cut the model into N partitions with as many layers each
+    #[arg(long, value_name = "N", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub partitions: Option<usize>,
+    /// Cut it into partitions of so many layers, such as 1,18,1
+    #[arg(long, value_name = "LAYERS,…", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub balance: Option<String>,
+    /// Cut it into N partitions that take about equally long, measured first
+    #[arg(long, value_name = "N", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub auto_balance: Option<usize>,
+    /// The worker of each partition, such as client,server,client; the first named is this process [default: one
+    /// worker per partition]
+    #[arg(long, value_name = "WORKER,…", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub place: Option<String>,
+    /// What the workers are: threads of this process, processes on this host, or the addresses where the second and
+    /// further ones wait (`distgpipe worker`)
+    #[arg(long, value_name = "threads|processes|HOST:PORT,…", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub workers: Option<String>,
+    /// File whose first line is the token of the waiting workers [default: the variable DISTGPIPE_TOKEN]
+    #[arg(long, value_name = "FILE", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_file: Option<PathBuf>,
+    /// Micro-batches per batch
+    #[arg(long, alias = "micro-batches", value_name = "N", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chunks: Option<usize>,
+    /// The order of the work: gpipe, 1f1b or interleaved
+    #[arg(long, value_name = "NAME", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub schedule: Option<Schedule>,
+    /// A plan of your own instead, in the form that `distgpipe schedule` prints
+    #[arg(long, value_name = "FILE", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub plan: Option<PathBuf>,
+    /// Which micro-batches' activations are computed again instead of kept: never, except-last or always
+    #[arg(long, value_name = "WHICH", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recompute: Option<Recompute>,
+    /// Give up when no worker makes headway for so many seconds
+    #[arg(long, value_name = "SECONDS", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timeout: Option<f64>,
+
+    /// Where every worker computes: cpu, cuda:N, or auto (the first GPU if there is one)
+    #[arg(long, value_name = "DEVICE", help_heading = "Engine")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device: Option<Device>,
+    /// libtorch threads per worker
+    #[arg(long, value_name = "N", help_heading = "Engine")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    /// Of weights, dropout, data and their order
+    #[arg(long, value_name = "N", help_heading = "Engine")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
+    /// Let images lie channel by channel, which is slower
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Engine")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_channels_last: Option<bool>,
+
+    /// How parameters are stepped
+    #[arg(long, value_name = "NAME", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub optimizer: Option<OptimizerName>,
+    /// Learning rate [default: 0.05 for sgd, 0.001 for adamw]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr: Option<f64>,
+    /// How the learning rate goes on: none (it stays) or cosine (down to 0)
+    #[arg(long, value_name = "NAME", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_decay: Option<Decay>,
+    /// Of sgd [default: 0.9]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub momentum: Option<f64>,
+    /// Pulls parameters towards 0 [default: 0 for sgd, 0.01 for adamw]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+    /// Rows of a batch, all micro-batches together
+    #[arg(long, value_name = "ROWS", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch: Option<usize>,
+    /// How often each row is seen
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<u64>,
+    /// End after N training steps, if that is sooner
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub steps: Option<u64>,
+    /// Do not test after each epoch
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_evaluate: Option<bool>,
+
+    /// Write config.toml, steps.jsonl and summary.json there
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub log: Option<PathBuf>,
+    /// Write every single event there too: trace.jsonl, and trace.json for Perfetto or chrome://tracing
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Output")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<bool>,
+    /// Print the result as JSON
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Output")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub json: Option<bool>,
+    /// Take flags from this TOML file too (`batch = 64`); the command line wins
+    #[arg(long, value_name = "FILE.toml", help_heading = "Output")]
+    #[serde(skip)]
+    pub config: Option<PathBuf>,
+
+    /// What shall go wrong; for tests of failure
+    #[arg(long, value_name = "SCENARIO", hide = true)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults: Option<String>,
+}
+
+impl TrainFlags {
+    /// What flags that nobody gave are, except those that depend on others.
+    pub fn defaults() -> Self {
+        TrainFlags {
+            model: Some("mlp".to_owned()),
+            data: Some(DataName::Digits),
+            workers: Some("threads".to_owned()),
+            chunks: Some(4),
+            schedule: Some(Schedule::OneFOneB),
+            recompute: Some(Recompute::Never),
+            timeout: Some(300.0),
+            device: Some(Device::Cpu),
+            threads: Some(1),
+            seed: Some(0),
+            optimizer: Some(OptimizerName::Sgd),
+            lr_decay: Some(Decay::None),
+            batch: Some(64),
+            epochs: Some(5),
+            ..TrainFlags::default()
+        }
+    }
+
+    /// With the file of `--config` below the command line.
+    pub fn with_config(self) -> anyhow::Result<Self> {
+        let Some(path) = self.config.clone() else {
+            return Ok(self);
+        };
+        let text = read_text("--config", &path, CONFIG_BYTES_MAX)?;
+        let mut flags = from_toml(&text, &path)?.overlaid(&self)?;
+        flags.config = Some(path);
+        Ok(flags)
+    }
+
+    /// These flags, with those of `other` above them.
+    fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
+        let mut set = self.set.clone();
+        set.extend(other.set.iter().cloned());
+        let mut table = toml::Table::try_from(&self)?;
+        table.extend(toml::Table::try_from(other)?);
+        let mut flags: TrainFlags = table.try_into()?;
+        flags.set = set;
+        Ok(flags)
+    }
+
+    /// With everything that nobody gave filled in.
+    pub fn or_defaults(&self) -> anyhow::Result<Self> {
+        let mut defaults = Self::defaults();
+        if self.plan.is_some() {
+            // The plan brings its own.
+            (defaults.chunks, defaults.schedule, defaults.recompute) = (None, None, None);
+        }
+        defaults.overlaid(self)
+    }
+
+    /// As TOML, for `--config`.
+    pub fn to_toml(&self) -> anyhow::Result<String> {
+        Ok(toml::to_string(self)?)
+    }
+
+    /// As a command line, for a shell.
+    pub fn to_command(&self) -> anyhow::Result<String> {
+        let table = toml::Table::try_from(self)?;
+        let mut words = vec!["distgpipe train".to_owned()];
+        let mut push = |name: &str, value: &toml::Value| match value {
+            toml::Value::Boolean(true) => words.push(format!("--{name}")),
+            toml::Value::Boolean(false) => words.push(format!("--{name}=false")),
+            toml::Value::String(text) => words.push(format!("--{name} {}", quoted(text))),
+            other => words.push(format!("--{name} {other}")),
+        };
+        for name in names() {
+            match table.get(&name) {
+                Some(toml::Value::Array(values)) => values.iter().for_each(|v| push(&name, v)),
+                Some(value) => push(&name, value),
+                None => {}
+            }
+        }
+        Ok(words.join(" "))
+    }
+}
+
+/// As a shell takes it.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=+".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', "'\\''"))
+    }
+}
+
+/// The long flags, in the order of the help.
+fn names() -> Vec<String> {
+    let command = TrainFlags::augment_args(clap::Command::new("train"));
+    command.get_arguments().filter_map(|arg| arg.get_long().map(str::to_owned)).collect()
+}
+
+/// Adds to every flag's help what it is when nobody gives it.
+pub fn show_defaults(arg: clap::Arg) -> clap::Arg {
+    let table = toml::Table::try_from(TrainFlags::defaults()).unwrap_or_default();
+    let default = arg.get_long().and_then(|name| table.get(name)).map(|value| match value {
+        toml::Value::String(text) => text.clone(),
+        other => other.to_string(),
+    });
+    match (default, arg.get_help().map(ToString::to_string)) {
+        (Some(default), Some(help)) => arg.help(format!("{help} [default: {default}]")),
+        _ => arg,
+    }
+}
+
+fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
+    let wrong = |why: String| usage(format!("--config {}: {why}", path.display()));
+    let table: toml::Table = text.parse().map_err(|e: toml::de::Error| wrong(e.to_string()))?;
+    let mut known = names();
+    known.retain(|name| name != "config");
+    let mut flags = toml::Table::new();
+    for (written, value) in table {
+        let mut key = written.replace('_', "-");
+        if key == "micro-batches" {
+            key = "chunks".to_owned();
+        }
+        if !known.contains(&key) {
+            let nearest = known.iter().max_by(|a, b| strsim::jaro_winkler(a, &key).total_cmp(&strsim::jaro_winkler(b, &key)));
+            let nearest = nearest.map(String::as_str).unwrap_or_default();
+            return Err(wrong(format!("unknown key `{written}`: the nearest is `{nearest}`; every flag of `distgpipe train` is a key")));
+        }
+        let value = plain(&key, value).map_err(|why| wrong(format!("`{written}`: {why}")))?;
+        // Each alone, so that the error names its key.
+        let alone = toml::Table::from_iter([(key.clone(), value.clone())]);
+        alone.try_into::<TrainFlags>().map_err(|e| wrong(format!("`{written}`: {}", e.message())))?;
+        flags.insert(key, value);
+    }
+    flags.try_into().map_err(|e: toml::de::Error| wrong(e.message().to_owned()))
+}
+
+/// Lists that the command line writes with commas may be lists, and settings may be a table.
+fn plain(key: &str, value: toml::Value) -> Result<toml::Value, String> {
+    let word = |value: &toml::Value| match value {
+        toml::Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    Ok(match (key, value) {
+        ("balance" | "place" | "workers", toml::Value::Array(values)) => {
+            toml::Value::String(values.iter().map(word).collect::<Vec<_>>().join(","))
+        }
+        ("set", toml::Value::Table(settings)) => {
+            let setting = |(key, value): (String, toml::Value)| {
+                let value = serde_json::to_string(&value).map_err(|e| e.to_string())?;
+                Ok(toml::Value::String(format!("{key}={value}")))
+            };
+            toml::Value::Array(settings.into_iter().map(setting).collect::<Result<_, String>>()?)
+        }
+        (_, value) => value,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> anyhow::Result<TrainFlags> {
+        from_toml(text, Path::new("run.toml"))
+    }
+
+    #[test]
+    fn the_command_line_wins_over_the_file() {
+        let file = parse("batch = 32\nmicro_batches = 2\nbalance = [1, 2]\nschedule = 'gpipe'\n[set]\nclasses = 5\nhidden = [8, 8]").unwrap();
+        let line = TrainFlags { batch: Some(16), set: vec!["classes=7".to_owned()], ..TrainFlags::default() };
+        let flags = file.overlaid(&line).unwrap();
+        assert_eq!((flags.batch, flags.chunks, flags.balance.as_deref()), (Some(16), Some(2), Some("1,2")));
+        assert_eq!(flags.set, ["classes=5", "hidden=[8,8]", "classes=7"]);
+        assert_eq!(flags.schedule, Some(Schedule::GPipe));
+    }
+
+    #[test]
+    fn errors_of_the_file_name_the_key_and_the_nearest() {
+        let error = |text| parse(text).unwrap_err().to_string();
+        assert!(error("shedule = 'gpipe'").contains("unknown key `shedule`: the nearest is `schedule`"));
+        assert!(error("batch = 'many'").contains("`batch`: invalid type"), "{}", error("batch = 'many'"));
+        assert!(error("config = 'other.toml'").contains("unknown key"));
+        assert!(error("batch = ").contains("--config run.toml"));
+    }
+
+    #[test]
+    fn every_default_survives_the_way_through_toml() {
+        let flags = TrainFlags { trace: Some(true), set: vec!["a='b c'".to_owned()], ..TrainFlags::defaults() };
+        assert_eq!(parse(&flags.to_toml().unwrap()).unwrap(), flags);
+        let command = flags.to_command().unwrap();
+        assert!(command.starts_with("distgpipe train --model mlp --set 'a='\\''b c'\\''' --data digits"), "{command}");
+        assert!(command.contains("--trace"), "{command}");
+    }
+}

@@ -1,0 +1,8 @@
+//! The subcommands, one file each.
+
+pub mod balance;
+pub mod demo;
+pub mod models;
+pub mod schedule;
+pub mod train;
+pub mod worker;

@@ -1,0 +1,59 @@
+//! `distgpipe demo`: split learning in half a minute, by the same way as `distgpipe train`.
+
+use crate::args::{DataName, TrainFlags};
+use crate::cmd::train;
+use crate::config::RunConfig;
+use crate::report::run::picture;
+use crate::report::{self, units};
+use distgpipe::core::schedule::Schedule;
+use distgpipe::trainer::Decay;
+
+/// Flags of `distgpipe demo`.
+#[derive(Debug, clap::Args)]
+pub struct DemoArgs {
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The demo as flags of `distgpipe train`.
+fn preset() -> TrainFlags {
+    TrainFlags {
+        model: Some("mobilenet_v2".to_owned()),
+        set: vec!["image=8".to_owned(), "width=0.35".to_owned(), "strides=[1,1,1,2,1,1,2,1]".to_owned()],
+        data: Some(DataName::Digits),
+        balance: Some("1,18,1".to_owned()),
+        place: Some("client,server,client".to_owned()),
+        workers: Some("processes".to_owned()),
+        chunks: Some(4),
+        schedule: Some(Schedule::OneFOneB),
+        threads: Some(1),
+        batch: Some(96),
+        epochs: Some(8),
+        lr: Some(0.05),
+        lr_decay: Some(Decay::Cosine),
+        ..TrainFlags::default()
+    }
+}
+
+/// Trains, and shows what happened.
+pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
+    let flags = preset();
+    eprintln!(
+        "A small MobileNetV2 learns handwritten digits. The client (this process) keeps the images, the labels, and the\n\
+         first and the last layer; the server (another process, over TCP) runs the 18 layers between. The same as:\n\n  {}\n",
+        flags.to_command()?
+    );
+    let config = RunConfig::new(&flags)?;
+    let (result, plan) = train::execute(&config)?;
+    if args.json {
+        return report::print_json(&result);
+    }
+    let accuracy = result.summary.test_accuracy().map_or("–".to_owned(), units::percent);
+    report::print(&format!(
+        "\ntest accuracy  {accuracy} of digits it has never seen\nspeed          {}\n{}\nThe plan of one step, a backward drawn twice as long as a forward:\n\n{}",
+        result.speed(),
+        result.links(),
+        picture(&plan, report::width())?
+    ))
+}

@@ -1,0 +1,99 @@
+//! `distgpipe train`, and what `distgpipe demo` runs.
+
+use crate::args::TrainFlags;
+use crate::config::RunConfig;
+use crate::report::log::Log;
+use crate::report::progress::Progress;
+use crate::report::run::RunReport;
+use crate::report::{self, units};
+use distgpipe::trainer::{Event, Observer, TrainError, Trainer};
+use distgpipe::{Pipeline, Plan};
+
+/// What `--help` shows after the flags.
+pub const EXAMPLES: &str = "\
+Examples:
+  Learn the built-in digits, two partitions on two threads:
+      distgpipe train --partitions 2
+  Split learning: this process keeps the first and the last layer, another process runs the middle:
+      distgpipe train --model mobilenet_v2 --set image=32 --balance 1,18,1 \\
+          --place client,server,client --workers processes
+  The same with the middle on another machine, where `distgpipe worker` waits:
+      distgpipe train … --workers 10.0.0.2:7000 --token-file token.txt
+  Cut by measured time, save memory, and keep a trace for Perfetto:
+      distgpipe train --model mobilenet_v2 --auto-balance 2 --recompute always --log run1 --trace
+  The flags out of a file, one of them changed:
+      distgpipe train --config run1/config.toml --chunks 8
+
+With one seed every run learns the same, wherever its partitions are.";
+
+/// Trains and prints what came of it.
+pub fn run(flags: TrainFlags) -> anyhow::Result<()> {
+    let config = RunConfig::new(&flags.with_config()?)?;
+    let (report, _) = execute(&config)?;
+    if config.json {
+        report::print_json(&report)
+    } else {
+        report::print(&report.render())
+    }
+}
+
+/// Trains as configured: the one way of `train` and `demo`.
+pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
+    let mut pipeline = config.start()?;
+    let plan = pipeline.plan().clone();
+    let placement = plan.placement();
+    let names = placement.worker_ids().map(|worker| placement.name(worker).to_owned()).collect();
+    let placed: Vec<String> = placement.partition_ids().map(|p| placement.name(placement.worker_of(p)).to_owned()).collect();
+    let model = config.model.recipe.as_ref().map(|recipe| recipe.name.clone()).unwrap_or_default();
+    let balance = pipeline.balance().sizes().to_vec();
+    eprintln!("{}", headline(config, &model, &balance, &placed));
+    let mut log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
+    let summary = {
+        let trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
+        let mut progress = Progress::new(trainer.steps(), config.options.epochs);
+        trainer.run(&mut |event: &Event<'_>| {
+            progress.on(event)?;
+            log.as_mut().map_or(Ok(()), |log| log.on(event))
+        })
+    };
+    let summary = summary.map_err(unwrapped)?;
+    end(pipeline);
+    let report = RunReport {
+        command: config.flags.to_command()?,
+        model,
+        parameters: config.model.parameters(),
+        balance,
+        placement: placed,
+        micro_batches: plan.micro_batches(),
+        summary,
+    };
+    if let Some(log) = log {
+        log.finish(&report)?;
+    }
+    Ok((report, plan))
+}
+
+/// Says goodbye to the workers before anything is printed, so that what they say comes first.
+fn end(pipeline: Pipeline) {
+    drop(pipeline);
+}
+
+/// An observer's error is the system's: a closed pipe must be told from a failed run.
+fn unwrapped(error: TrainError) -> anyhow::Error {
+    match error {
+        TrainError::Observer(error) => error.into(),
+        other => other.into(),
+    }
+}
+
+fn headline(config: &RunConfig, model: &str, balance: &[usize], placed: &[String]) -> String {
+    let layers: Vec<String> = balance.iter().map(ToString::to_string).collect();
+    format!(
+        "{model}: {} parameters in {} layers, cut {} on {}; {} rows to learn from",
+        units::count(config.model.parameters()),
+        config.model.layers.len(),
+        layers.join(","),
+        placed.join(","),
+        units::count(config.train.data().len() as u64),
+    )
+}

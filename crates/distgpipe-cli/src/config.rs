@@ -1,0 +1,372 @@
+//! From flags to a run that can start: everything that can be judged without starting a worker is judged here, and
+//! every error names its flag and what to do.
+
+use crate::args::{DataName, OptimizerName, TrainFlags};
+use crate::cmd::worker::given_token;
+use crate::exit::usage;
+use crate::files::read_text;
+use anyhow::Context;
+use distgpipe::core::microbatch::MicroBatches;
+use distgpipe::core::partition::Balance;
+use distgpipe::core::placement::Placement;
+use distgpipe::core::schedule::{check, Plan};
+use distgpipe::data::digits::Part;
+use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
+use distgpipe::data::{Dataset, Digits, Loader, LoaderOptions, Synthetic};
+use distgpipe::model::Recipe;
+use distgpipe::models;
+use distgpipe::pipeline::{BuildError, Builder};
+use distgpipe::tch::Tensor;
+use distgpipe::trainer::{Decay, TrainOptions};
+use distgpipe::transport::Timeouts;
+use distgpipe::{Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Rows of made-up training data where nobody says.
+const SAMPLES: usize = 2048;
+/// The most bytes of a plan file: the largest plan takes less.
+const PLAN_BYTES_MAX: u64 = 64 << 20;
+/// Test batches may be larger than training batches: nothing is kept for a backward pass.
+const TEST_BATCH_FACTOR: usize = 2;
+
+enum Cut {
+    Given(Balance),
+    /// Into so many partitions, by measurement.
+    Measured(usize),
+}
+
+/// A run that can start.
+pub struct RunConfig {
+    /// With every default filled in: what the run's log keeps.
+    pub flags: TrainFlags,
+    /// The model.
+    pub model: Model,
+    /// To learn from.
+    pub train: Loader,
+    /// To test with.
+    pub test: Option<Loader>,
+    /// How to train.
+    pub options: TrainOptions,
+    /// Tensors to start from.
+    pub weights: Option<BTreeMap<String, Tensor>>,
+    /// Where to write what happens.
+    pub log: Option<PathBuf>,
+    /// Whether single events are wanted.
+    pub trace: bool,
+    /// Whether the result is wanted as JSON.
+    pub json: bool,
+    cut: Cut,
+    plan: Option<Plan>,
+    workers: Workers,
+    optim: Optim,
+    loss: Loss,
+    timeouts: Timeouts,
+}
+
+impl RunConfig {
+    /// Judges the flags.
+    pub fn new(given: &TrainFlags) -> anyhow::Result<Self> {
+        let plan = given.plan.as_deref().map(|path| plan_flag(path, given)).transpose()?;
+        let flags = given.or_defaults()?;
+        let model = model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set)?;
+        let micro_batches = plan.as_ref().map_or(flags.chunks.unwrap_or(1), Plan::micro_batches);
+        let (train, test, loss) = data(&flags, &model)?;
+        let batch = flags.batch.unwrap_or_default();
+        if MicroBatches::split(batch, micro_batches).is_err() {
+            let source = if plan.is_some() { "--plan has" } else { "--chunks asks for" };
+            return Err(usage(format!(
+                "--batch {batch}: {source} {micro_batches} micro-batches, and each needs a row: use --batch \
+                 {micro_batches} or more, or between 1 and {} micro-batches",
+                batch.max(1)
+            )));
+        }
+        let placement = flags.place.as_deref().map(str::parse::<Placement>).transpose();
+        let placement = placement.map_err(|e| usage(format!("--place: {e}")))?;
+        let placement = placement.or_else(|| plan.as_ref().map(|plan| plan.placement().clone()));
+        let cut = cut(&flags, &model, placement.as_ref(), plan.is_some())?;
+        let partitions = match &cut {
+            Cut::Given(balance) => balance.partitions(),
+            Cut::Measured(partitions) => *partitions,
+        };
+        let worker_count = placement.as_ref().map_or(partitions, Placement::workers);
+        let workers = workers(&flags, worker_count)?;
+        if flags.threads == Some(0) {
+            return Err(usage("--threads 0: a worker needs at least 1"));
+        }
+        flags.device.unwrap_or_default().open().map_err(|e| usage(format!("--device: {e}")))?;
+        let (optim, learning_rate) = optimizer(&flags)?;
+        let trace = flags.trace == Some(true);
+        if trace && flags.log.is_none() {
+            return Err(usage("--trace: add --log DIR, which says where to write it"));
+        }
+        let options = TrainOptions {
+            epochs: flags.epochs.filter(|&n| n > 0).ok_or_else(|| usage("--epochs 0: use 1 or more; --steps limits further"))?,
+            steps_max: flags.steps,
+            learning_rate,
+            decay: flags.lr_decay.unwrap_or(Decay::None),
+            ..TrainOptions::default()
+        };
+        let weights = flags.weights.as_deref().map(|path| crate::weights::read(path, &model)).transpose()?;
+        Ok(RunConfig {
+            train,
+            test,
+            options,
+            weights,
+            log: flags.log.clone(),
+            trace,
+            json: flags.json == Some(true),
+            cut,
+            plan,
+            workers,
+            optim,
+            loss,
+            timeouts: timeouts(&flags)?,
+            model,
+            flags,
+        })
+    }
+
+    /// Starts the workers.
+    pub fn start(&self) -> anyhow::Result<Pipeline> {
+        let mut pipeline = self.builder()?.build().map_err(|error| match error {
+            BuildError::Failed(failure) => failure.into(),
+            BuildError::Scenario(e) => usage(format!("--faults: {e}")),
+            BuildError::Balance(e) => usage(format!("--balance: {e}")),
+            BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
+            BuildError::Plan(e) => usage(format!("--plan: {e}")),
+            other => usage(other.to_string()),
+        })?;
+        if let Some(weights) = &self.weights {
+            pipeline.load(weights).context("--weights")?;
+        }
+        Ok(pipeline)
+    }
+
+    fn builder(&self) -> anyhow::Result<Builder> {
+        let flags = &self.flags;
+        let mut builder = Pipeline::builder(self.model.clone())
+            .micro_batches(flags.chunks.unwrap_or(1))
+            .schedule(flags.schedule.unwrap_or_default())
+            .recompute(flags.recompute.unwrap_or_default())
+            .workers(self.workers.clone())
+            .optimizer(self.optim, self.options.learning_rate)
+            .loss(self.loss)
+            .seed(flags.seed.unwrap_or_default())
+            .device(flags.device.unwrap_or_default())
+            .threads(flags.threads.unwrap_or(1))
+            .channels_last(flags.no_channels_last != Some(true))
+            .trace(self.trace)
+            .timeouts(self.timeouts)
+            .faults(flags.faults.clone().unwrap_or_default());
+        if let Some(place) = &flags.place {
+            builder = builder.place(place);
+        }
+        if let Some(plan) = &self.plan {
+            builder = builder.plan(plan.clone());
+        }
+        Ok(match &self.cut {
+            Cut::Given(balance) => builder.balance(balance.sizes()),
+            Cut::Measured(partitions) => {
+                // As large as a micro-batch will be.
+                let rows = (flags.batch.unwrap_or(1) / flags.chunks.unwrap_or(1).max(1)).max(1);
+                let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
+                builder.auto_balance(*partitions, self.train.data().batch(&rows)?)
+            }
+        })
+    }
+}
+
+/// A built-in model, named by a flag, with settings of the form `key=value`.
+pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
+    let mut settings = models::default_settings(name).map_err(|e| usage(format!("{flag}: {e}")))?;
+    for setting in set {
+        let Some((key, value)) = setting.split_once('=') else {
+            return Err(usage(format!("--set {setting}: expected KEY=VALUE, such as classes=10")));
+        };
+        // What is no JSON is a word.
+        let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
+        match settings.get_mut(key.trim()) {
+            Some(slot) => *slot = value,
+            None => {
+                let known: Vec<String> = settings.as_object().into_iter().flatten().map(|(key, value)| format!("{key}={value}")).collect();
+                return Err(usage(format!("--set {setting}: {name} has no such setting; it has (with defaults) {}", known.join(", "))));
+            }
+        }
+    }
+    let model = models::build(&Recipe { name: name.to_owned(), settings }).map_err(|e| usage(format!("--set: {e}")))?;
+    model.summary().map_err(|e| usage(format!("--set: {e}")))?;
+    Ok(model)
+}
+
+/// Reads and checks the plan that a flag names.
+pub fn read_plan(flag: &str, path: &Path) -> anyhow::Result<Plan> {
+    let named = || format!("{flag} {}", path.display());
+    let plan: Plan = read_text(flag, path, PLAN_BYTES_MAX)?.parse().with_context(named)?;
+    check(&plan).with_context(named)?;
+    Ok(plan)
+}
+
+fn plan_flag(path: &Path, given: &TrainFlags) -> anyhow::Result<Plan> {
+    let others = [
+        ("--schedule", given.schedule.is_some()),
+        ("--chunks", given.chunks.is_some()),
+        ("--recompute", given.recompute.is_some()),
+        ("--place", given.place.is_some()),
+    ];
+    if let Some((flag, _)) = others.iter().find(|(_, given)| *given) {
+        return Err(usage(format!("--plan: the plan says this itself: remove {flag}")));
+    }
+    read_plan("--plan", path).map_err(|e| usage(format!("{e:#}")))
+}
+
+fn data(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loader>, Loss)> {
+    let seed = flags.seed.unwrap_or_default();
+    let output = model.summary()?.pop().and_then(|layer| layer.output.into_iter().next());
+    let output = output.ok_or_else(|| usage("--model: it has no output"))?;
+    let scores = match output.dims[..] {
+        [classes] => usize::try_from(classes).ok(),
+        _ => None,
+    };
+    let (train, test): (Arc<dyn Dataset>, Arc<dyn Dataset>) = match flags.data.unwrap_or(DataName::Digits) {
+        DataName::Digits => {
+            if flags.samples.is_some() {
+                return Err(usage("--samples: the digits are as many as they are; it goes with --data synthetic"));
+            }
+            let part = |part| Digits::for_input(part, &model.input).map_err(|e| usage(format!("--data digits: {e}; set it with --set (image, channels, input), or use --data synthetic")));
+            (Arc::new(part(Part::Train)?), Arc::new(part(Part::Test)?))
+        }
+        DataName::Synthetic => {
+            let rows = flags.samples.unwrap_or(SAMPLES);
+            let setting = |name: &str| model.recipe.as_ref().and_then(|recipe| recipe.settings.get(name)?.as_i64());
+            let options = SyntheticOptions {
+                input: model.input.clone(),
+                target: scores.map_or_else(|| Target::Tensor(output.clone()), Target::Class),
+                rows,
+                first_row: 0,
+                vocabulary: setting("vocabulary").unwrap_or(0),
+                pattern: Pattern::Learnable,
+                seed,
+            };
+            let made = |options| Synthetic::new(options).map_err(|e| usage(format!("--data synthetic: {e}")));
+            let test = SyntheticOptions { rows: rows.div_ceil(4), first_row: rows, ..options.clone() };
+            (Arc::new(made(options)?), Arc::new(made(test)?))
+        }
+    };
+    if let (Some(classes), Some(scores)) = (train.classes(), scores) {
+        if scores < classes {
+            return Err(usage(format!("--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}")));
+        }
+    }
+    if train.classes().is_some() && scores.is_none() {
+        return Err(usage("--data digits: the model's output is no class scores: use --data synthetic"));
+    }
+    let loss = if scores.is_some() { Loss::CrossEntropy } else { Loss::MeanSquared };
+    let batch_rows = flags.batch.unwrap_or_default();
+    let train = Loader::new(train, LoaderOptions::training(batch_rows, seed)).map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
+    let options = LoaderOptions::testing(batch_rows.saturating_mul(TEST_BATCH_FACTOR));
+    let test = (flags.no_evaluate != Some(true)).then(|| Loader::new(test, options)).transpose()?;
+    Ok((train, test, loss))
+}
+
+fn cut(flags: &TrainFlags, model: &Model, placement: Option<&Placement>, from_plan: bool) -> anyhow::Result<Cut> {
+    let layers = model.layers.len();
+    let given = [
+        ("--partitions", flags.partitions.is_some()),
+        ("--balance", flags.balance.is_some()),
+        ("--auto-balance", flags.auto_balance.is_some()),
+    ];
+    let given: Vec<&str> = given.iter().filter(|(_, given)| *given).map(|(flag, _)| *flag).collect();
+    if let [first, second, ..] = given[..] {
+        return Err(usage(format!("{first} and {second} both say how to cut the model: keep one")));
+    }
+    let source = if from_plan { "--plan" } else { "--place" };
+    let flag = given.first().copied().unwrap_or(source);
+    let placed = placement.map(Placement::partitions);
+    let fits = |partitions: usize| match placed {
+        Some(placed) if placed != partitions => {
+            Err(usage(format!("{flag} makes {partitions} partitions, and {source} names workers for {placed}: give both the same number")))
+        }
+        _ => Ok(()),
+    };
+    if let Some(partitions) = flags.auto_balance {
+        Balance::even(layers, partitions).map_err(|e| usage(format!("{flag}: {e}")))?;
+        fits(partitions)?;
+        return Ok(Cut::Measured(partitions));
+    }
+    let balance = match &flags.balance {
+        Some(text) => text.parse::<Balance>().and_then(|balance| balance.check(layers).map(|()| balance)),
+        None => Balance::even(layers, flags.partitions.or(placed).unwrap_or(1)),
+    };
+    let balance = balance.map_err(|e| usage(format!("{flag}: {e}")))?;
+    fits(balance.partitions())?;
+    Ok(Cut::Given(balance))
+}
+
+fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
+    let addresses: Vec<String> = match flags.workers.as_deref().unwrap_or("threads") {
+        "threads" => return Ok(Workers::Threads),
+        "processes" => {
+            let program = std::env::current_exe().context("--workers processes: asking where this program is")?;
+            return Ok(Workers::Processes(WorkerProgram { program, arguments: vec!["worker".to_owned(), "--child".to_owned()] }));
+        }
+        addresses => addresses.split(',').map(|address| address.trim().to_owned()).collect(),
+    };
+    if let Some(wrong) = addresses.iter().find(|address| !address.contains(':')) {
+        return Err(usage(format!("--workers {wrong}: expected `threads`, `processes`, or addresses such as 10.0.0.2:7000")));
+    }
+    if count == 1 {
+        return Err(usage("--workers: there is one partition, and it is this process's: cut the model with --partitions or --balance"));
+    }
+    if addresses.len() + 1 != count {
+        return Err(usage(format!(
+            "--workers: expected {} address(es) for {count} workers, since the first is this process; got {}: see --place",
+            count.saturating_sub(1),
+            addresses.len()
+        )));
+    }
+    let token = given_token(flags.token_file.as_deref())?.ok_or_else(|| {
+        usage("--workers: the waiting workers have a token: give it with --token-file FILE or the variable DISTGPIPE_TOKEN")
+    })?;
+    Ok(Workers::Remote { addresses, token })
+}
+
+fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
+    let within = |flag: &str, value: Option<f64>, default: f64, max: f64| {
+        let value = value.unwrap_or(default);
+        if value.is_finite() && (0.0..=max).contains(&value) {
+            Ok(value)
+        } else {
+            Err(usage(format!("{flag} {value}: expected a number from 0 to {max}")))
+        }
+    };
+    let rate = |default| within("--lr", flags.lr, default, 1e3);
+    match flags.optimizer.unwrap_or(OptimizerName::Sgd) {
+        OptimizerName::Sgd => {
+            let momentum = within("--momentum", flags.momentum, 0.9, 1.0)?;
+            let weight_decay = within("--weight-decay", flags.weight_decay, 0.0, 1.0)?;
+            Ok((Optim::Sgd { momentum, weight_decay, nesterov: false }, rate(0.05)?))
+        }
+        OptimizerName::Adamw => {
+            if flags.momentum.is_some() {
+                return Err(usage("--momentum: adamw has none: remove it, or use --optimizer sgd"));
+            }
+            let decay = within("--weight-decay", flags.weight_decay, 0.01, 1.0)?;
+            let optim = match Optim::adamw() {
+                Optim::AdamW { beta1, beta2, eps, .. } => Optim::AdamW { beta1, beta2, eps, weight_decay: decay },
+                other => other,
+            };
+            Ok((optim, rate(1e-3)?))
+        }
+    }
+}
+
+fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {
+    let standard = Timeouts::default();
+    let stall_s = flags.timeout.unwrap_or(standard.stall_s);
+    if !(stall_s.is_finite() && stall_s > 0.0) {
+        return Err(usage(format!("--timeout {stall_s}: expected seconds above 0")));
+    }
+    Ok(Timeouts { stall_s, silence_s: standard.silence_s.min(stall_s), ..standard })
+}

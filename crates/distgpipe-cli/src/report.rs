@@ -1,0 +1,29 @@
+//! What people and programs read: tables, units, progress, log files. All of it reads the trainer's events.
+
+pub mod log;
+pub mod progress;
+pub mod run;
+pub mod table;
+pub mod units;
+
+use serde::Serialize;
+use std::io::Write;
+
+/// Columns of the terminal, or of a page where there is none.
+pub fn width() -> usize {
+    terminal_size::terminal_size().map_or(100, |(width, _)| usize::from(width.0))
+}
+
+/// Prints a value as JSON on standard output.
+pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    let mut text = serde_json::to_string_pretty(value)?;
+    text.push('\n');
+    print(&text)
+}
+
+/// Prints on standard output. An output that is closed is an error and no panic.
+pub fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    Ok(out.flush()?)
+}

@@ -1,0 +1,127 @@
+//! The log directory of a run: what it was asked, every step, every single event if wanted, and the result.
+
+use crate::config::RunConfig;
+use anyhow::Context;
+use distgpipe::trace::{write_chrome, write_jsonl, Span};
+use distgpipe::trainer::{Event, Observer, StepDone};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// The most events that go into the trace for browsers, which is held in memory until the end; trace.jsonl has all.
+const CHROME_SPANS_MAX: usize = 500_000;
+
+/// Writes what happens.
+pub struct Log {
+    directory: PathBuf,
+    steps: BufWriter<File>,
+    trace: Option<Trace>,
+}
+
+struct Trace {
+    lines: BufWriter<File>,
+    spans: Vec<Span>,
+    names: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct StepLine<'a> {
+    step: u64,
+    epoch: u64,
+    rows: usize,
+    loss: f64,
+    correct: Option<u64>,
+    learning_rate: f64,
+    seconds: f64,
+    loading_s: f64,
+    workers: Vec<WorkerLine<'a>>,
+}
+
+#[derive(Serialize)]
+struct WorkerLine<'a> {
+    name: &'a str,
+    seconds: f64,
+    phases_s: std::collections::BTreeMap<&'static str, f64>,
+    peak_bytes: u64,
+}
+
+impl Log {
+    /// Makes the directory and writes what the run was asked. `names` are the workers'.
+    pub fn create(directory: &Path, config: &RunConfig, names: Vec<String>) -> anyhow::Result<Self> {
+        let flag = || format!("--log {}", directory.display());
+        std::fs::create_dir_all(directory).with_context(flag)?;
+        let mut flags = config.flags.clone();
+        // A run repeated from this file must not write over this one's log.
+        (flags.log, flags.trace, flags.json) = (None, None, None);
+        std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
+        let file = |name: &str| File::create(directory.join(name)).map(BufWriter::new).with_context(flag);
+        let trace = match config.trace {
+            true => Some(Trace { lines: file("trace.jsonl")?, spans: Vec::new(), names }),
+            false => None,
+        };
+        Ok(Log { directory: directory.to_owned(), steps: file("steps.jsonl")?, trace })
+    }
+
+    /// Writes the result.
+    pub fn finish(mut self, summary: &impl Serialize) -> anyhow::Result<()> {
+        let flag = format!("--log {}", self.directory.display());
+        self.steps.flush().with_context(|| flag.clone())?;
+        if let Some(mut trace) = self.trace.take() {
+            trace.lines.flush().with_context(|| flag.clone())?;
+            let mut out = BufWriter::new(File::create(self.directory.join("trace.json"))?);
+            write_chrome(&mut out, &trace.spans, &trace.names).and_then(|()| out.flush()).with_context(|| flag.clone())?;
+        }
+        std::fs::write(self.directory.join("summary.json"), serde_json::to_string_pretty(summary)? + "\n").context(flag)
+    }
+
+    fn step(&mut self, done: &StepDone<'_>) -> std::io::Result<()> {
+        let outcome = done.outcome;
+        let line = StepLine {
+            step: done.step,
+            epoch: done.epoch,
+            rows: outcome.rows,
+            loss: outcome.loss,
+            correct: outcome.correct,
+            learning_rate: done.learning_rate,
+            seconds: done.seconds,
+            loading_s: done.loading_s,
+            workers: outcome
+                .workers
+                .iter()
+                .map(|worker| WorkerLine {
+                    name: &worker.name,
+                    seconds: worker.report.step_ns as f64 / 1e9,
+                    phases_s: distgpipe::trace::Phase::ALL
+                        .iter()
+                        .map(|&phase| (phase.name(), worker.report.phases.of(phase) as f64 / 1e9))
+                        .collect(),
+                    peak_bytes: worker.report.peak_bytes,
+                })
+                .collect(),
+        };
+        serde_json::to_writer(&mut self.steps, &line)?;
+        self.steps.write_all(b"\n")?;
+        if let Some(trace) = &mut self.trace {
+            let mut spans: Vec<Span> = outcome.spans().cloned().collect();
+            write_jsonl(&mut trace.lines, &spans)?;
+            spans.truncate(CHROME_SPANS_MAX.saturating_sub(trace.spans.len()));
+            trace.spans.append(&mut spans);
+        }
+        Ok(())
+    }
+}
+
+impl Observer for Log {
+    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
+        match event {
+            Event::StepDone(done) => self.step(done),
+            // What is on disk is whole at the end of every epoch, should the run be killed.
+            Event::EpochDone(_) => {
+                self.steps.flush()?;
+                self.trace.as_mut().map_or(Ok(()), |trace| trace.lines.flush())
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! How far the run is: a bar on a terminal, a line an epoch elsewhere. On standard error, so that results can be piped.
+
+use super::units;
+use distgpipe::trainer::{EpochSummary, Event, Observer};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::io::IsTerminal;
+
+/// Shows how far the run is.
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    epochs: u64,
+}
+
+impl Progress {
+    /// For a run of so many steps and at most so many epochs.
+    pub fn new(steps: u64, epochs: u64) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {eta} left  {msg}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar
+        });
+        Progress { bar, epochs }
+    }
+
+    /// Ends the bar.
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn say(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(line),
+            None => eprintln!("{line}"),
+        }
+    }
+}
+
+impl Observer for Progress {
+    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
+        match event {
+            Event::StepDone(done) => {
+                if let Some(bar) = &self.bar {
+                    let rate = units::rate(done.outcome.rows as f64 / done.seconds.max(1e-9));
+                    bar.set_message(format!("loss {:.4}, {rate} samples/s", done.outcome.loss));
+                    bar.set_position(done.step + 1);
+                }
+            }
+            Event::EpochDone(epoch) => self.say(&line(epoch, self.epochs)),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        // An error is about to be printed: the bar must not stand in its way.
+        self.finish();
+    }
+}
+
+fn line(epoch: &EpochSummary, epochs: u64) -> String {
+    let accuracy = epoch.train_accuracy.map(|a| format!(", accuracy {}", units::percent(a))).unwrap_or_default();
+    let test = epoch.test_loss.map(|loss| format!("; test loss {loss:.4}")).unwrap_or_default();
+    let tested = epoch.test_accuracy.map(|a| format!(", accuracy {}", units::percent(a))).unwrap_or_default();
+    format!(
+        "epoch {}/{epochs}: loss {:.4}{accuracy}{test}{tested}; {} samples/s",
+        epoch.epoch + 1,
+        epoch.train_loss,
+        units::rate(epoch.samples_per_s)
+    )
+}

@@ -1,0 +1,136 @@
+//! A run in tables: epochs, workers, links.
+
+use super::table::{Side, Table};
+use super::units;
+use distgpipe::core::schedule::{simulate, Costs, Plan};
+use distgpipe::trace::Phase;
+use distgpipe::trainer::RunSummary;
+use serde::Serialize;
+
+/// What `--json` prints and summary.json holds.
+#[derive(Serialize)]
+pub struct RunReport {
+    /// The command that repeats the run.
+    pub command: String,
+    /// The model's name.
+    pub model: String,
+    /// Numbers it learns.
+    pub parameters: u64,
+    /// Layers per partition.
+    pub balance: Vec<usize>,
+    /// Each partition's worker.
+    pub placement: Vec<String>,
+    /// Per batch.
+    pub micro_batches: usize,
+    /// What came of it.
+    #[serde(flatten)]
+    pub summary: RunSummary,
+}
+
+impl RunReport {
+    /// All tables.
+    pub fn render(&self) -> String {
+        let mut text = self.epochs();
+        text.push('\n');
+        text.push_str(&self.workers());
+        if !self.summary.links.is_empty() {
+            text.push('\n');
+            text.push_str(&self.links());
+        }
+        text.push('\n');
+        text.push_str(&self.speed());
+        text
+    }
+
+    /// What was learned, by epoch.
+    pub fn epochs(&self) -> String {
+        let mut table = Table::new(&[
+            ("epoch", Side::Right),
+            ("train loss", Side::Right),
+            ("accuracy", Side::Right),
+            ("test loss", Side::Right),
+            ("accuracy", Side::Right),
+            ("samples/s", Side::Right),
+        ]);
+        let loss = |loss: Option<f64>| loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"));
+        let share = |share: Option<f64>| share.map_or("–".to_owned(), units::percent);
+        for epoch in &self.summary.epochs {
+            table.row(vec![
+                (epoch.epoch + 1).to_string(),
+                loss(Some(epoch.train_loss)),
+                share(epoch.train_accuracy),
+                loss(epoch.test_loss),
+                share(epoch.test_accuracy),
+                units::rate(epoch.samples_per_s),
+            ]);
+        }
+        table.render()
+    }
+
+    /// What each worker spent its steps on.
+    pub fn workers(&self) -> String {
+        let mut columns = vec![("worker", Side::Left), ("partitions", Side::Left)];
+        columns.extend(Phase::ALL.iter().map(|phase| (phase.name(), Side::Right)));
+        columns.extend([("other", Side::Right), ("peak memory", Side::Right)]);
+        let mut table = Table::new(&columns);
+        for worker in &self.summary.workers {
+            let mine = self.placement.iter().enumerate().filter(|(_, name)| **name == worker.name).map(|(i, _)| i.to_string());
+            let mut cells = vec![worker.name.clone(), mine.collect::<Vec<_>>().join(",")];
+            let share = |seconds: f64| units::percent(seconds / worker.steps_s.max(1e-12));
+            let times: Vec<f64> = Phase::ALL.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
+            cells.extend(times.iter().map(|&seconds| share(seconds)));
+            cells.push(share((worker.steps_s - times.iter().sum::<f64>()).max(0.0)));
+            cells.push(units::bytes(worker.peak_bytes as f64));
+            table.row(cells);
+        }
+        table.render()
+    }
+
+    /// What crossed each link.
+    pub fn links(&self) -> String {
+        let mut table = Table::new(&[
+            ("link", Side::Left),
+            ("messages", Side::Right),
+            ("tensors", Side::Right),
+            ("on the wire", Side::Right),
+            ("a step", Side::Right),
+            ("sent at", Side::Right),
+        ]);
+        for link in &self.summary.links {
+            let wire = link.wire_bytes > 0;
+            table.row(vec![
+                format!("{} → {}", link.from, link.to),
+                units::count(link.messages),
+                units::bytes(link.payload_bytes as f64),
+                if wire { units::bytes(link.wire_bytes as f64) } else { "in memory".to_owned() },
+                units::bytes(link.payload_bytes.max(link.wire_bytes) as f64 / self.summary.steps.max(1) as f64),
+                link.bytes_per_s.map_or("–".to_owned(), |rate| format!("{}/s", units::bytes(rate))),
+            ]);
+        }
+        table.render()
+    }
+
+    /// How fast it was.
+    pub fn speed(&self) -> String {
+        let summary = &self.summary;
+        match (summary.samples_per_s_median, summary.samples_per_s_mean) {
+            (Some(median), Some(mean)) => format!(
+                "{} samples/s ({} on average over {} steps, {} of warm-up left out); {} in all, {} of it waiting for data\n",
+                units::rate(median),
+                units::rate(mean),
+                summary.steps - summary.warm_up_steps,
+                summary.warm_up_steps,
+                units::seconds(summary.seconds),
+                units::seconds(summary.loading_s),
+            ),
+            _ => format!("{} in all; too few steps for a speed\n", units::seconds(summary.seconds)),
+        }
+    }
+}
+
+/// A plan's picture, as if every forward took as long and every backward twice that.
+pub fn picture(plan: &Plan, width: usize) -> anyhow::Result<String> {
+    let partitions = plan.partitions();
+    let simulation = simulate(plan, &Costs::new(vec![1.0; partitions], vec![2.0; partitions]))?;
+    Ok(simulation.to_text(width))
+}

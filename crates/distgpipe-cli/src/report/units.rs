@@ -1,0 +1,63 @@
+//! Numbers as people read them.
+
+/// `1,234,567`.
+pub fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// `12.3 MB`, in powers of a thousand.
+pub fn bytes(bytes: f64) -> String {
+    scaled(bytes, &[(1e9, "GB"), (1e6, "MB"), (1e3, "kB")], "B")
+}
+
+/// `12.3 ms`.
+pub fn seconds(seconds: f64) -> String {
+    match seconds {
+        s if s >= 100.0 => format!("{s:.0} s"),
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s if s >= 1e-3 => format!("{:.2} ms", s * 1e3),
+        s => format!("{:.1} µs", s * 1e6),
+    }
+}
+
+/// `97.2 %`.
+pub fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+/// `812` or `18.5`.
+pub fn rate(rate: f64) -> String {
+    if rate >= 100.0 {
+        count(rate.round() as u64)
+    } else {
+        format!("{rate:.1}")
+    }
+}
+
+fn scaled(number: f64, units: &[(f64, &str)], smallest: &str) -> String {
+    match units.iter().find(|(size, _)| number >= *size) {
+        Some((size, unit)) => format!("{:.1} {unit}", number / size),
+        None => format!("{number:.0} {smallest}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_read_well() {
+        assert_eq!((count(7), count(1234), count(1_234_567)), ("7".into(), "1,234".into(), "1,234,567".into()));
+        assert_eq!((bytes(999.0), bytes(56_900_000.0)), ("999 B".into(), "56.9 MB".into()));
+        assert_eq!((seconds(0.0123), seconds(3.0), seconds(2e-6)), ("12.30 ms".into(), "3.00 s".into(), "2.0 µs".into()));
+        assert_eq!((rate(18.46), rate(1812.3)), ("18.5".into(), "1,812".into()));
+    }
+}

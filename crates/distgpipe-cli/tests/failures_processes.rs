@@ -1,0 +1,166 @@
+//! Law 5 between processes over TCP: whoever fails is named, everybody ends, no process and no port is left.
+
+#[path = "../../distgpipe/tests/mishaps/mod.rs"]
+mod mishaps;
+mod servers;
+
+use distgpipe::core::WorkerId;
+use distgpipe::{StepError, WorkerProgram, Workers};
+use mishaps::{actions, assert_named, batch, plan, run_until_failure, BOUND, SILENCE_S};
+use servers::Servers;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+fn processes() -> Workers {
+    Workers::Processes(WorkerProgram {
+        program: PathBuf::from(env!("CARGO_BIN_EXE_distgpipe")),
+        arguments: vec!["worker".to_owned(), "--child".to_owned()],
+    })
+}
+
+/// Tests here look at all children of this process, so they run one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> std::sync::MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Processes whose parent is this one, zombies included.
+fn children() -> Vec<u32> {
+    let me = std::process::id().to_string();
+    let stat = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let all = std::fs::read_dir("/proc").expect("/proc").flatten();
+    let pids = all.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse::<u32>().ok()));
+    // After the name in brackets: state, parent.
+    let parent = |s: &str| s.rsplit(')').next().and_then(|r| r.split_whitespace().nth(1).map(str::to_owned));
+    pids.filter(|&pid| stat(pid).and_then(|s| parent(&s)).is_some_and(|p| p == me)).collect()
+}
+
+#[test]
+fn a_worker_process_that_is_killed_panics_or_errs_is_named_and_nothing_is_left() {
+    let _alone = alone();
+    // Every action for the kill; the others differ from threads only in how the news travels.
+    for (i, (worker, action)) in actions(&plan()).into_iter().filter(|(w, _)| w == "server").enumerate() {
+        let fault = ["kill", "panic", "kill", "error"][i % 4];
+        let scenario = format!("{worker}:{fault}@{action}");
+        let phase = (fault != "kill").then_some(action);
+        assert_named(run_until_failure(processes(), &scenario), &scenario, &worker, phase);
+        assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+    }
+}
+
+#[test]
+fn a_client_that_fails_ends_its_worker_processes() {
+    let _alone = alone();
+    for scenario in ["client:panic@0F1", "client:error@2B1", "client:hang@2F0"] {
+        let action = scenario.rsplit('@').next().map(|a| a.parse().expect("an action"));
+        assert_named(run_until_failure(processes(), scenario), scenario, "client", action);
+        assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+    }
+}
+
+#[test]
+fn a_worker_process_that_hangs_is_named() {
+    let _alone = alone();
+    for scenario in ["server:hang@1F0", "server:hang@1B2"] {
+        let action = scenario.rsplit('@').next().map(|a| a.parse().expect("an action"));
+        assert_named(run_until_failure(processes(), scenario), scenario, "server", action);
+        assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+    }
+}
+
+#[test]
+fn a_broken_connection_is_found_at_any_message() {
+    let _alone = alone();
+    let plan = plan();
+    let (client, server) = (WorkerId(0), WorkerId(1));
+    for (from, to, messages) in [("client", "server", plan.messages(client, server)), ("server", "client", plan.messages(server, client))] {
+        for message in 0..messages as u64 {
+            let fault = ["corrupt", "cut", "stall"][message as usize % 3];
+            let scenario = format!("seed={message};{from}>{to}:{fault}@{message}");
+            let (failure, took) = run_until_failure(processes(), &scenario);
+            // A cut or damaged wire cannot be told from a fault of either end.
+            assert!(failure.worker.contains("client") || failure.worker.contains("server"), "{scenario}: {failure}");
+            assert!(took <= BOUND + Duration::from_secs_f64(SILENCE_S), "{scenario}: took {took:?}: {failure}");
+            assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+        }
+    }
+}
+
+/// SIGSTOP: the process is there, its sockets are open, and it says nothing.
+#[test]
+fn a_worker_process_that_is_stopped_is_given_up() {
+    let _alone = alone();
+    let mut pipeline = mishaps::pipeline(processes(), "");
+    pipeline.train_step(&batch()).expect("a step");
+    let server = children();
+    assert_eq!(server.len(), 1);
+    let stopped = std::process::Command::new("kill").args(["-STOP", &server[0].to_string()]).status().expect("kill");
+    assert!(stopped.success());
+    let start = Instant::now();
+    let failure = match pipeline.train_step(&batch()) {
+        Err(StepError::Failed(failure)) => failure,
+        other => panic!("expected a failure, got {:?}", other.map(|o| o.loss)),
+    };
+    drop(pipeline);
+    assert!(failure.worker.contains("server"), "{failure}");
+    assert!(start.elapsed() <= BOUND + Duration::from_secs_f64(SILENCE_S), "took {:?}", start.elapsed());
+    assert_eq!(children(), Vec::<u32>::new(), "a process is left");
+}
+
+#[test]
+fn a_server_survives_garbage_strangers_and_failed_runs() {
+    let _alone = alone();
+    let servers = Servers::start(1);
+    let address = &servers.addresses()[0];
+    let serves = |what: &str| {
+        let mut pipeline = mishaps::pipeline(servers.first(1), "");
+        pipeline.train_step(&batch()).unwrap_or_else(|e| panic!("after {what}: {e}"));
+    };
+    serves("nothing");
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], b"", b"\x89DGP"] {
+        let mut stream = TcpStream::connect(address).expect("it listens");
+        let _ = stream.write_all(garbage);
+        drop(stream);
+    }
+    serves("garbage");
+    let wrong: distgpipe::link::Token = "f".repeat(64).parse().expect("a token");
+    let model = distgpipe::models::Mlp::default().model().expect("a model");
+    let refused = distgpipe::Pipeline::builder(model)
+        .place("client,server")
+        .workers(Workers::Remote { addresses: vec![address.clone()], token: wrong })
+        .build();
+    let refused = refused.err().expect("an error").to_string();
+    assert!(refused.contains("token"), "{refused}");
+    serves("a stranger");
+    assert_named(run_until_failure(servers.first(1), "server:panic@1F1"), "panic", "server", None);
+    serves("a failed run");
+    drop(servers);
+}
+
+#[test]
+fn no_port_is_held_after_a_run() {
+    let _alone = alone();
+    let servers = Servers::start(1);
+    let address = servers.addresses()[0].clone();
+    mishaps::pipeline(servers.first(1), "").train_step(&batch()).expect("a step");
+    drop(servers);
+    TcpListener::bind(&address).expect("the port is free again");
+}
+
+#[test]
+fn a_worker_that_cannot_be_started_says_so() {
+    let _alone = alone();
+    let missing = WorkerProgram { program: PathBuf::from("no-such-program"), arguments: vec![] };
+    let mute = WorkerProgram { program: PathBuf::from("true"), arguments: vec![] };
+    for (program, expected) in [(missing, "no-such-program"), (mute, "listening")] {
+        let model = distgpipe::models::Mlp::default().model().expect("a model");
+        let built = distgpipe::Pipeline::builder(model).place("a,b").workers(Workers::Processes(program)).build();
+        let error = built.err().expect("an error").to_string();
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(children(), Vec::<u32>::new(), "a process is left");
+    }
+}

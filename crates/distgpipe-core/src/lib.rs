@@ -1,0 +1,28 @@
+//! The pure part of distgpipe: what can be said about a pipeline without running it.
+//!
+//! No I/O, no clock, no threads and no tensors live here, so everything in this crate can be
+//! tested exhaustively, fuzzed and run under Miri.
+//!
+//! | module | what it answers |
+//! | --- | --- |
+//! | [`id`] | the three numbers everything is named by |
+//! | [`microbatch`] | how many micro-batches, and which rows each has |
+//! | [`partition`] | which layers run together, and the best cut for given costs |
+//! | [`placement`] | which worker runs which partition |
+//! | [`skip`] | which partition pairs a skip tensor travels between |
+//! | [`schedule`] | the order of every action of every worker: generated, checked, simulated, drawn |
+//! | [`codec`] | tensor ↔ bytes |
+//! | [`wire`] | the frame, the handshake and the limits on what a peer may send |
+
+#![forbid(unsafe_code)]
+
+pub mod codec;
+pub mod id;
+pub mod microbatch;
+pub mod partition;
+pub mod placement;
+pub mod schedule;
+pub mod skip;
+pub mod wire;
+
+pub use id::{MicroBatchId, PartitionId, WorkerId};

@@ -1,0 +1,128 @@
+//! From the order of computation to a plan: adds the messages and recomputations it needs.
+//!
+//! A receive stands right before its use and a send right after its producer, so that a worker waits
+//! as late and others wait as short as the order allows. A recomputation stands before the receive of
+//! the gradient it is for, so that it runs while the gradient is on its way:
+//!
+//! ```text
+//! worker of partition 1:  1F0<0 1F0 1F0>2   …   1R0 1B0<2 1B0 1B0>0
+//!                                               ^^^ needs no gradient: overlaps with the wait
+//! ```
+
+use super::action::Message;
+use super::{Action, Op, Pass, Plan, Recompute};
+
+/// `order` has for every worker its forwards and backwards.
+pub(super) fn lower(plan: Plan, order: Vec<Vec<Action>>, recompute: Recompute) -> Plan {
+    let actions = order
+        .into_iter()
+        .map(|computes| {
+            let mut actions = Vec::new();
+            computes
+                .into_iter()
+                .for_each(|compute| surround(&plan, compute, recompute, &mut actions));
+            actions
+        })
+        .collect();
+    plan.with_actions(actions)
+}
+
+/// Appends one forward or backward with everything it needs around it.
+fn surround(plan: &Plan, compute: Action, recompute: Recompute, actions: &mut Vec<Action>) {
+    let Action {
+        partition,
+        op,
+        micro_batch,
+    } = compute;
+    let (pass, sources, targets) = match op {
+        Op::Forward => (
+            Pass::Forward,
+            plan.in_edges(partition),
+            plan.out_edges(partition),
+        ),
+        Op::Backward => (
+            Pass::Backward,
+            plan.out_edges(partition),
+            plan.in_edges(partition),
+        ),
+        _ => unreachable!("a schedule orders forwards and backwards only, got {compute}"),
+    };
+    let again = match recompute {
+        Recompute::Never => false,
+        Recompute::ExceptLast => micro_batch.index() + 1 < plan.micro_batches(),
+        Recompute::Always => true,
+    };
+    if op == Op::Backward && again {
+        actions.push(Action::recompute(partition, micro_batch));
+    }
+    for &from in sources
+        .iter()
+        .filter(|&&source| !plan.same_worker(source, partition))
+    {
+        actions.push(
+            Message {
+                pass,
+                micro_batch,
+                from,
+                to: partition,
+            }
+            .receive(),
+        );
+    }
+    actions.push(compute);
+    for &to in targets
+        .iter()
+        .filter(|&&target| !plan.same_worker(target, partition))
+    {
+        actions.push(
+            Message {
+                pass,
+                micro_batch,
+                from: partition,
+                to,
+            }
+            .send(),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::placement::Placement;
+    use crate::schedule::{Request, Schedule};
+    use crate::{MicroBatchId, PartitionId, WorkerId};
+
+    #[test]
+    fn messages_surround_their_use_and_recompute_overlaps_the_wait() {
+        let placement: Placement = "client,server,client".parse().unwrap();
+        let request = Request {
+            recompute: super::Recompute::Always,
+            skips: vec![
+                (PartitionId(0), PartitionId(2)),
+                (PartitionId(0), PartitionId(1)),
+            ],
+            ..Request::new(placement, 1)
+        };
+        let plan = Schedule::GPipe.plan(&request).unwrap();
+        let text = |worker| {
+            let actions: Vec<_> = plan
+                .actions(WorkerId(worker))
+                .iter()
+                .map(ToString::to_string)
+                .collect();
+            actions.join(" ")
+        };
+        // The skip from 0 to 2 stays on the client.
+        assert_eq!(text(0), "0F0 0F0>1 2F0<1 2F0 2R0 2B0 2B0>1 0R0 0B0<1 0B0");
+        assert_eq!(text(1), "1F0<0 1F0 1F0>2 1R0 1B0<2 1B0 1B0>0");
+        assert_eq!(plan.messages(WorkerId(0), WorkerId(1)), 2);
+        assert_eq!(plan.messages(WorkerId(1), WorkerId(0)), 2);
+        assert_eq!(plan.receives(WorkerId(0)), 2);
+        assert_eq!(
+            plan.in_edges(PartitionId(2)),
+            [PartitionId(0), PartitionId(1)]
+        );
+        assert!(plan.recomputes(PartitionId(1), MicroBatchId(0)));
+        assert!(!plan.recomputes(PartitionId(1), MicroBatchId(1)));
+    }
+}

@@ -1,0 +1,62 @@
+//! Who failed first, and why.
+//!
+//! When a worker fails, everybody is told and everybody ends (law 5). The notice has to get through when little else
+//! does, so encoding it cannot fail: what is too long is cut off between two characters.
+
+use super::message::{put_text, Fields, MessageError};
+
+/// The body of an [`Abort`](super::Kind::Abort) frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AbortNotice {
+    /// Who failed first; at most [`AbortNotice::NAME_BYTES_MAX`] bytes.
+    pub worker: String,
+    /// What it was doing; at most [`AbortNotice::NAME_BYTES_MAX`] bytes.
+    pub phase: String,
+    /// The error; at most [`AbortNotice::MESSAGE_BYTES_MAX`] bytes.
+    pub message: String,
+}
+
+impl AbortNotice {
+    /// The most bytes of `worker`, and of `phase`.
+    pub const NAME_BYTES_MAX: usize = 128;
+
+    /// The most bytes of `message`.
+    pub const MESSAGE_BYTES_MAX: usize = 8 << 10;
+
+    /// The most bytes an encoded notice has.
+    pub const BYTES_MAX: usize = 3 * 2 + 2 * Self::NAME_BYTES_MAX + Self::MESSAGE_BYTES_MAX;
+
+    /// The notice as the body of a frame. Fields beyond their maximum are cut off between two characters.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        put_text(&mut out, &self.worker, Self::NAME_BYTES_MAX);
+        put_text(&mut out, &self.phase, Self::NAME_BYTES_MAX);
+        put_text(&mut out, &self.message, Self::MESSAGE_BYTES_MAX);
+        out
+    }
+
+    /// The notice in the body of a frame.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = Fields::new("AbortNotice", body);
+        let worker = fields.text("worker", Self::NAME_BYTES_MAX)?;
+        let phase = fields.text("phase", Self::NAME_BYTES_MAX)?;
+        let message = fields.text("message", Self::MESSAGE_BYTES_MAX)?;
+        fields.end()?;
+        Ok(Self {
+            worker,
+            phase,
+            message,
+        })
+    }
+}
+
+impl std::fmt::Display for AbortNotice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            worker,
+            phase,
+            message,
+        } = self;
+        write!(f, "{worker} failed in {phase}: {message}")
+    }
+}

@@ -1,0 +1,249 @@
+//! Who calls, for which run, with which secret.
+//!
+//! Who dials sends [`Hello`]; who answers compares and sends [`Welcome`] or [`Refuse`]. The frame's version has been
+//! checked by then, so a peer of another release hears that and not a parse error. The token goes over the wire as it
+//! is: it keeps strangers and stray processes of other runs out, and TLS keeps it from listeners.
+
+use super::message::{put_text, Fields, MessageError};
+use crate::WorkerId;
+use std::fmt;
+use thiserror::Error;
+
+/// The most bytes of `build`.
+pub const BUILD_BYTES_MAX: usize = 64;
+
+/// The most bytes of a refusal's reason.
+pub const REASON_BYTES_MAX: usize = 512;
+
+/// What a dialling peer is in the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// The one that hands out jobs and commands.
+    Driver,
+    /// A worker, linking up with another one.
+    Worker(WorkerId),
+}
+
+/// What who dials says first.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// The id of the run.
+    pub run: [u8; 16],
+    /// The shared secret. Never printed.
+    pub token: [u8; 32],
+    /// What the peer is.
+    pub role: Role,
+    /// The peer's software version, for messages; at most [`BUILD_BYTES_MAX`] bytes, more is cut off on sending.
+    pub build: String,
+}
+
+/// Why a [`Hello`] is not let in.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// Another secret.
+    #[error("the peer's token is not this end's: start both with the same token (same token file or option)")]
+    Token,
+    /// The right secret, but another run.
+    #[error("expected a peer of run {expected}, got one of run {got}: a process of an earlier run is still alive, or the address belongs to another run. End that process or use another port", expected = Hex(.expected), got = Hex(.got))]
+    Run {
+        /// The run here.
+        expected: [u8; 16],
+        /// The run of the peer.
+        got: [u8; 16],
+    },
+}
+
+impl Hello {
+    /// The most bytes an encoded `Hello` has.
+    pub const BYTES_MAX: usize = 16 + 32 + 1 + 4 + 2 + BUILD_BYTES_MAX;
+
+    /// The message as the body of a frame.
+    pub fn encode(&self) -> Vec<u8> {
+        let (role, worker) = match self.role {
+            Role::Driver => (0, 0),
+            Role::Worker(worker) => (1, worker.0),
+        };
+        let mut out = Vec::with_capacity(Self::BYTES_MAX);
+        out.extend_from_slice(&self.run);
+        out.extend_from_slice(&self.token);
+        out.push(role);
+        out.extend_from_slice(&u32::to_le_bytes(worker));
+        put_text(&mut out, &self.build, BUILD_BYTES_MAX);
+        out
+    }
+
+    /// The message in the body of a frame.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = Fields::new("Hello", body);
+        let run = fields.array("run")?;
+        let token = fields.array("token")?;
+        let role = match fields.optional_worker("role")? {
+            None => Role::Driver,
+            Some(worker) => Role::Worker(worker),
+        };
+        let build = fields.text("build", BUILD_BYTES_MAX)?;
+        fields.end()?;
+        Ok(Self {
+            run,
+            token,
+            role,
+            build,
+        })
+    }
+
+    /// Whether to let this peer in. The token is compared first and in constant time: a stranger learns neither how
+    /// much of it was right nor which run this is.
+    pub fn check(&self, run: &[u8; 16], token: &[u8; 32]) -> Result<(), HandshakeError> {
+        if !same_secret(&self.token, token) {
+            return Err(HandshakeError::Token);
+        }
+        if self.run != *run {
+            return Err(HandshakeError::Run {
+                expected: *run,
+                got: self.run,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Hello {
+    /// Without the token: what is logged is read by more people than may join the run.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hello")
+            .field("run", &format_args!("{}", Hex(&self.run)))
+            .field("token", &format_args!("(secret)"))
+            .field("role", &self.role)
+            .field("build", &self.build)
+            .finish()
+    }
+}
+
+/// The answer that lets a peer in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Welcome {
+    /// The worker that answers; `None` if it is the driver, or has no number before its job comes.
+    pub worker: Option<WorkerId>,
+    /// Its software version, as in [`Hello`].
+    pub build: String,
+}
+
+impl Welcome {
+    /// The most bytes an encoded `Welcome` has.
+    pub const BYTES_MAX: usize = 1 + 4 + 2 + BUILD_BYTES_MAX;
+
+    /// The message as the body of a frame.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(Self::BYTES_MAX);
+        out.push(u8::from(self.worker.is_some()));
+        out.extend_from_slice(&self.worker.map_or(0, |worker| worker.0).to_le_bytes());
+        put_text(&mut out, &self.build, BUILD_BYTES_MAX);
+        out
+    }
+
+    /// The message in the body of a frame.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = Fields::new("Welcome", body);
+        let worker = fields.optional_worker("worker")?;
+        let build = fields.text("build", BUILD_BYTES_MAX)?;
+        fields.end()?;
+        Ok(Self { worker, build })
+    }
+}
+
+/// The answer that does not. The connection ends after it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refuse {
+    /// Why, and what to do about it; at most [`REASON_BYTES_MAX`] bytes, more is cut off on sending.
+    pub reason: String,
+}
+
+impl Refuse {
+    /// The most bytes an encoded `Refuse` has.
+    pub const BYTES_MAX: usize = 2 + REASON_BYTES_MAX;
+
+    /// The message as the body of a frame.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(Self::BYTES_MAX);
+        put_text(&mut out, &self.reason, REASON_BYTES_MAX);
+        out
+    }
+
+    /// The message in the body of a frame.
+    pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
+        let mut fields = Fields::new("Refuse", body);
+        let reason = fields.text("reason", REASON_BYTES_MAX)?;
+        fields.end()?;
+        Ok(Self { reason })
+    }
+}
+
+/// Compares in a time that does not depend on where the first difference is.
+fn same_secret(a: &[u8; 32], b: &[u8; 32]) -> bool {
+    let difference = a.iter().zip(b).fold(0, |acc, (a, b)| {
+        // Without the barrier a compiler may see that the rest cannot change the answer, and stop early.
+        std::hint::black_box(acc | (a ^ b))
+    });
+    difference == 0
+}
+
+struct Hex<'a>(&'a [u8]);
+
+impl fmt::Display for Hex<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> Hello {
+        Hello {
+            run: [0xab; 16],
+            token: [0x5e; 32],
+            role: Role::Worker(WorkerId(3)),
+            build: "distgpipe 0.1.0".into(),
+        }
+    }
+
+    #[test]
+    fn the_right_token_and_run_are_let_in() {
+        assert_eq!(hello().check(&[0xab; 16], &[0x5e; 32]), Ok(()));
+    }
+
+    #[test]
+    fn a_token_wrong_in_any_bit_is_refused() {
+        for bit in 0..256 {
+            let mut token = [0x5e; 32];
+            token[bit / 8] ^= 1 << (bit % 8);
+            let refused = hello().check(&[0xab; 16], &token);
+            assert_eq!(refused, Err(HandshakeError::Token), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_stranger_does_not_learn_the_run() {
+        let refused = hello().check(&[1; 16], &[2; 32]);
+        assert_eq!(refused, Err(HandshakeError::Token));
+    }
+
+    #[test]
+    fn another_run_is_named() {
+        let error = hello()
+            .check(&[1; 16], &[0x5e; 32])
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(&"01".repeat(16)), "{error}");
+        assert!(error.contains(&"ab".repeat(16)), "{error}");
+    }
+
+    #[test]
+    fn the_token_is_not_printed() {
+        let text = format!("{:?} {:#?}", hello(), hello());
+        assert!(text.contains("(secret)"), "{text}");
+        assert!(!text.contains("5e") && !text.contains("94"), "{text}");
+    }
+}

@@ -1,0 +1,100 @@
+//! What is learned from. Data sets, one file each:
+//!
+//! - [`digits`]: 1,797 handwritten digits, embedded in the library
+//! - [`synthetic`]: made up for any model's input, to learn from or to measure with
+//!
+//! A data set answers for single rows; the [`Loader`] decides which rows make which batch.
+
+pub mod digits;
+mod loader;
+pub mod synthetic;
+
+pub use digits::Digits;
+pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
+pub use synthetic::Synthetic;
+
+use crate::failure::Fault;
+use crate::layer::SampleShape;
+use crate::pipeline::Batch;
+
+/// Why there is no batch.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// A data file is not what it should be.
+    #[error("{file}: expected {expected}, got {got}: the file is damaged, get it anew")]
+    Damaged {
+        /// Which file.
+        file: &'static str,
+        /// What should be there.
+        expected: String,
+        /// What is.
+        got: String,
+    },
+    /// The data set cannot be made as asked.
+    #[error("data set `{set}`: expected {expected}, got {got}")]
+    Unsuitable {
+        /// Which data set.
+        set: &'static str,
+        /// What it can do.
+        expected: String,
+        /// What was asked.
+        got: String,
+    },
+    /// A row that the data set does not have.
+    #[error("expected a row below {len}, got {got}")]
+    NoSuchRow {
+        /// Rows of the data set.
+        len: usize,
+        /// The row asked for.
+        got: usize,
+    },
+    /// The loader would never give a batch.
+    #[error("expected a batch of 1 to {rows} rows of the data set, got {batch}: use a smaller batch or more data")]
+    BatchSize {
+        /// Rows of the data set.
+        rows: usize,
+        /// Rows of a batch.
+        batch: usize,
+    },
+    /// The thread that loads ahead is gone.
+    #[error("the loading thread ended before the epoch did: the data set panicked, see above")]
+    LoaderDied,
+    /// libtorch or the system refused.
+    #[error(transparent)]
+    Failed(#[from] Fault),
+}
+
+impl From<tch::TchError> for DataError {
+    fn from(error: tch::TchError) -> Self {
+        DataError::Failed(error.into())
+    }
+}
+
+/// Rows that can be asked for in any order, from any thread.
+pub trait Dataset: Send + Sync {
+    /// How many rows it has.
+    fn len(&self) -> usize;
+
+    /// Whether it has none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many classes its targets tell apart; `None` where a target is no class number.
+    fn classes(&self) -> Option<usize>;
+
+    /// The input tensors of one row.
+    fn input(&self) -> &[SampleShape];
+
+    /// These rows, in this order.
+    fn batch(&self, rows: &[usize]) -> Result<Batch, DataError>;
+}
+
+/// An error if a row is not there.
+fn check(rows: &[usize], len: usize) -> Result<(), DataError> {
+    match rows.iter().find(|&&row| row >= len) {
+        Some(&got) => Err(DataError::NoSuchRow { len, got }),
+        None => Ok(()),
+    }
+}

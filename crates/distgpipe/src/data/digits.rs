@@ -1,0 +1,202 @@
+//! The UCI set of handwritten digits: 1,797 images of 8 × 8 pixels, embedded; see `data/README.md` for whose they are.
+
+use super::{check, DataError, Dataset};
+use crate::layer::SampleShape;
+use crate::pipeline::Batch;
+use tch::{Kind, Tensor};
+
+/// Per record 64 pixels of 0 to 16, row by row, then the label.
+const FILE: &[u8] = include_bytes!("../../data/digits.bin");
+const RECORDS: usize = 1797;
+const SIDE: usize = 8;
+const PIXELS: usize = SIDE * SIDE;
+const PIXEL_MAX: u8 = 16;
+const CLASSES: usize = 10;
+/// Every fifth record is kept for testing.
+const TEST_EVERY: usize = 5;
+/// Larger images of eight pixels a side show nothing more.
+const SIDE_MAX: usize = 1024;
+
+/// Which records: the two parts have none in common and never change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// 1,437 records to learn from.
+    Train,
+    /// 360 records to test with.
+    Test,
+}
+
+/// How the images are given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DigitsOptions {
+    /// Height and width: a multiple of 8; larger images are interpolated.
+    pub side: usize,
+    /// 1, or 3 equal ones.
+    pub channels: usize,
+}
+
+impl Default for DigitsOptions {
+    fn default() -> Self {
+        DigitsOptions { side: SIDE, channels: 1 }
+    }
+}
+
+/// Handwritten digits, with the training part's mean 0 and deviation 1.
+#[derive(Debug)]
+pub struct Digits {
+    /// [`PIXELS`] a row, normalised.
+    pixels: Vec<f32>,
+    labels: Vec<i64>,
+    options: DigitsOptions,
+    input: Vec<SampleShape>,
+}
+
+impl Digits {
+    /// One part of the set.
+    pub fn new(part: Part, options: DigitsOptions) -> Result<Self, DataError> {
+        let sides = options.side >= SIDE && options.side <= SIDE_MAX && options.side % SIDE == 0;
+        if !sides || !matches!(options.channels, 1 | 3) {
+            return Err(DataError::Unsuitable {
+                set: "digits",
+                expected: format!("1 or 3 channels and a side that is a multiple of {SIDE} up to {SIDE_MAX}"),
+                got: format!("{} channels, side {}", options.channels, options.side),
+            });
+        }
+        let records = records(FILE)?;
+        let is_test = |i: usize| i % TEST_EVERY == 0;
+        let (mean, deviation) = statistics(records.iter().enumerate().filter(|(i, _)| !is_test(*i)).map(|(_, r)| r.0));
+        let mine = || records.iter().enumerate().filter(|(i, _)| is_test(*i) == (part == Part::Test)).map(|(_, r)| r);
+        let pixels: Vec<f32> = mine().flat_map(|(pixels, _)| *pixels).map(|&p| ((f64::from(p) - mean) / deviation) as f32).collect();
+        let labels: Vec<i64> = mine().map(|(_, label)| i64::from(*label)).collect();
+        let (channels, side) = (options.channels as i64, options.side as i64);
+        Ok(Digits { pixels, labels, options, input: vec![SampleShape::float(&[channels, side, side])] })
+    }
+
+    /// One part of the set, in the form that a model takes.
+    pub fn for_input(part: Part, input: &[SampleShape]) -> Result<Self, DataError> {
+        let unsuitable = || DataError::Unsuitable {
+            set: "digits",
+            expected: "a model that takes one image of 1 or 3 channels whose side is a multiple of 8".to_owned(),
+            got: format!("{:?}", input.iter().map(|shape| &shape.dims).collect::<Vec<_>>()),
+        };
+        let [SampleShape { dims, kind: Kind::Float }] = input else { return Err(unsuitable()) };
+        let [channels, height, width] = dims[..] else { return Err(unsuitable()) };
+        match (usize::try_from(channels), usize::try_from(height)) {
+            (Ok(channels), Ok(side)) if height == width => Self::new(part, DigitsOptions { side, channels }),
+            _ => Err(unsuitable()),
+        }
+    }
+}
+
+impl Dataset for Digits {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn classes(&self) -> Option<usize> {
+        Some(CLASSES)
+    }
+
+    fn input(&self) -> &[SampleShape] {
+        &self.input
+    }
+
+    fn batch(&self, rows: &[usize]) -> Result<Batch, DataError> {
+        check(rows, self.len())?;
+        let pixels: Vec<f32> = rows.iter().flat_map(|row| &self.pixels[row * PIXELS..][..PIXELS]).copied().collect();
+        let labels: Vec<i64> = rows.iter().map(|&row| self.labels[row]).collect();
+        let mut images = Tensor::f_from_slice(&pixels)?.f_view([-1, 1, SIDE as i64, SIDE as i64])?;
+        if self.options.side != SIDE {
+            let side = self.options.side as i64;
+            images = images.f_upsample_bilinear2d([side, side], false, None, None)?;
+        }
+        if self.options.channels != 1 {
+            images = images.f_repeat([1, self.options.channels as i64, 1, 1])?;
+        }
+        Ok(Batch::new(images, Tensor::f_from_slice(&labels)?))
+    }
+}
+
+/// The records of a file: pixels and label. What is embedded is ours, but it may have been edited.
+fn records(file: &[u8]) -> Result<Vec<(&[u8], u8)>, DataError> {
+    let damaged = |expected: String, got: String| DataError::Damaged { file: "digits.bin", expected, got };
+    if file.len() != RECORDS * (PIXELS + 1) {
+        return Err(damaged(format!("{} bytes", RECORDS * (PIXELS + 1)), format!("{} bytes", file.len())));
+    }
+    file.chunks_exact(PIXELS + 1)
+        .enumerate()
+        .map(|(i, record)| {
+            let (pixels, label) = record.split_at(PIXELS);
+            if let Some(pixel) = pixels.iter().find(|&&p| p > PIXEL_MAX) {
+                return Err(damaged(format!("pixels of 0 to {PIXEL_MAX} in record {i}"), pixel.to_string()));
+            }
+            if usize::from(label[0]) >= CLASSES {
+                return Err(damaged(format!("a label of 0 to 9 in record {i}"), label[0].to_string()));
+            }
+            Ok((pixels, label[0]))
+        })
+        .collect()
+}
+
+/// Mean and deviation of all pixels.
+fn statistics<'a>(images: impl Iterator<Item = &'a [u8]>) -> (f64, f64) {
+    // Sums of whole numbers below 2^53: exact.
+    let (mut count, mut sum, mut squares) = (0.0, 0.0, 0.0);
+    for &pixel in images.flatten() {
+        count += 1.0;
+        sum += f64::from(pixel);
+        squares += f64::from(pixel) * f64::from(pixel);
+    }
+    let mean = sum / count;
+    (mean, (squares / count - mean * mean).sqrt())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_embedded_file_is_the_published_set() {
+        let records = records(FILE).unwrap();
+        assert_eq!(records.len(), 1797);
+        let mut counts = [0; CLASSES];
+        records.iter().for_each(|(_, label)| counts[usize::from(*label)] += 1);
+        assert_eq!(counts, [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]);
+    }
+
+    #[test]
+    fn the_parts_have_the_sizes_they_promise_and_the_training_part_is_normalised() {
+        let train = Digits::new(Part::Train, DigitsOptions::default()).unwrap();
+        let test = Digits::new(Part::Test, DigitsOptions::default()).unwrap();
+        assert_eq!((train.len(), test.len()), (1437, 360));
+        let pixels = Tensor::from_slice(&train.pixels);
+        assert!(pixels.mean(Kind::Float).double_value(&[]).abs() < 1e-5);
+        assert!((pixels.std(false).double_value(&[]) - 1.0).abs() < 1e-5);
+    }
+
+    #[test]
+    fn batches_have_the_shape_that_the_model_takes() {
+        let model = crate::models::MobileNetV2 { image: 32, ..Default::default() }.model().unwrap();
+        let digits = Digits::for_input(Part::Test, &model.input).unwrap();
+        assert_eq!(digits.input(), &model.input[..]);
+        let batch = digits.batch(&[3, 0, 3]).unwrap();
+        assert_eq!(batch.inputs[0].size(), [3, 3, 32, 32]);
+        assert_eq!(batch.inputs[0].get(0), batch.inputs[0].get(2));
+        assert!(matches!(digits.batch(&[360]), Err(DataError::NoSuchRow { len: 360, got: 360 })));
+        for dims in [&[1, 12, 12][..], &[2, 8, 8], &[1, 8, 16], &[64], &[1, 1 << 40, 1 << 40]] {
+            assert!(Digits::for_input(Part::Test, &[SampleShape::float(dims)]).is_err(), "{dims:?}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_file_is_told_from_a_whole_one() {
+        let text = |file: &[u8]| records(file).unwrap_err().to_string();
+        assert!(text(&FILE[1..]).contains("expected 116805 bytes, got 116804"));
+        let mut file = FILE.to_vec();
+        file[70] = 17;
+        assert!(text(&file).contains("pixels of 0 to 16 in record 1, got 17"));
+        file[70] = 0;
+        file[64] = 10;
+        assert!(text(&file).contains("a label of 0 to 9 in record 0, got 10"));
+    }
+}

@@ -1,0 +1,250 @@
+//! Which rows make which batch, and a thread that makes them ahead of time.
+//!
+//! The order of an epoch depends on the seed and the epoch's number and on nothing else: not on the workers, the
+//! schedule, or how often somebody has asked.
+//!
+//! ```text
+//! loading thread   [batch 0][batch 1][batch 2]  full  [batch 3]
+//! queue of 2               0        0 1      1 2     2 3
+//! trainer                  [ step 0         ][ step 1 ]
+//! ```
+
+use super::{DataError, Dataset};
+use crate::engine::{self, Stream};
+use crate::pipeline::Batch;
+use std::sync::mpsc::{sync_channel, Receiver};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// Batches that wait for the trainer.
+const AHEAD: usize = 2;
+
+/// In which order the rows come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// A new one each epoch.
+    Shuffled,
+    /// The data set's.
+    Given,
+}
+
+/// What becomes of rows that do not fill a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastBatch {
+    /// They are left out of this epoch.
+    Drop,
+    /// They make a shorter batch.
+    Keep,
+}
+
+/// How to load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoaderOptions {
+    /// Rows of a batch.
+    pub batch_rows: usize,
+    /// In which order.
+    pub order: Order,
+    /// What becomes of the rest.
+    pub last: LastBatch,
+    /// Of the order.
+    pub seed: u64,
+}
+
+impl LoaderOptions {
+    /// For training: shuffled by this seed, full batches only.
+    pub fn training(batch_rows: usize, seed: u64) -> Self {
+        LoaderOptions { batch_rows, order: Order::Shuffled, last: LastBatch::Drop, seed }
+    }
+
+    /// For testing: every row once, in the data set's order.
+    pub fn testing(batch_rows: usize) -> Self {
+        LoaderOptions { batch_rows, order: Order::Given, last: LastBatch::Keep, seed: 0 }
+    }
+}
+
+/// Makes batches of a data set.
+#[derive(Clone)]
+pub struct Loader {
+    data: Arc<dyn Dataset>,
+    options: LoaderOptions,
+}
+
+impl Loader {
+    /// A loader that gives at least one batch an epoch.
+    pub fn new(data: Arc<dyn Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
+        let (rows, batch) = (data.len(), options.batch_rows);
+        if batch == 0 || rows == 0 || (batch > rows && options.last == LastBatch::Drop) {
+            return Err(DataError::BatchSize { rows, batch });
+        }
+        Ok(Loader { data, options })
+    }
+
+    /// The data set.
+    pub fn data(&self) -> &dyn Dataset {
+        self.data.as_ref()
+    }
+
+    /// Batches of an epoch.
+    pub fn batches(&self) -> usize {
+        match self.options.last {
+            LastBatch::Drop => self.data.len() / self.options.batch_rows,
+            LastBatch::Keep => self.data.len().div_ceil(self.options.batch_rows),
+        }
+    }
+
+    /// Rows of an epoch's shortest batch.
+    pub fn rows_min(&self) -> usize {
+        match self.options.last {
+            LastBatch::Keep if self.data.len() % self.options.batch_rows != 0 => self.data.len() % self.options.batch_rows,
+            _ => self.options.batch_rows,
+        }
+    }
+
+    /// The rows of an epoch's batches.
+    pub fn rows(&self, epoch: u64) -> Vec<Vec<usize>> {
+        let mut rows: Vec<usize> = (0..self.data.len()).collect();
+        if self.options.order == Order::Shuffled {
+            Stream::new(self.options.seed).named("order of rows").at(epoch).shuffle(&mut rows);
+        }
+        rows.chunks(self.options.batch_rows).take(self.batches()).map(<[usize]>::to_vec).collect()
+    }
+
+    /// Starts loading an epoch. Dropping it stops that.
+    pub fn epoch(&self, epoch: u64) -> Epoch {
+        let plan = self.rows(epoch);
+        let left = plan.len();
+        let data = self.data.clone();
+        let (send, receive) = sync_channel(AHEAD);
+        let thread = std::thread::spawn(move || {
+            engine::attach_thread(1, 0);
+            for rows in plan {
+                // Nobody listens any more: the epoch was given up.
+                if send.send(data.batch(&rows)).is_err() {
+                    return;
+                }
+            }
+        });
+        Epoch { receive: Some(receive), thread: Some(thread), left }
+    }
+}
+
+/// The batches of an epoch, made ahead of time.
+pub struct Epoch {
+    receive: Option<Receiver<Result<Batch, DataError>>>,
+    thread: Option<JoinHandle<()>>,
+    left: usize,
+}
+
+impl Iterator for Epoch {
+    type Item = Result<Batch, DataError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.left = self.left.checked_sub(1)?;
+        let batch = self.receive.as_ref()?.recv().unwrap_or(Err(DataError::LoaderDied));
+        if batch.is_err() {
+            self.left = 0;
+        }
+        Some(batch)
+    }
+}
+
+impl Drop for Epoch {
+    fn drop(&mut self) {
+        // The receiver first: a thread that waits for room in the queue learns it from that.
+        drop(self.receive.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic has been told as `LoaderDied`.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layer::SampleShape;
+    use tch::Tensor;
+
+    /// Row i holds the number i; row 13 may be made to panic.
+    struct Numbers {
+        len: usize,
+        unlucky: bool,
+        input: Vec<SampleShape>,
+    }
+
+    fn numbers(len: usize, unlucky: bool) -> Arc<dyn Dataset> {
+        Arc::new(Numbers { len, unlucky, input: vec![SampleShape::float(&[1])] })
+    }
+
+    impl Dataset for Numbers {
+        fn len(&self) -> usize {
+            self.len
+        }
+        fn classes(&self) -> Option<usize> {
+            None
+        }
+        fn input(&self) -> &[SampleShape] {
+            &self.input
+        }
+        fn batch(&self, rows: &[usize]) -> Result<Batch, DataError> {
+            assert!(!(self.unlucky && rows.contains(&13)), "row 13");
+            let values: Vec<f32> = rows.iter().map(|&r| r as f32).collect();
+            Ok(Batch::new(Tensor::from_slice(&values).view([-1, 1]), Tensor::from_slice(&values)))
+        }
+    }
+
+    fn options(batch_rows: usize, last: LastBatch) -> LoaderOptions {
+        LoaderOptions { batch_rows, order: Order::Shuffled, last, seed: 3 }
+    }
+
+    #[test]
+    fn the_order_depends_on_seed_and_epoch_alone() {
+        let loader = |seed| Loader::new(numbers(20, false), LoaderOptions { seed, ..options(6, LastBatch::Drop) }).unwrap();
+        let a = loader(3);
+        let asked_before = (a.rows(1), a.rows(0));
+        assert_eq!((a.rows(0), a.rows(1)), (asked_before.1.clone(), asked_before.0));
+        assert_eq!(loader(3).rows(0), asked_before.1);
+        assert_ne!(a.rows(0), a.rows(1));
+        assert_ne!(a.rows(0), loader(4).rows(0));
+        let loaded: Vec<Vec<f32>> = a.epoch(0).map(|b| Vec::try_from(&b.unwrap().target).unwrap()).collect();
+        let planned: Vec<Vec<f32>> = a.rows(0).iter().map(|b| b.iter().map(|&r| r as f32).collect()).collect();
+        assert_eq!(loaded, planned);
+    }
+
+    #[test]
+    fn every_row_comes_once_unless_the_last_batch_is_dropped() {
+        for (last, batches, rows_min, rows) in [(LastBatch::Drop, 3, 6, 18), (LastBatch::Keep, 4, 2, 20)] {
+            let loader = Loader::new(numbers(20, false), options(6, last)).unwrap();
+            assert_eq!((loader.batches(), loader.rows_min()), (batches, rows_min));
+            let mut all: Vec<usize> = loader.rows(5).concat();
+            assert_eq!(all.len(), rows);
+            all.sort_unstable();
+            all.dedup();
+            assert_eq!(all.len(), rows);
+        }
+        let given = LoaderOptions { order: Order::Given, ..options(8, LastBatch::Keep) };
+        assert_eq!(Loader::new(numbers(20, false), given).unwrap().rows(9).concat(), (0..20).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn batches_that_cannot_be_are_refused() {
+        for (rows, batch, last) in [(20, 0, LastBatch::Keep), (20, 21, LastBatch::Drop), (0, 1, LastBatch::Keep)] {
+            let error = Loader::new(numbers(rows, false), options(batch, last)).err().unwrap();
+            assert!(matches!(error, DataError::BatchSize { .. }), "{error}");
+        }
+        assert!(Loader::new(numbers(20, false), options(21, LastBatch::Keep)).is_ok());
+    }
+
+    #[test]
+    fn an_epoch_given_up_ends_its_thread_and_a_panic_is_told() {
+        let loader = Loader::new(numbers(1000, false), options(1, LastBatch::Drop)).unwrap();
+        let mut epoch = loader.epoch(0);
+        assert!(epoch.next().unwrap().is_ok());
+        // Joins the thread; would hang if it waited for room in the queue for ever.
+        drop(epoch);
+        let unlucky = Loader::new(numbers(20, true), options(20, LastBatch::Drop)).unwrap();
+        let mut epoch = unlucky.epoch(0);
+        assert!(matches!(epoch.next(), Some(Err(DataError::LoaderDied))));
+        assert!(epoch.next().is_none());
+    }
+}

@@ -1,0 +1,286 @@
+//! Made-up data for any model's input. A row depends on the seed and its number alone.
+//!
+//! Numbers are a row of noise out of a small bank, so that making a batch costs a copy and no more: the loader shares
+//! its cores with what is being measured. To be learnable, each class adds a short pattern of its own, repeated over
+//! the whole tensor. Tokens are drawn one by one; to be learnable, half of them tell the class. Rows of tokens have
+//! different lengths, and the mask says so.
+
+use super::{check, DataError, Dataset};
+use crate::engine::{self, Layout, Stream};
+use crate::layer::SampleShape;
+use crate::pipeline::Batch;
+use tch::{Kind, Tensor};
+
+/// Different rows of noise.
+const BANK: usize = 64;
+/// Numbers in the pattern of a class.
+const PATTERN: usize = 256;
+/// Padding, as RoBERTa numbers it; 0 starts a text.
+const PADDING: i64 = 1;
+/// Tokens from here on have no special meaning.
+const WORDS: i64 = 4;
+
+/// What a row's target is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// One of so many classes.
+    Class(usize),
+    /// A tensor of this shape.
+    Tensor(SampleShape),
+}
+
+/// Whether there is anything to learn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// The input tells the target.
+    Learnable,
+    /// Input and target have nothing to do with each other.
+    Random,
+}
+
+/// What to make up.
+#[derive(Clone, Debug)]
+pub struct SyntheticOptions {
+    /// The model's input: one tensor of floats, or token numbers and their mask.
+    pub input: Vec<SampleShape>,
+    /// What is to be told.
+    pub target: Target,
+    /// How many rows.
+    pub rows: usize,
+    /// The number of the first row: data sets whose rows do not overlap share the patterns and no row.
+    pub first_row: usize,
+    /// Different tokens, where the input is tokens.
+    pub vocabulary: i64,
+    /// Whether there is anything to learn.
+    pub pattern: Pattern,
+    /// Everything random comes from it.
+    pub seed: u64,
+}
+
+/// Made-up data.
+#[derive(Debug)]
+pub struct Synthetic {
+    options: SyntheticOptions,
+    stream: Stream,
+    source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    /// [`BANK`] rows of noise, and [`PATTERN`] numbers for each class.
+    Numbers { noise: Vec<f32>, patterns: Vec<f32> },
+    Tokens,
+}
+
+impl Synthetic {
+    /// Prepares the bank of noise and the patterns.
+    pub fn new(options: SyntheticOptions) -> Result<Self, DataError> {
+        let stream = Stream::new(options.seed).named("synthetic data");
+        let unsuitable = |expected: &str, got: String| DataError::Unsuitable {
+            set: "synthetic",
+            expected: expected.to_owned(),
+            got,
+        };
+        let classes = match options.target {
+            Target::Class(0) => return Err(unsuitable("at least 1 class", "0".to_owned())),
+            Target::Class(classes) => classes,
+            Target::Tensor(_) => 1,
+        };
+        let source = match &options.input[..] {
+            [SampleShape { dims, kind: Kind::Float }] => {
+                let values: i64 = dims.iter().product();
+                let noise = normal(stream.named("noise"), BANK as i64 * values)?;
+                let patterns = normal(stream.named("patterns"), (classes * PATTERN) as i64)?;
+                Source::Numbers { noise, patterns }
+            }
+            [SampleShape { dims, kind: Kind::Int64 }, mask] if dims.len() == 1 && mask.kind == Kind::Int64 && mask.dims == *dims => {
+                if options.vocabulary < WORDS + classes as i64 || dims[0] < 2 {
+                    let expected = format!("at least 2 tokens and a vocabulary of at least {}", WORDS + classes as i64);
+                    return Err(unsuitable(&expected, format!("{} and {}", dims[0], options.vocabulary)));
+                }
+                Source::Tokens
+            }
+            other => {
+                let expected = "a model that takes one tensor of floats, or token numbers and a mask";
+                return Err(unsuitable(expected, format!("{other:?}")));
+            }
+        };
+        Ok(Synthetic { options, stream, source })
+    }
+
+    /// A whole number below `bound` that belongs to a row and a purpose.
+    fn draw(&self, row: usize, purpose: &str, number: u64, bound: u64) -> u64 {
+        let seed = self.stream.named(purpose).at((self.options.first_row + row) as u64).at(number).seed();
+        // The high half of the product: uniform enough for bounds far below 2^64.
+        ((u128::from(seed) * u128::from(bound)) >> 64) as u64
+    }
+
+    fn class(&self, row: usize) -> i64 {
+        match self.options.target {
+            Target::Class(classes) => self.draw(row, "class", 0, classes as u64) as i64,
+            Target::Tensor(_) => 0,
+        }
+    }
+
+    fn numbers(&self, rows: &[usize], noise: &[f32], patterns: &[f32]) -> Result<Tensor, DataError> {
+        let width = noise.len() / BANK;
+        let mut values = Vec::with_capacity(rows.len() * width);
+        for &row in rows {
+            let start = values.len();
+            let bank = self.draw(row, "bank", 0, BANK as u64) as usize;
+            values.extend_from_slice(&noise[bank * width..][..width]);
+            if self.options.pattern == Pattern::Learnable {
+                let pattern = &patterns[self.class(row) as usize * PATTERN..][..PATTERN];
+                add_repeated(&mut values[start..], pattern);
+            }
+        }
+        Ok(Tensor::f_from_slice(&values)?)
+    }
+
+    fn tokens(&self, rows: &[usize]) -> Result<Vec<Tensor>, DataError> {
+        let length_max = self.options.input[0].dims[0];
+        let (mut ids, mut mask) = (Vec::new(), Vec::new());
+        for &row in rows {
+            let shortest = (length_max / 2).max(2);
+            let length = shortest + self.draw(row, "length", 0, (length_max - shortest + 1) as u64) as i64;
+            for position in 0..length_max {
+                let word = || WORDS + self.draw(row, "word", position as u64, (self.options.vocabulary - WORDS) as u64) as i64;
+                let tells = || {
+                    self.options.pattern == Pattern::Learnable && self.draw(row, "tells", position as u64, 2) == 0
+                };
+                ids.push(match position {
+                    _ if position >= length => PADDING,
+                    0 => 0,
+                    _ if tells() => WORDS + self.class(row),
+                    _ => word(),
+                });
+                mask.push(i64::from(position < length));
+            }
+        }
+        let shape = [rows.len() as i64, length_max];
+        Ok(vec![Tensor::f_from_slice(&ids)?.f_view(shape)?, Tensor::f_from_slice(&mask)?.f_view(shape)?])
+    }
+
+    /// The targets: classes, or the mean of a row's input spread over a tensor.
+    fn target(&self, rows: &[usize], inputs: &[Tensor]) -> Result<Tensor, DataError> {
+        match &self.options.target {
+            Target::Class(_) => Ok(Tensor::f_from_slice(&rows.iter().map(|&row| self.class(row)).collect::<Vec<_>>())?),
+            Target::Tensor(shape) => {
+                let mut dims = vec![rows.len() as i64];
+                dims.extend(&shape.dims);
+                let target = engine::empty(&dims, Kind::Float, Layout::Contiguous)?;
+                for (i, &row) in rows.iter().enumerate() {
+                    let mut one = target.f_get(i as i64)?;
+                    match self.options.pattern {
+                        Pattern::Random => {
+                            let row = (self.options.first_row + row) as u64;
+                            self.stream.named("target").at(row).normal(&mut one, 0.0, 1.0)?;
+                        }
+                        Pattern::Learnable => {
+                            let mean = inputs[0].f_get(i as i64)?.f_to_kind(Kind::Float)?.f_mean(Kind::Float)?;
+                            let _ = one.f_fill_tensor_(&mean)?;
+                        }
+                    }
+                }
+                Ok(target)
+            }
+        }
+    }
+}
+
+impl Dataset for Synthetic {
+    fn len(&self) -> usize {
+        self.options.rows
+    }
+
+    fn classes(&self) -> Option<usize> {
+        match self.options.target {
+            Target::Class(classes) => Some(classes),
+            Target::Tensor(_) => None,
+        }
+    }
+
+    fn input(&self) -> &[SampleShape] {
+        &self.options.input
+    }
+
+    fn batch(&self, rows: &[usize]) -> Result<Batch, DataError> {
+        check(rows, self.options.rows)?;
+        let inputs = match &self.source {
+            Source::Numbers { noise, patterns } => {
+                let mut dims = vec![rows.len() as i64];
+                dims.extend(&self.options.input[0].dims);
+                vec![self.numbers(rows, noise, patterns)?.f_view(&dims[..])?]
+            }
+            Source::Tokens => self.tokens(rows)?,
+        };
+        let target = self.target(rows, &inputs)?;
+        Ok(Batch { inputs, target })
+    }
+}
+
+/// Adds the pattern to the values, over and over.
+fn add_repeated(values: &mut [f32], pattern: &[f32]) {
+    for piece in values.chunks_mut(pattern.len()) {
+        piece.iter_mut().zip(pattern).for_each(|(value, add)| *value += add);
+    }
+}
+
+fn normal(stream: Stream, count: i64) -> Result<Vec<f32>, DataError> {
+    let mut tensor = engine::empty(&[count], Kind::Float, Layout::Contiguous)?;
+    stream.normal(&mut tensor, 0.0, 1.0)?;
+    Ok(Vec::try_from(&tensor)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(input: Vec<SampleShape>) -> SyntheticOptions {
+        SyntheticOptions {
+            input,
+            target: Target::Class(3),
+            rows: 50,
+            first_row: 0,
+            vocabulary: 20,
+            pattern: Pattern::Learnable,
+            seed: 7,
+        }
+    }
+
+    #[test]
+    fn a_row_is_the_same_in_every_batch_and_in_every_part() {
+        for input in [vec![SampleShape::float(&[3, 5, 7])], vec![SampleShape::int(&[9]), SampleShape::int(&[9])]] {
+            let whole = Synthetic::new(options(input.clone())).unwrap();
+            let later = Synthetic::new(SyntheticOptions { first_row: 20, rows: 30, ..options(input.clone()) }).unwrap();
+            let (a, b) = (whole.batch(&[3, 22, 40]).unwrap(), later.batch(&[20, 2]).unwrap());
+            for (a, b) in a.inputs.iter().zip(&b.inputs) {
+                assert_eq!((a.get(1), a.get(2)), (b.get(1), b.get(0)));
+            }
+            assert_eq!(a.inputs.iter().map(|t| t.size()[1..].to_vec()).collect::<Vec<_>>(), input.iter().map(|s| s.dims.clone()).collect::<Vec<_>>());
+            assert!(matches!(whole.batch(&[50]), Err(DataError::NoSuchRow { .. })));
+        }
+    }
+
+    #[test]
+    fn padding_and_mask_agree_and_lengths_differ() {
+        let data = Synthetic::new(options(vec![SampleShape::int(&[12]), SampleShape::int(&[12])])).unwrap();
+        let batch = data.batch(&(0..50).collect::<Vec<_>>()).unwrap();
+        let [ids, mask] = &batch.inputs[..] else { panic!("two inputs") };
+        assert_eq!(ids.ne(PADDING).to_kind(Kind::Int64), *mask);
+        assert!(ids.max().int64_value(&[]) < 20 && ids.min().int64_value(&[]) == 0);
+        let lengths = mask.sum_dim_intlist(1, false, Kind::Int64);
+        assert_eq!((lengths.min().int64_value(&[]), lengths.max().int64_value(&[])), (6, 12));
+    }
+
+    #[test]
+    fn targets_have_the_shape_asked_for() {
+        let target = Target::Tensor(SampleShape::float(&[1, 4, 4]));
+        let data = Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
+        assert_eq!(data.batch(&[1, 2]).unwrap().target.size(), [2, 1, 4, 4]);
+        assert_eq!(data.classes(), None);
+        let classes = Synthetic::new(options(vec![SampleShape::float(&[4])])).unwrap();
+        let targets = classes.batch(&(0..50).collect::<Vec<_>>()).unwrap().target;
+        assert_eq!((targets.min().int64_value(&[]), targets.max().int64_value(&[])), (0, 2));
+    }
+}

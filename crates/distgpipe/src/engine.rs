@@ -1,0 +1,90 @@
+//! libtorch, as the rest of the crate sees it: devices, kept memory, threads, random streams, and the calls
+//! that `tch` does not show. All `unsafe` of the crate is in here.
+
+mod device;
+mod ffi;
+mod random;
+
+pub use device::{Device, DeviceError};
+pub use ffi::{bytes, bytes_mut, Layout};
+pub use random::Stream;
+
+use crate::failure::Fault;
+use tch::Tensor;
+
+/// Prepares libtorch for this process: freed memory stays in the process, and CPU tensors are counted.
+///
+/// Called by whoever starts workers; calling it again does no harm.
+pub fn start() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        ffi::keep_memory();
+        ffi::meter_install();
+        // Pools of operators that run side by side only steal cores from the stages.
+        tch::set_num_interop_threads(1);
+    });
+}
+
+/// Gives the calling thread its number of libtorch threads and its memory meter.
+///
+/// Meter 0 counts what no worker asked for.
+pub fn attach_thread(threads: usize, meter: usize) {
+    tch::set_num_threads(i32::try_from(threads).unwrap_or(1).max(1));
+    ffi::meter_attach(meter);
+}
+
+/// The most bytes that CPU tensors of this meter held since the last call.
+pub fn take_peak_bytes(meter: usize) -> u64 {
+    ffi::meter_take_peak(meter)
+}
+
+/// Runs the backward pass from `outputs` with their upstream gradients; gradients accumulate in the leaves.
+///
+/// An output without an upstream gradient must be a scalar, as in PyTorch.
+pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), Fault> {
+    ffi::backward(outputs).map_err(Fault::Engine)
+}
+
+/// The gradient that has gathered in a leaf, if any.
+pub fn grad(tensor: &Tensor) -> Option<Tensor> {
+    ffi::grad(tensor)
+}
+
+/// Forgets a leaf's gradient and its memory; the next backward pass starts a new one.
+pub fn clear_grad(tensor: &Tensor) {
+    ffi::clear_grad(tensor)
+}
+
+/// How a dense tensor lies in memory, or `None` if it has gaps or other strides.
+pub fn layout(tensor: &Tensor) -> Option<Layout> {
+    ffi::layout(tensor)
+}
+
+/// The tensor in the wanted layout; the same tensor if it has it already.
+pub fn with_layout(tensor: &Tensor, layout: Layout) -> Result<Tensor, Fault> {
+    ffi::with_layout(tensor, layout).map_err(Fault::Engine)
+}
+
+/// A CPU tensor of unset values.
+pub fn empty(dims: &[i64], kind: tch::Kind, layout: Layout) -> Result<Tensor, Fault> {
+    ffi::empty(dims, kind, layout).map_err(Fault::Engine)
+}
+
+/// A copy with values and strides of its own, outside any graph.
+pub fn copy(tensor: &Tensor) -> Result<Tensor, Fault> {
+    tch::no_grad(|| {
+        let mut copy = tensor.f_detach()?.f_empty_like()?;
+        copy.f_copy_(tensor)?;
+        Ok(copy)
+    })
+}
+
+/// Whether a tensor can have a gradient.
+pub fn is_float(tensor: &Tensor) -> bool {
+    matches!(tensor.kind(), tch::Kind::Float | tch::Kind::Double | tch::Kind::Half | tch::Kind::BFloat16)
+}
+
+/// Ends this process as SIGKILL does: no destructor, no goodbye.
+pub(crate) fn die_at_once() -> ! {
+    ffi::die_at_once()
+}

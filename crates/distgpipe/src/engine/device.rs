@@ -1,0 +1,125 @@
+//! Which device a worker computes on. CUDA comes by loading `libtorch_cuda.so` at run time: a binary built on a
+//! machine without CUDA uses the GPU of the machine it runs on, if that machine's libtorch has it.
+
+use serde::{Deserialize, Serialize};
+use std::ffi::CString;
+use std::fmt;
+use std::str::FromStr;
+
+/// What the user may ask for: `cpu`, `cuda:N` or `auto`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum Device {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// The CUDA device with this number.
+    Cuda(usize),
+    /// The first CUDA device if there is one, else the processor.
+    Auto,
+}
+
+/// Why a device cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The text is none of the forms.
+    #[error("unknown device `{got}`: expected `cpu`, `cuda:N` or `auto`")]
+    Unknown {
+        /// What was written.
+        got: String,
+    },
+    /// libtorch_cuda could not be loaded.
+    #[error("device `cuda:{index}` needs libtorch_cuda.so, which could not be loaded ({why}): put the lib directory of a CUDA build of libtorch 2.11.0 (for instance torch/lib of the pip package) into LD_LIBRARY_PATH, or use `cpu`")]
+    NoCudaLibrary {
+        /// The device asked for.
+        index: usize,
+        /// What the dynamic linker said.
+        why: String,
+    },
+    /// The library is there, the device is not.
+    #[error("device `cuda:{index}` does not exist: this machine has {count} CUDA device(s)")]
+    NoSuchCuda {
+        /// The device asked for.
+        index: usize,
+        /// How many there are.
+        count: i64,
+    },
+}
+
+impl Device {
+    /// The libtorch device, after making sure that it works.
+    pub fn open(self) -> Result<tch::Device, DeviceError> {
+        match self {
+            Device::Cpu => Ok(tch::Device::Cpu),
+            Device::Cuda(index) => {
+                load_cuda().map_err(|why| DeviceError::NoCudaLibrary { index, why })?;
+                let count = tch::Cuda::device_count();
+                if i64::try_from(index).is_ok_and(|i| i < count) {
+                    Ok(tch::Device::Cuda(index))
+                } else {
+                    Err(DeviceError::NoSuchCuda { index, count })
+                }
+            }
+            Device::Auto => Ok(Device::Cuda(0).open().unwrap_or(tch::Device::Cpu)),
+        }
+    }
+}
+
+fn load_cuda() -> Result<(), String> {
+    static LOADED: std::sync::OnceLock<Result<(), String>> = std::sync::OnceLock::new();
+    LOADED
+        .get_or_init(|| {
+            let name = CString::new("libtorch_cuda.so").expect("no NUL inside");
+            // SAFETY: dlopen with a constant name; the library registers its kernels in its own initialisers and is
+            // never closed. dlerror is read on the same thread right after the failure.
+            unsafe {
+                if !libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL).is_null() {
+                    return Ok(());
+                }
+                let why = libc::dlerror();
+                Err(if why.is_null() {
+                    "unknown reason".to_owned()
+                } else {
+                    std::ffi::CStr::from_ptr(why).to_string_lossy().into_owned()
+                })
+            }
+        })
+        .clone()
+}
+
+impl FromStr for Device {
+    type Err = DeviceError;
+    fn from_str(text: &str) -> Result<Self, DeviceError> {
+        let unknown = || DeviceError::Unknown { got: text.to_owned() };
+        match text {
+            "cpu" => Ok(Device::Cpu),
+            "auto" => Ok(Device::Auto),
+            "cuda" => Ok(Device::Cuda(0)),
+            _ => text.strip_prefix("cuda:").and_then(|n| n.parse().ok()).map(Device::Cuda).ok_or_else(unknown),
+        }
+    }
+}
+
+impl TryFrom<String> for Device {
+    type Error = DeviceError;
+    fn try_from(text: String) -> Result<Self, DeviceError> {
+        text.parse()
+    }
+}
+
+impl From<Device> for String {
+    fn from(device: Device) -> String {
+        device.to_string()
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(n) => write!(f, "cuda:{n}"),
+            Device::Auto => f.write_str("auto"),
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The border to `shim.cpp`: each function here is the safe form of one there.
+
+use libc::{c_char, c_int};
+use std::ffi::CStr;
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
+
+extern "C" {
+    fn dg_backward(outputs: *const *const C_tensor, gradients: *const *const C_tensor, count: usize) -> *mut c_char;
+    fn dg_grad(tensor: *const C_tensor) -> *mut C_tensor;
+    fn dg_clear_grad(tensor: *const C_tensor);
+    fn dg_bernoulli(tensor: *mut C_tensor, p: f64, seed: u64) -> *mut c_char;
+    fn dg_normal(tensor: *mut C_tensor, mean: f64, deviation: f64, seed: u64) -> *mut c_char;
+    fn dg_uniform(tensor: *mut C_tensor, low: f64, high: f64, seed: u64) -> *mut c_char;
+    fn dg_layout(tensor: *const C_tensor) -> c_int;
+    fn dg_with_layout(tensor: *const C_tensor, layout: c_int, result: *mut *mut C_tensor) -> *mut c_char;
+    fn dg_empty(sizes: *const i64, dims: usize, dtype: c_int, layout: c_int, result: *mut *mut C_tensor) -> *mut c_char;
+    fn dg_keep_memory();
+    fn dg_meter_install();
+    fn dg_meter_attach(meter: c_int);
+    fn dg_meter_take_peak(meter: c_int) -> i64;
+    fn dg_free_message(text: *mut c_char);
+}
+
+/// How a dense tensor's values follow each other in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Row-major: the last dimension runs fastest.
+    Contiguous,
+    /// [N, C, H, W] with C running fastest: what convolutions are fastest on.
+    ChannelsLast,
+}
+
+impl Layout {
+    fn code(self) -> c_int {
+        match self {
+            Layout::Contiguous => 1,
+            Layout::ChannelsLast => 2,
+        }
+    }
+}
+
+fn outcome(message: *mut c_char) -> Result<(), String> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: the shim returns either null or a NUL-terminated string of its own malloc, which we free once.
+    unsafe {
+        let text = CStr::from_ptr(message).to_string_lossy().into_owned();
+        dg_free_message(message);
+        Err(text)
+    }
+}
+
+pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), String> {
+    let outs: Vec<*const C_tensor> = outputs.iter().map(|(o, _)| o.as_ptr()).collect();
+    let grads: Vec<*const C_tensor> =
+        outputs.iter().map(|(_, g)| g.as_ref().map_or(std::ptr::null(), Tensor::as_ptr)).collect();
+    // SAFETY: both arrays hold `outputs.len()` pointers to tensors that outlive the call; the shim only copies handles.
+    outcome(unsafe { dg_backward(outs.as_ptr(), grads.as_ptr(), outputs.len()) })
+}
+
+pub fn grad(tensor: &Tensor) -> Option<Tensor> {
+    // SAFETY: the shim returns null or a tensor handle made with `new`, which tch's Tensor takes over and deletes.
+    unsafe {
+        let grad = dg_grad(tensor.as_ptr());
+        (!grad.is_null()).then(|| Tensor::from_ptr(grad))
+    }
+}
+
+pub fn clear_grad(tensor: &Tensor) {
+    // SAFETY: the handle is live; libtorch allows changing the gradient of a tensor behind a shared handle.
+    unsafe { dg_clear_grad(tensor.as_ptr()) }
+}
+
+/// Fills with 1 at probability `p`, else 0.
+pub fn bernoulli(tensor: &mut Tensor, p: f64, seed: u64) -> Result<(), String> {
+    // SAFETY: a live tensor, borrowed for the call.
+    outcome(unsafe { dg_bernoulli(tensor.as_mut_ptr(), p, seed) })
+}
+
+/// Fills from the normal distribution.
+pub fn normal(tensor: &mut Tensor, mean: f64, deviation: f64, seed: u64) -> Result<(), String> {
+    // SAFETY: a live tensor, borrowed for the call.
+    outcome(unsafe { dg_normal(tensor.as_mut_ptr(), mean, deviation, seed) })
+}
+
+/// Fills from the uniform distribution on [low, high).
+pub fn uniform(tensor: &mut Tensor, low: f64, high: f64, seed: u64) -> Result<(), String> {
+    // SAFETY: a live tensor, borrowed for the call.
+    outcome(unsafe { dg_uniform(tensor.as_mut_ptr(), low, high, seed) })
+}
+
+pub fn layout(tensor: &Tensor) -> Option<Layout> {
+    // SAFETY: a live tensor, only read.
+    match unsafe { dg_layout(tensor.as_ptr()) } {
+        1 => Some(Layout::Contiguous),
+        2 => Some(Layout::ChannelsLast),
+        _ => None,
+    }
+}
+
+pub fn with_layout(tensor: &Tensor, layout: Layout) -> Result<Tensor, String> {
+    let mut result = std::ptr::null_mut();
+    // SAFETY: on success the shim stores a handle made with `new`, which tch's Tensor takes over.
+    unsafe {
+        outcome(dg_with_layout(tensor.as_ptr(), layout.code(), &mut result))?;
+        Ok(Tensor::from_ptr(result))
+    }
+}
+
+pub fn empty(dims: &[i64], kind: Kind, layout: Layout) -> Result<Tensor, String> {
+    let mut result = std::ptr::null_mut();
+    // SAFETY: `dims` is read for its length; on success the shim stores a handle made with `new`.
+    unsafe {
+        outcome(dg_empty(dims.as_ptr(), dims.len(), scalar_type(kind)?, layout.code(), &mut result))?;
+        Ok(Tensor::from_ptr(result))
+    }
+}
+
+/// The number that libtorch's `ScalarType` has for a kind; tch keeps it to itself.
+fn scalar_type(kind: Kind) -> Result<c_int, String> {
+    Ok(match kind {
+        Kind::Uint8 => 0,
+        Kind::Int8 => 1,
+        Kind::Int16 => 2,
+        Kind::Int => 3,
+        Kind::Int64 => 4,
+        Kind::Half => 5,
+        Kind::Float => 6,
+        Kind::Double => 7,
+        Kind::Bool => 11,
+        Kind::BFloat16 => 15,
+        other => return Err(format!("no tensors of {other:?} here")),
+    })
+}
+
+pub fn keep_memory() {
+    // SAFETY: calls mallopt only.
+    unsafe { dg_keep_memory() }
+}
+
+pub fn meter_install() {
+    // SAFETY: guarded by a once-flag; blocks of the former allocator keep their own deleter.
+    unsafe { dg_meter_install() }
+}
+
+pub fn meter_attach(meter: usize) {
+    // SAFETY: sets a thread-local; the shim checks the range.
+    unsafe { dg_meter_attach(c_int::try_from(meter).unwrap_or(0)) }
+}
+
+pub fn meter_take_peak(meter: usize) -> u64 {
+    // SAFETY: reads atomics; the shim checks the range.
+    let peak = unsafe { dg_meter_take_peak(c_int::try_from(meter).unwrap_or(-1)) };
+    u64::try_from(peak).unwrap_or(0)
+}
+
+/// The values of a dense CPU tensor in memory order, or `None` if it is not one.
+pub fn bytes(tensor: &Tensor) -> Option<&[u8]> {
+    let length = dense_bytes(tensor)?;
+    // SAFETY: a dense CPU tensor owns `numel * element size` bytes from its data pointer, alive while it is borrowed.
+    (length > 0).then(|| unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }).or(Some(&[]))
+}
+
+/// The values of a dense CPU tensor, to be written.
+pub fn bytes_mut(tensor: &mut Tensor) -> Option<&mut [u8]> {
+    let length = dense_bytes(tensor)?;
+    if length == 0 {
+        return Some(&mut []);
+    }
+    // SAFETY: as in `bytes`; the callers write only to tensors they have just made with `empty`, which nobody shares.
+    Some(unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) })
+}
+
+fn dense_bytes(tensor: &Tensor) -> Option<usize> {
+    let dense = tensor.device() == tch::Device::Cpu && layout(tensor).is_some();
+    dense.then(|| tensor.numel() * tensor.kind().elt_size_in_bytes())
+}
+
+pub fn die_at_once() -> ! {
+    // SAFETY: raising a signal at ourselves; `_exit` is never reached.
+    unsafe {
+        libc::raise(libc::SIGKILL);
+        libc::_exit(1)
+    }
+}

@@ -1,0 +1,66 @@
+//! Random numbers that depend on what is computed, not on who computes it or when.
+//!
+//! A stream is named by the run's seed and by where in the computation it is used (step, layer, micro-batch, nth use
+//! in that layer). Recomputation therefore replays the same masks bit for bit, whatever other threads draw in the
+//! meantime, and a model's masks and initial weights do not change with the cut or the placement.
+
+use super::ffi;
+use crate::failure::Fault;
+use tch::Tensor;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// A point from which random tensors are drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream(u64);
+
+impl Stream {
+    /// The stream of a whole run.
+    pub fn new(seed: u64) -> Self {
+        Stream(xxh3_64_with_seed(b"distgpipe", seed))
+    }
+
+    /// The stream below this one that belongs to a number, such as a layer's.
+    pub fn at(self, number: u64) -> Self {
+        Stream(xxh3_64_with_seed(&number.to_le_bytes(), self.0))
+    }
+
+    /// The stream below this one that belongs to a name, such as a parameter's.
+    pub fn named(self, name: &str) -> Self {
+        Stream(xxh3_64_with_seed(name.as_bytes(), self.0))
+    }
+
+    /// The seed of this stream, for generators outside libtorch.
+    pub fn seed(self) -> u64 {
+        self.0
+    }
+
+    /// Fills with 1 at probability `p`, else 0.
+    pub fn bernoulli(self, tensor: &mut Tensor, p: f64) -> Result<(), Fault> {
+        ffi::bernoulli(tensor, p, self.0).map_err(Fault::Engine)
+    }
+
+    /// Fills from the normal distribution.
+    pub fn normal(self, tensor: &mut Tensor, mean: f64, deviation: f64) -> Result<(), Fault> {
+        ffi::normal(tensor, mean, deviation, self.0).map_err(Fault::Engine)
+    }
+
+    /// Fills from the uniform distribution on [low, high).
+    pub fn uniform(self, tensor: &mut Tensor, low: f64, high: f64) -> Result<(), Fault> {
+        ffi::uniform(tensor, low, high, self.0).map_err(Fault::Engine)
+    }
+
+    /// Whole numbers below `bound`, by a small generator of our own (SplitMix64), for shuffles.
+    pub fn shuffle<T>(self, items: &mut [T]) {
+        let mut state = self.0;
+        for i in (1..items.len()).rev() {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = state;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            z ^= z >> 31;
+            // The high half of the product: uniform enough below 2^32 items, and the same on every machine.
+            let j = ((u128::from(z) * (i as u128 + 1)) >> 64) as usize;
+            items.swap(i, j);
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! What a worker is told: the job once, then one command after the other; and what it answers.
+
+use crate::engine::Device;
+use crate::loss::Loss;
+use crate::model::Recipe;
+use crate::optim::Optim;
+use crate::trace::{PhaseTimes, Span};
+use crate::transport::{Timeouts, Traffic};
+use distgpipe_core::partition::Balance;
+use distgpipe_core::WorkerId;
+use serde::{Deserialize, Serialize};
+
+/// Everything a worker needs to know to take part in a run. Sent as JSON to workers in other processes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Job {
+    /// The worker this copy is for.
+    pub worker: WorkerId,
+    /// How to make the model; absent in this process, where the model itself is at hand.
+    pub recipe: Option<Recipe>,
+    /// Which layers run together.
+    pub balance: Balance,
+    /// The training plan, as text.
+    pub plan: String,
+    /// Of weights and dropout.
+    pub seed: u64,
+    /// How parameters are stepped.
+    pub optim: Optim,
+    /// What the last partition computes.
+    pub loss: Loss,
+    /// Where to compute.
+    pub device: Device,
+    /// libtorch threads per worker.
+    pub threads: usize,
+    /// Whether images and convolution weights lie channels-last.
+    pub channels_last: bool,
+    /// Whether single events are wanted.
+    pub trace: bool,
+    /// When silence counts as failure.
+    pub timeouts: Timeouts,
+    /// What shall go wrong, in the form of [`crate::transport::faulty`].
+    pub faults: String,
+    /// Where the other workers listen, by number; `None` for those in the driver's process.
+    pub addresses: Vec<Option<String>>,
+}
+
+/// What a step is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Purpose {
+    /// Forward, backward, update.
+    Train,
+    /// Forward and backward; gradients stay to be looked at, nothing is updated.
+    Gradients,
+    /// Forward, with loss and score.
+    Evaluate,
+    /// Forward; the output goes to the driver.
+    Predict,
+}
+
+/// One step.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Step {
+    /// Its number: names messages and random streams.
+    pub number: u64,
+    /// What it is for.
+    pub purpose: Purpose,
+    /// Rows of the batch.
+    pub rows: usize,
+    /// Into how many micro-batches they are cut.
+    pub micro_batches: usize,
+    /// For the update.
+    pub learning_rate: f64,
+}
+
+/// Which tensors of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Which {
+    /// Learned tensors and buffers.
+    State,
+    /// The gradients that the last [`Purpose::Gradients`] step left.
+    Gradients,
+}
+
+/// What the driver asks for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Command {
+    /// Run a step; answered by a [`StepReport`].
+    Step(Step),
+    /// Send tensors; answered by their names, then the tensors one by one.
+    Collect(Which),
+    /// Take over tensors of these names, which follow one by one; answered by an empty report.
+    Load(Vec<String>),
+    /// The run is over.
+    Finish,
+}
+
+/// What one worker says of a step.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct StepReport {
+    /// Sum over rows of the loss; the worker with the last partition has it.
+    pub loss_sum: Option<f64>,
+    /// Rows whose class is right.
+    pub correct: Option<u64>,
+    /// Time per phase.
+    pub phases: PhaseTimes,
+    /// From the command to the report.
+    pub step_ns: u64,
+    /// The most bytes that CPU tensors held.
+    pub peak_bytes: u64,
+    /// What each outgoing link has carried since the run began.
+    pub links: Vec<(WorkerId, Traffic)>,
+    /// Single events, if wanted.
+    pub spans: Vec<Span>,
+}

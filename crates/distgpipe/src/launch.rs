@@ -1,0 +1,333 @@
+//! Starts a run's workers, as threads, as processes, or on machines where one is waiting, and ends them.
+
+use crate::engine;
+use crate::failure::{Failure, Fate, Fault, POLL};
+use crate::job::Job;
+use crate::link::{self, Credentials, Delivery, Peer, Token};
+use crate::mailbox::Mailbox;
+use crate::model::Model;
+use crate::status::Status;
+use crate::transport::faulty::Scenario;
+use crate::transport::memory::Memory;
+use crate::transport::tcp::{join_until, Connection, Options};
+use crate::transport::{Counters, Outgoing};
+use crate::worker::{meter, Worker};
+use distgpipe_core::schedule::Plan;
+use distgpipe_core::wire::{Kind, Role};
+use distgpipe_core::WorkerId;
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{mpsc, Arc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long ending may take before what is left is killed.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// What the workers are. Worker 0 is always a thread of this process: it is the client, next to the data.
+#[derive(Clone, Debug, Default)]
+pub enum Workers {
+    /// Threads of this process.
+    #[default]
+    Threads,
+    /// Processes on this host, started and ended with the run.
+    Processes(WorkerProgram),
+    /// Workers that already listen, here or elsewhere: the addresses of workers 1, 2, ….
+    Remote {
+        /// Such as `10.0.0.2:7000`.
+        addresses: Vec<String>,
+        /// What they were started with.
+        token: Token,
+    },
+}
+
+/// The command that starts a worker process: it must listen on a loopback port, say `listening ADDRESS` on its
+/// standard output, and read the token from its standard input, as `distgpipe worker --child` does.
+#[derive(Clone, Debug)]
+pub struct WorkerProgram {
+    /// The program.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub arguments: Vec<String>,
+}
+
+static IN_WORKER_PROCESS: AtomicBool = AtomicBool::new(false);
+
+/// Says that this process is a worker's, so that a fault scenario may kill it.
+pub fn this_is_a_worker_process() {
+    IN_WORKER_PROCESS.store(true, Ordering::Relaxed);
+}
+
+/// Dies as by SIGKILL; a thread of the driver's process panics instead.
+pub(crate) fn kill_self() -> ! {
+    if IN_WORKER_PROCESS.load(Ordering::Relaxed) {
+        engine::die_at_once();
+    }
+    panic!("injected kill of a worker that is a thread");
+}
+
+/// A run's workers, and the driver's ways to them.
+pub struct Team {
+    /// Where reports arrive.
+    pub mailbox: Arc<Mailbox>,
+    /// The ways to the workers.
+    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    /// The run's fate in this process.
+    pub fate: Fate,
+    /// What each worker does.
+    pub statuses: Vec<Arc<Status>>,
+    threads: Vec<JoinHandle<()>>,
+    connections: Vec<Connection>,
+    children: Vec<Child>,
+}
+
+/// Starts the workers of a job.
+pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result<Team, Failure> {
+    engine::start();
+    let count = plan.placement().workers();
+    let fate = Fate::default();
+    let mailbox = Mailbox::new(fate.clone(), count * 4 + plan.micro_batches() + 64);
+    let statuses = (0..count).map(|_| Arc::new(Status::default())).collect();
+    let mut team =
+        Team { mailbox, ports: BTreeMap::new(), fate, statuses, threads: vec![], connections: vec![], children: vec![] };
+    // On failure the team is dropped, which ends whatever has started.
+    match team.assemble(job, plan, model, workers) {
+        Ok(()) => Ok(team),
+        Err(failure) => Err(team.fate.fail(failure)),
+    }
+}
+
+impl Team {
+    fn assemble(&mut self, job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result<(), Failure> {
+        let driver = |phase: &'static str| move |fault| Failure::new("the driver", phase, fault);
+        let remote: Vec<WorkerId> = match workers {
+            Workers::Threads => Vec::new(),
+            _ => plan.placement().worker_ids().skip(1).collect(),
+        };
+        let mut job = job.clone();
+        let (addresses, token) = match workers {
+            Workers::Threads => (Vec::new(), None),
+            Workers::Processes(program) => {
+                let token = Token::random().map_err(driver("starting worker processes"))?;
+                let mut addresses = Vec::new();
+                for &worker in &remote {
+                    let name = plan.placement().name(worker);
+                    let address = self.spawn(program, &token, job.timeouts.connect());
+                    addresses.push(address.map_err(|fault| Failure::new(name, "starting its process", fault))?);
+                }
+                (addresses, Some(token))
+            }
+            Workers::Remote { addresses, token } => (addresses.clone(), Some(*token)),
+        };
+        if addresses.len() != remote.len() {
+            let expected = format!("{} worker addresses (worker 0 is this process)", remote.len());
+            return Err(driver("starting workers")(Fault::protocol(expected, addresses.len().to_string())));
+        }
+        job.addresses = std::iter::repeat_n(None, plan.placement().workers() - remote.len())
+            .chain(addresses.iter().cloned().map(Some))
+            .collect();
+
+        let locals: BTreeMap<WorkerId, Arc<Mailbox>> = plan
+            .placement()
+            .worker_ids()
+            .filter(|w| !remote.contains(w))
+            .map(|w| (w, Mailbox::new(self.fate.clone(), link::mailbox_capacity(plan, w))))
+            .collect();
+        let scenario: Scenario =
+            job.faults.parse().map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
+
+        let mut connections = BTreeMap::new();
+        if let Some(token) = token {
+            let run = link::random().map_err(driver("starting"))?;
+            let streams = self.dial_all(&job, plan, &remote, &addresses, &Credentials { run, token })?;
+            for (&worker, stream) in remote.iter().zip(streams) {
+                let name = plan.placement().name(worker);
+                let connection = self.connect(stream, worker, &job, plan, &locals, &scenario);
+                connections.insert(worker, connection.map_err(|fault| Failure::new(name, "connecting", fault))?);
+            }
+        }
+        for (&worker, mailbox) in &locals {
+            let thread = self.start_thread(worker, mailbox, &job, plan, model, &locals, &connections, &scenario);
+            self.threads.push(thread.map_err(driver("starting a worker thread"))?);
+        }
+        for (&worker, mailbox) in &locals {
+            self.ports.insert(worker, Box::new(Memory::new(mailbox.clone(), Counters::default())));
+        }
+        for (worker, connection) in connections {
+            if let Some(port) = connection.port() {
+                self.ports.insert(worker, Box::new(port));
+            }
+            self.connections.push(connection);
+        }
+        Ok(())
+    }
+
+    /// Dials every remote worker, then sends every job: peers find each other only once all have theirs.
+    fn dial_all(
+        &self,
+        job: &Job,
+        plan: &Plan,
+        remote: &[WorkerId],
+        addresses: &[String],
+        credentials: &Credentials,
+    ) -> Result<Vec<std::net::TcpStream>, Failure> {
+        let limit = job.timeouts.connect();
+        let at = |worker: WorkerId| {
+            let name = plan.placement().name(worker).to_owned();
+            move |fault| Failure::new(name, "joining the run", fault)
+        };
+        let mut streams = Vec::new();
+        for (&worker, address) in remote.iter().zip(addresses) {
+            streams.push(link::dial(address, Role::Driver, credentials, limit).map_err(at(worker))?);
+        }
+        for (&worker, stream) in remote.iter().zip(&mut streams) {
+            let text = serde_json::to_vec(&Job { worker, ..job.clone() })
+                .map_err(|e| at(worker)(Fault::protocol("a job that can be sent", e.to_string())))?;
+            link::send_text(stream, Kind::Job, &text, limit).map_err(at(worker))?;
+        }
+        Ok(streams)
+    }
+
+    fn connect(
+        &self,
+        stream: std::net::TcpStream,
+        worker: WorkerId,
+        job: &Job,
+        plan: &Plan,
+        locals: &BTreeMap<WorkerId, Arc<Mailbox>>,
+        scenario: &Scenario,
+    ) -> Result<Connection, Fault> {
+        let delivery = Delivery {
+            plan: plan.clone(),
+            peer: Peer::Worker(worker),
+            workers: locals.clone(),
+            driver: Some(self.mailbox.clone()),
+        };
+        let here = plan.placement().name(WorkerId(0)).to_owned();
+        let there = plan.placement().name(worker).to_owned();
+        let (scenario, fate, status) = (scenario.clone(), self.fate.clone(), self.statuses[worker.index()].clone());
+        let options = Options {
+            here: here.clone(),
+            peer: there.clone(),
+            fate: self.fate.clone(),
+            timeouts: job.timeouts,
+            queue: link::queue_capacity(plan, WorkerId(0), worker),
+            meter: meter(WorkerId(0)),
+            heartbeat: Box::new(String::new),
+            wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
+            deliver: Box::new(move |message| delivery.deliver(message)),
+            alive: Box::new(move |text| {
+                if let Ok(state) = text.parse() {
+                    status.set(state);
+                }
+            }),
+        };
+        Connection::start(stream, options)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn start_thread(
+        &self,
+        worker: WorkerId,
+        mailbox: &Arc<Mailbox>,
+        job: &Job,
+        plan: &Plan,
+        model: &Model,
+        locals: &BTreeMap<WorkerId, Arc<Mailbox>>,
+        connections: &BTreeMap<WorkerId, Connection>,
+        scenario: &Scenario,
+    ) -> Result<JoinHandle<()>, Fault> {
+        let name = |w: WorkerId| plan.placement().name(w);
+        let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
+        let mut links = Vec::new();
+        for other in plan.placement().worker_ids().filter(|&w| w != worker && link::linked(plan, worker, w)) {
+            if let Some(mailbox) = locals.get(&other) {
+                let counters = Counters::default();
+                let memory = Box::new(Memory::new(mailbox.clone(), counters.clone()));
+                ports.insert(other, scenario.wrap(name(worker), name(other), &self.fate, memory));
+                links.push((other, counters));
+            } else if let Some(connection) = connections.get(&other) {
+                ports.insert(other, Box::new(connection.port().ok_or(Fault::Lost)?));
+                links.push((other, connection.counters().clone()));
+            }
+        }
+        let thread = Worker {
+            job: Job { worker, ..job.clone() },
+            model: model.clone(),
+            mailbox: mailbox.clone(),
+            ports,
+            driver: Box::new(Memory::new(self.mailbox.clone(), Counters::default())),
+            links,
+            fate: self.fate.clone(),
+            status: self.statuses[worker.index()].clone(),
+        };
+        std::thread::Builder::new()
+            .name(format!("stage {}", name(worker)))
+            // The failure, if any, is in the run's fate.
+            .spawn(move || drop(thread.run()))
+            .map_err(|e| Fault::io("starting a thread", e))
+    }
+
+    /// Starts a worker process and learns its address.
+    fn spawn(&mut self, program: &WorkerProgram, token: &Token, limit: Duration) -> Result<String, Fault> {
+        let mut child = Command::new(&program.program)
+            .args(&program.arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| Fault::io(format!("starting {}", program.program.display()), e))?;
+        let output = child.stdout.take();
+        // Its end of input tells the child that this process is gone, so the pipe stays open with the child's handle.
+        if let Some(pipe) = child.stdin.as_mut() {
+            // A child that is gone already says more by the end of its output than by a broken pipe.
+            let _ = writeln!(pipe, "{token}").and_then(|()| pipe.flush());
+        }
+        self.children.push(child);
+        let output = output.ok_or_else(|| Fault::protocol("a standard output", "none"))?;
+        let (tell, told) = mpsc::sync_channel(1);
+        std::thread::spawn(move || {
+            let mut lines = BufReader::new(output).lines();
+            let _ = tell.send(lines.next());
+            // Read on, so that the child never blocks on a full pipe.
+            lines.for_each(drop);
+        });
+        match told.recv_timeout(limit) {
+            Ok(Some(Ok(line))) => match line.strip_prefix("listening ") {
+                Some(address) => Ok(address.to_owned()),
+                None => Err(Fault::protocol("`listening ADDRESS`", line)),
+            },
+            Ok(_) => Err(Fault::protocol("`listening ADDRESS`", "the end of its output: see what it said above")),
+            Err(_) => Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() }),
+        }
+    }
+
+    /// Ends everything. Returns what did not end by itself.
+    fn end(&mut self) {
+        self.ports.clear();
+        let deadline = Instant::now() + GRACE;
+        for thread in self.threads.drain(..) {
+            join_until(thread, deadline);
+        }
+        for connection in self.connections.drain(..) {
+            connection.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
+        }
+        for mut child in self.children.drain(..) {
+            drop(child.stdin.take());
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // No-ops on a child that has ended; otherwise nobody outlives the run.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

@@ -1,0 +1,62 @@
+//! Pipeline-parallel training across threads, processes and machines, on libtorch.
+//!
+//! A model is a list of layers. It is cut into partitions, which are placed on workers; micro-batches stream through
+//! them by a plan. With a lossless link the gradients are those of one device running the same micro-batches.
+//!
+//! ```no_run
+//! use distgpipe::models::MobileNetV2;
+//! use distgpipe::{Batch, Pipeline, Recompute, Schedule};
+//!
+//! # fn batch() -> Batch { unimplemented!() }
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let model = MobileNetV2 { classes: 10, ..MobileNetV2::default() }.model()?;
+//! let mut pipeline = Pipeline::builder(model)
+//!     .balance([1, 18, 1])
+//!     .place("client,server,client")
+//!     .micro_batches(8)
+//!     .schedule(Schedule::OneFOneB)
+//!     .recompute(Recompute::Never)
+//!     .build()?;
+//! let outcome = pipeline.train_step(&batch())?;
+//! println!("loss {:.3}, {:.1} samples/s", outcome.loss, outcome.rows as f64 / outcome.seconds);
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod data;
+pub mod deferred_batch_norm;
+pub mod engine;
+pub mod failure;
+pub mod job;
+pub mod launch;
+pub mod layer;
+pub mod layers;
+pub mod link;
+pub mod loss;
+pub mod mailbox;
+pub mod model;
+pub mod models;
+pub mod optim;
+pub mod partition;
+pub mod pipeline;
+pub mod portal;
+pub mod profile;
+pub mod recompute;
+pub mod serve;
+pub mod stage;
+pub mod status;
+pub mod trace;
+pub mod trainer;
+pub mod transport;
+pub mod worker;
+
+pub use distgpipe_core as core;
+pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
+pub use failure::Failure;
+pub use launch::{WorkerProgram, Workers};
+pub use layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
+pub use loss::Loss;
+pub use model::Model;
+pub use optim::Optim;
+pub use pipeline::{Batch, BuildError, Builder, Pipeline, StepError, StepOutcome};
+pub use tch;

@@ -1,0 +1,96 @@
+//! The models, one file each:
+//!
+//! - [`mobilenet_v2`]: torchvision's layout and names
+//! - [`unet`]: long skips, every operation a layer of its own
+//! - [`transformer`]: a RoBERTa-style encoder with a classifier
+//! - [`mlp`]: the smallest thing that learns
+
+pub mod mlp;
+pub mod mobilenet_v2;
+pub mod transformer;
+pub mod unet;
+
+pub use mlp::Mlp;
+pub use mobilenet_v2::MobileNetV2;
+pub use transformer::Transformer;
+pub use unet::UNet;
+
+use crate::layer::{SampleShape, ShapeError};
+use crate::model::{Model, Recipe};
+use serde::de::DeserializeOwned;
+use serde::Serialize;
+
+/// The names of the models.
+pub const NAMES: [&str; 4] = ["mobilenet_v2", "unet", "transformer", "mlp"];
+
+/// A model cannot be made as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// No model has that name.
+    #[error("unknown model `{got}`: expected one of {}", NAMES.join(", "))]
+    Unknown {
+        /// The name asked for.
+        got: String,
+    },
+    /// The settings are not those of the model.
+    #[error("settings of model `{model}`: {why}")]
+    Settings {
+        /// The model.
+        model: String,
+        /// What is wrong.
+        why: String,
+    },
+}
+
+/// Makes a model from its recipe: the other end of [`Model::recipe`].
+pub fn build(recipe: &Recipe) -> Result<Model, ModelError> {
+    let settings = recipe.settings.clone();
+    match recipe.name.as_str() {
+        "mobilenet_v2" => parse::<MobileNetV2>(&recipe.name, settings)?.model(),
+        "unet" => parse::<UNet>(&recipe.name, settings)?.model(),
+        "transformer" => parse::<Transformer>(&recipe.name, settings)?.model(),
+        "mlp" => parse::<Mlp>(&recipe.name, settings)?.model(),
+        other => Err(ModelError::Unknown { got: other.to_owned() }),
+    }
+}
+
+/// The settings a model of this name has when none are given.
+pub fn default_settings(name: &str) -> Result<serde_json::Value, ModelError> {
+    Ok(match name {
+        "mobilenet_v2" => json(&MobileNetV2::default()),
+        "unet" => json(&UNet::default()),
+        "transformer" => json(&Transformer::default()),
+        "mlp" => json(&Mlp::default()),
+        other => return Err(ModelError::Unknown { got: other.to_owned() }),
+    })
+}
+
+fn parse<T: DeserializeOwned>(model: &str, settings: serde_json::Value) -> Result<T, ModelError> {
+    serde_json::from_value(settings)
+        .map_err(|e| ModelError::Settings { model: model.to_owned(), why: e.to_string() })
+}
+
+fn json(settings: &impl Serialize) -> serde_json::Value {
+    serde_json::to_value(settings).expect("settings are plain numbers and lists")
+}
+
+fn recipe(name: &str, settings: &impl Serialize) -> Option<Recipe> {
+    Some(Recipe { name: name.to_owned(), settings: json(settings) })
+}
+
+fn require(holds: bool, model: &str, why: &str) -> Result<(), ModelError> {
+    if holds {
+        Ok(())
+    } else {
+        Err(ModelError::Settings { model: model.to_owned(), why: why.to_owned() })
+    }
+}
+
+/// The single shape a layer expects, or an error in its name.
+fn single(layer: &str, expected: &str, mut input: Vec<SampleShape>) -> Result<SampleShape, ShapeError> {
+    match input.len() {
+        1 => Ok(input.remove(0)),
+        _ => Err(ShapeError { layer: layer.to_owned(), expected: expected.to_owned(), got: input }),
+    }
+}

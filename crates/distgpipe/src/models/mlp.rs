@@ -1,0 +1,81 @@
+//! A multi-layer perceptron: the smallest thing that learns. Each linear map with its ReLU and dropout is a layer.
+
+use super::{recipe, require, ModelError};
+use crate::failure::Fault;
+use crate::layer::{Context, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
+use crate::layers::Linear;
+use crate::model::Model;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use tch::Tensor;
+
+/// Settings.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mlp {
+    /// The dimensions of a sample; they are flattened.
+    pub input: Vec<i64>,
+    /// Hidden sizes.
+    pub hidden: Vec<i64>,
+    /// Outputs.
+    pub classes: i64,
+    /// After each hidden layer.
+    pub dropout: f64,
+}
+
+impl Default for Mlp {
+    fn default() -> Self {
+        Mlp { input: vec![1, 8, 8], hidden: vec![128, 128, 128], classes: 10, dropout: 0.1 }
+    }
+}
+
+impl Mlp {
+    /// The list of layers.
+    pub fn model(&self) -> Result<Model, ModelError> {
+        let sizes_positive = self.input.iter().chain(&self.hidden).chain([&self.classes]).all(|&n| n > 0);
+        require(sizes_positive, "mlp", "all sizes must be positive")?;
+        require((0.0..1.0).contains(&self.dropout), "mlp", "dropout must be at least 0 and below 1")?;
+        let mut from = self.input.iter().product();
+        let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
+        let sizes = self.hidden.iter().map(|&n| (n, true)).chain([(self.classes, false)]);
+        for (i, (to, hidden)) in sizes.enumerate() {
+            let dropout = if hidden { self.dropout } else { 0.0 };
+            layers.push(Arc::new(Dense { name: format!("layers.{i}"), linear: Linear { from, to }, hidden, dropout }));
+            from = to;
+        }
+        Ok(Model { layers, input: vec![SampleShape::float(&self.input)], recipe: recipe("mlp", self) })
+    }
+}
+
+struct Dense {
+    name: String,
+    linear: Linear,
+    hidden: bool,
+    dropout: f64,
+}
+
+impl Layer for Dense {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn tensors(&self) -> Vec<TensorSpec> {
+        self.linear.tensors(&self.name)
+    }
+
+    fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+        match &input[..] {
+            [x] if x.dims.iter().product::<i64>() == self.linear.from => Ok(vec![SampleShape::float(&[self.linear.to])]),
+            _ => Err(ShapeError { layer: self.name.clone(), expected: format!("{} values", self.linear.from), got: input }),
+        }
+    }
+
+    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+        let y = self.linear.forward(own, &input[0].f_flatten(1, -1)?)?;
+        Ok(vec![if self.hidden { context.dropout(y.f_relu()?, self.dropout)? } else { y }])
+    }
+
+    fn multiply_adds(&self, _: &[SampleShape]) -> u64 {
+        u64::try_from(self.linear.from * self.linear.to).unwrap_or(0)
+    }
+}

@@ -1,0 +1,380 @@
+//! The pipeline as a user holds it: built once, then stepped.
+
+mod builder;
+
+pub use builder::{BuildError, Builder};
+
+use crate::engine;
+use crate::failure::{Failure, Fault, POLL};
+use crate::job::{Command, Purpose, Step, StepReport, Which};
+use crate::launch::Team;
+use crate::mailbox::{Message, Tag};
+use crate::model::Model;
+use crate::status::{blame, State};
+use crate::trace::Span;
+use crate::transport::{Timeouts, Traffic};
+use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
+use distgpipe_core::partition::Balance;
+use distgpipe_core::schedule::Plan;
+use distgpipe_core::wire::Kind;
+use distgpipe_core::{PartitionId, WorkerId};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+use tch::Tensor;
+
+/// Rows of input and what should come out.
+#[derive(Debug)]
+pub struct Batch {
+    /// The model's input tensors; the first dimension counts rows.
+    pub inputs: Vec<Tensor>,
+    /// Class numbers `[rows]`, or whatever the loss takes.
+    pub target: Tensor,
+}
+
+impl Batch {
+    /// A batch for a model with one input.
+    pub fn new(input: Tensor, target: Tensor) -> Self {
+        Batch { inputs: vec![input], target }
+    }
+
+    /// How many rows it has.
+    pub fn rows(&self) -> usize {
+        self.target.size().first().map_or(0, |&n| usize::try_from(n).unwrap_or(0))
+    }
+}
+
+/// Why a step did not happen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StepError {
+    /// The batch is not what the model takes.
+    #[error("the batch has {got}; the model takes {expected}")]
+    Batch {
+        /// What the model takes.
+        expected: String,
+        /// What it was given.
+        got: String,
+    },
+    /// The batch cannot be cut into the plan's micro-batches.
+    #[error(transparent)]
+    MicroBatches(#[from] MicroBatchError),
+    /// Tensors to load do not fit the model.
+    #[error("cannot load: {0}")]
+    Load(String),
+    /// A worker or link failed. The pipeline is of no more use; build a new one.
+    #[error(transparent)]
+    Failed(#[from] Failure),
+}
+
+/// What one worker did in a step.
+#[derive(Clone, Debug)]
+pub struct WorkerStep {
+    /// Its name.
+    pub name: String,
+    /// Times, memory and links.
+    pub report: StepReport,
+}
+
+/// What came of a step.
+#[derive(Clone, Debug)]
+pub struct StepOutcome {
+    /// Rows of the batch.
+    pub rows: usize,
+    /// The mean loss over the rows.
+    pub loss: f64,
+    /// Rows whose class is right, for losses over classes.
+    pub correct: Option<u64>,
+    /// From the first message to the last report.
+    pub seconds: f64,
+    /// Per worker.
+    pub workers: Vec<WorkerStep>,
+}
+
+impl StepOutcome {
+    /// The share of right rows.
+    pub fn accuracy(&self) -> Option<f64> {
+        self.correct.map(|c| c as f64 / self.rows.max(1) as f64)
+    }
+
+    /// What each link has carried since the run began: from, to, traffic.
+    pub fn links(&self, plan: &Plan) -> Vec<(String, String, Traffic)> {
+        let name = |w: WorkerId| plan.placement().name(w).to_owned();
+        let links = self.workers.iter().flat_map(|w| w.report.links.iter().map(move |(to, t)| (w.name.clone(), name(*to), *t)));
+        links.collect()
+    }
+
+    /// The events of the step, if the pipeline traces.
+    pub fn spans(&self) -> impl Iterator<Item = &Span> {
+        self.workers.iter().flat_map(|w| &w.report.spans)
+    }
+}
+
+/// A model cut into partitions that run on workers.
+pub struct Pipeline {
+    team: Team,
+    plan: Plan,
+    balance: Balance,
+    model: Model,
+    timeouts: Timeouts,
+    /// The number of the next command.
+    command: u64,
+    /// The number of the next step.
+    step: u64,
+    learning_rate: f64,
+}
+
+impl Pipeline {
+    /// Starts describing a pipeline for a model.
+    pub fn builder(model: Model) -> Builder {
+        Builder::new(model)
+    }
+
+    /// The plan it trains by.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Which layers run together.
+    pub fn balance(&self) -> &Balance {
+        &self.balance
+    }
+
+    /// Changes the learning rate from the next step on.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.learning_rate = learning_rate;
+    }
+
+    /// Forward, backward and update with one batch.
+    pub fn train_step(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
+        self.run(batch, Purpose::Train, self.plan.micro_batches()).map(|(outcome, _)| outcome)
+    }
+
+    /// Loss and score of one batch, without learning. A batch with fewer rows than the plan has micro-batches is cut
+    /// into as many as it has rows.
+    pub fn evaluate(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
+        let micro_batches = self.plan.micro_batches().min(batch.rows());
+        self.run(batch, Purpose::Evaluate, micro_batches).map(|(outcome, _)| outcome)
+    }
+
+    /// The model's output for one batch of inputs, as in evaluation.
+    pub fn predict(&mut self, inputs: Vec<Tensor>) -> Result<Tensor, StepError> {
+        let rows = inputs.first().and_then(|t| t.size().first().copied()).unwrap_or(0);
+        let target = Tensor::zeros([rows], (tch::Kind::Int64, tch::Device::Cpu));
+        let batch = Batch { inputs, target };
+        let micro_batches = self.plan.micro_batches().min(batch.rows());
+        let (_, outputs) = self.run(&batch, Purpose::Predict, micro_batches)?;
+        Tensor::f_cat(&outputs, 0).map_err(|e| self.failed("joining the outputs", e.into()).into())
+    }
+
+    /// The gradient of every parameter for one batch, by name; nothing is updated.
+    pub fn gradients(&mut self, batch: &Batch) -> Result<(StepOutcome, BTreeMap<String, Tensor>), StepError> {
+        let (outcome, _) = self.run(batch, Purpose::Gradients, self.plan.micro_batches())?;
+        Ok((outcome, self.collect(Which::Gradients)?))
+    }
+
+    /// Copies of all parameters and buffers, by name.
+    pub fn state(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
+        Ok(self.collect(Which::State)?)
+    }
+
+    /// Takes over parameters and buffers by name; each worker gets only its own. Every name must be the model's; what
+    /// is not given stays as it is.
+    pub fn load(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), StepError> {
+        let mut owners: BTreeMap<String, (WorkerId, Vec<i64>)> = BTreeMap::new();
+        for (index, layer) in self.model.layers.iter().enumerate() {
+            let worker = self.plan.placement().worker_of(self.balance.partition_of(index));
+            owners.extend(layer.tensors().into_iter().map(|spec| (spec.name, (worker, spec.dims))));
+        }
+        let mut shares: BTreeMap<WorkerId, Vec<(String, Tensor)>> = BTreeMap::new();
+        for (name, tensor) in state {
+            let Some((worker, dims)) = owners.get(name) else {
+                return Err(StepError::Load(format!("the model has no tensor `{name}`")));
+            };
+            if tensor.size() != *dims {
+                return Err(StepError::Load(format!("`{name}` is {:?}, the model's is {dims:?}", tensor.size())));
+            }
+            shares.entry(*worker).or_default().push((name.clone(), tensor.shallow_clone()));
+        }
+        let number = self.next_command();
+        for worker in self.plan.placement().worker_ids() {
+            let share = shares.remove(&worker).unwrap_or_default();
+            let names = share.iter().map(|(name, _)| name.clone()).collect();
+            self.command(number, worker, &Command::Load(names))?;
+            for (i, (_, tensor)) in share.into_iter().enumerate() {
+                let tag = Tag::part(Kind::State, number, worker, i);
+                // A copy: the sender may go on changing his.
+                let copy = engine::copy(&tensor).map_err(|fault| self.failed("copying a tensor", fault))?;
+                self.send(worker, Message::tensors(tag, vec![Some(copy)]))?;
+            }
+        }
+        for worker in self.plan.placement().worker_ids() {
+            self.wait(&Tag::control(Kind::Report, number, worker))?;
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, batch: &Batch, purpose: Purpose, micro_batches: usize) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
+        self.check(batch)?;
+        let rows = MicroBatches::split(batch.rows(), micro_batches)?;
+        let start = Instant::now();
+        let number = self.next_command();
+        let step = Step { number: self.step, purpose, rows: rows.rows(), micro_batches, learning_rate: self.learning_rate };
+        self.step += 1;
+        for worker in self.plan.placement().worker_ids() {
+            self.command(number, worker, &Command::Step(step))?;
+        }
+        self.feed(batch, &rows, step)?;
+        let last = PartitionId::new(self.plan.partitions() - 1);
+        let mut outputs = Vec::new();
+        if purpose == Purpose::Predict {
+            for m in rows.ids() {
+                let message = self.wait(&Tag::between(Kind::Output, step.number, m, last, last))?;
+                outputs.extend(message.tensors.into_iter().flatten().take(1).map(|t| t.to_device(tch::Device::Cpu)));
+            }
+        }
+        let mut workers = Vec::new();
+        for worker in self.plan.placement().worker_ids() {
+            let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
+            let report: StepReport = serde_json::from_slice(&message.text)
+                .map_err(|e| self.failed("reading a report", Fault::protocol("a report", e.to_string())))?;
+            workers.push(WorkerStep { name: self.plan.placement().name(worker).to_owned(), report });
+        }
+        let loss_sum: f64 = workers.iter().filter_map(|w| w.report.loss_sum).sum();
+        let outcome = StepOutcome {
+            rows: rows.rows(),
+            loss: loss_sum / rows.rows() as f64,
+            correct: workers.iter().find_map(|w| w.report.correct),
+            seconds: start.elapsed().as_secs_f64(),
+            workers,
+        };
+        Ok((outcome, outputs))
+    }
+
+    /// Sends each micro-batch's input to the first partition and its target to the last. They are views: nothing is
+    /// copied unless a link carries them.
+    fn feed(&mut self, batch: &Batch, rows: &MicroBatches, step: Step) -> Result<(), StepError> {
+        let (first, last) = (PartitionId(0), PartitionId::new(self.plan.partitions() - 1));
+        for m in rows.ids() {
+            let range = rows.range(m);
+            let (from, len) = (range.start as i64, range.len() as i64);
+            let slice = |t: &Tensor| t.f_narrow(0, from, len);
+            let mut parts = vec![(Kind::Input, first, batch.inputs.iter().collect::<Vec<_>>())];
+            if step.purpose != Purpose::Predict {
+                parts.push((Kind::Target, last, vec![&batch.target]));
+            }
+            for (kind, partition, tensors) in parts {
+                let tensors = tensors.into_iter().map(|t| slice(t).map(Some)).collect::<Result<Vec<_>, _>>();
+                let tensors = tensors.map_err(|e| self.failed("cutting the batch", e.into()))?;
+                let tag = Tag::between(kind, step.number, m, partition, partition);
+                self.send(self.plan.placement().worker_of(partition), Message::tensors(tag, tensors))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, batch: &Batch) -> Result<(), StepError> {
+        let rows = batch.rows() as i64;
+        let fits = batch.inputs.len() == self.model.input.len()
+            && batch.inputs.iter().zip(&self.model.input).all(|(tensor, spec)| {
+                tensor.kind() == spec.kind
+                    && tensor.size().split_first().is_some_and(|(r, dims)| *r == rows && dims == spec.dims)
+            });
+        if fits {
+            return Ok(());
+        }
+        let expected: Vec<String> = self.model.input.iter().map(|s| format!("[{rows} rows] × {:?} of {:?}", s.dims, s.kind)).collect();
+        let got: Vec<String> = batch.inputs.iter().map(|t| format!("{:?} of {:?}", t.size(), t.kind())).collect();
+        Err(StepError::Batch { expected: expected.join(" and "), got: format!("inputs {}, target {:?}", got.join(" and "), batch.target.size()) })
+    }
+
+    fn collect(&mut self, which: Which) -> Result<BTreeMap<String, Tensor>, Failure> {
+        let number = self.next_command();
+        let mut all = BTreeMap::new();
+        // One worker after the other: together they would fill the driver's mailbox with what it does not take yet.
+        for worker in self.plan.placement().worker_ids() {
+            self.command(number, worker, &Command::Collect(which))?;
+            let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
+            let names: Vec<String> = serde_json::from_slice(&message.text)
+                .map_err(|e| self.failed("collecting tensors", Fault::protocol("names", e.to_string())))?;
+            for (i, name) in names.into_iter().enumerate() {
+                let mut message = self.wait(&Tag::part(Kind::State, number, worker, i))?;
+                if let Some(tensor) = message.tensors.pop().flatten() {
+                    all.insert(name, tensor);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn next_command(&mut self) -> u64 {
+        self.command += 1;
+        self.command - 1
+    }
+
+    fn command(&mut self, number: u64, worker: WorkerId, command: &Command) -> Result<(), Failure> {
+        let text = serde_json::to_vec(command).map_err(|e| self.failed("writing a command", Fault::protocol("a command", e.to_string())))?;
+        self.send(worker, Message::text(Tag::control(Kind::Command, number, worker), text))
+    }
+
+    fn send(&mut self, worker: WorkerId, message: Message) -> Result<(), Failure> {
+        let sent = match self.team.ports.get_mut(&worker) {
+            Some(port) => port.send(message),
+            None => Err(Fault::Lost),
+        };
+        sent.map_err(|fault| {
+            let name = self.plan.placement().name(worker);
+            self.team.fate.fail(Failure::new(name, "being told what to do", fault))
+        })
+    }
+
+    /// Waits for a message of a worker, and watches meanwhile that somebody makes headway.
+    fn wait(&self, tag: &Tag) -> Result<Message, Failure> {
+        let mut seen: Vec<State> = Vec::new();
+        let mut since = Instant::now();
+        let watch = || {
+            let now: Vec<State> = self.team.statuses.iter().map(|s| s.read()).collect();
+            if now != seen {
+                seen = now;
+                since = Instant::now();
+            } else if since.elapsed() >= self.timeouts.stall() {
+                let (who, what) = blame(&self.plan, &seen);
+                let fault = Fault::TimedOut { what: "it".to_owned(), limit_s: self.timeouts.stall_s };
+                return Err(Fault::Elsewhere(Failure::new(who, what, fault)));
+            }
+            Ok(())
+        };
+        let forever = Duration::from_secs(u64::MAX / 4);
+        let waited = self.team.mailbox.take_while(tag, forever, watch);
+        waited.map_err(|fault| self.failed("waiting for the workers", fault))
+    }
+
+    fn failed(&self, phase: &str, fault: Fault) -> Failure {
+        self.team.fate.fail(Failure::new("the driver", phase, fault))
+    }
+
+    fn wait_ready(&self) -> Result<(), Failure> {
+        for worker in self.plan.placement().worker_ids() {
+            self.wait(&Tag::control(Kind::Ready, 0, worker))?;
+        }
+        Ok(())
+    }
+
+    fn finish(&mut self) {
+        let number = self.next_command();
+        for worker in self.plan.placement().worker_ids() {
+            // Whoever cannot be told any more is ended by the team.
+            let _ = self.command(number, worker, &Command::Finish);
+        }
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        if self.team.fate.failure().is_none() {
+            self.finish();
+        } else {
+            // Writers and stages look at the run's fate this often; then they have told everybody.
+            std::thread::sleep(POLL);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! From what the user says to a running pipeline.
+
+use super::{Batch, Pipeline};
+use crate::engine::{self, Device};
+use crate::failure::Failure;
+use crate::job::Job;
+use crate::launch::{self, Workers};
+use crate::layer::ShapeError;
+use crate::loss::Loss;
+use crate::model::Model;
+use crate::optim::Optim;
+use crate::profile;
+use crate::transport::faulty::{Scenario, ScenarioError};
+use crate::transport::Timeouts;
+use distgpipe_core::partition::{Balance, PartitionError};
+use distgpipe_core::placement::{Placement, PlacementError};
+use distgpipe_core::schedule::{check, CheckError, Plan, Recompute, Request, Schedule, ScheduleError};
+use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
+use distgpipe_core::WorkerId;
+
+/// Why a pipeline cannot be built.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// The balance does not fit the model.
+    #[error("balance: {0}")]
+    Balance(#[from] PartitionError),
+    /// The placement is not one.
+    #[error("placement: {0}")]
+    Placement(#[from] PlacementError),
+    /// The schedule cannot be made.
+    #[error("schedule: {0}")]
+    Schedule(#[from] ScheduleError),
+    /// A given plan is unsound.
+    #[error("plan: {0}")]
+    Plan(#[from] CheckError),
+    /// Stashes and pops do not match.
+    #[error("skips: {0}")]
+    Skips(#[from] SkipError),
+    /// The layers do not fit each other.
+    #[error(transparent)]
+    Shapes(#[from] ShapeError),
+    /// The fault scenario is not one.
+    #[error(transparent)]
+    Scenario(#[from] ScenarioError),
+    /// Two settings contradict each other.
+    #[error("{0}")]
+    Settings(String),
+    /// A worker could not be started.
+    #[error(transparent)]
+    Failed(#[from] Failure),
+}
+
+enum Cut {
+    Even,
+    Given(Vec<usize>),
+    Measured { partitions: usize, sample: Batch },
+}
+
+/// Describes a pipeline; see [`Pipeline::builder`].
+pub struct Builder {
+    model: Model,
+    cut: Cut,
+    placement: Option<String>,
+    plan: Option<Plan>,
+    micro_batches: usize,
+    schedule: Schedule,
+    recompute: Recompute,
+    workers: Workers,
+    learning_rate: f64,
+    job: Job,
+}
+
+impl Builder {
+    pub(super) fn new(model: Model) -> Self {
+        let job = Job {
+            worker: WorkerId(0),
+            recipe: model.recipe.clone(),
+            balance: Balance::even(1, 1).expect("one layer in one partition"),
+            plan: String::new(),
+            seed: 0,
+            optim: Optim::default(),
+            loss: Loss::default(),
+            device: Device::Cpu,
+            threads: 1,
+            channels_last: true,
+            trace: false,
+            timeouts: Timeouts::default(),
+            faults: String::new(),
+            addresses: Vec::new(),
+        };
+        Builder {
+            model,
+            cut: Cut::Even,
+            placement: None,
+            plan: None,
+            micro_batches: 1,
+            schedule: Schedule::OneFOneB,
+            recompute: Recompute::Never,
+            workers: Workers::Threads,
+            learning_rate: 0.01,
+            job,
+        }
+    }
+
+    /// How many layers each partition has.
+    pub fn balance(mut self, layers: impl Into<Vec<usize>>) -> Self {
+        self.cut = Cut::Given(layers.into());
+        self
+    }
+
+    /// Cuts into so many partitions of about equal time, measured on this sample.
+    pub fn auto_balance(mut self, partitions: usize, sample: Batch) -> Self {
+        self.cut = Cut::Measured { partitions, sample };
+        self
+    }
+
+    /// Which worker runs each partition, such as `client,server,client`; by default each has a worker of its own.
+    pub fn place(mut self, workers: impl Into<String>) -> Self {
+        self.placement = Some(workers.into());
+        self
+    }
+
+    /// Into how many micro-batches a batch is cut.
+    pub fn micro_batches(mut self, count: usize) -> Self {
+        self.micro_batches = count;
+        self
+    }
+
+    /// The order of the work.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.schedule = schedule;
+        self
+    }
+
+    /// Which activations are computed again instead of kept.
+    pub fn recompute(mut self, recompute: Recompute) -> Self {
+        self.recompute = recompute;
+        self
+    }
+
+    /// A plan of your own instead of a schedule; it is checked first, and brings its placement and micro-batches.
+    pub fn plan(mut self, plan: Plan) -> Self {
+        self.plan = Some(plan);
+        self
+    }
+
+    /// Whether workers are threads, processes or elsewhere.
+    pub fn workers(mut self, workers: Workers) -> Self {
+        self.workers = workers;
+        self
+    }
+
+    /// How parameters are stepped.
+    pub fn optimizer(mut self, optim: Optim, learning_rate: f64) -> Self {
+        self.job.optim = optim;
+        self.learning_rate = learning_rate;
+        self
+    }
+
+    /// What is made small.
+    pub fn loss(mut self, loss: Loss) -> Self {
+        self.job.loss = loss;
+        self
+    }
+
+    /// The seed of weights and dropout.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.job.seed = seed;
+        self
+    }
+
+    /// Where every worker computes.
+    pub fn device(mut self, device: Device) -> Self {
+        self.job.device = device;
+        self
+    }
+
+    /// libtorch threads per worker.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.job.threads = threads;
+        self
+    }
+
+    /// Whether images lie channels-last, which is faster; on by default.
+    pub fn channels_last(mut self, channels_last: bool) -> Self {
+        self.job.channels_last = channels_last;
+        self
+    }
+
+    /// Whether each step reports its single events.
+    pub fn trace(mut self, trace: bool) -> Self {
+        self.job.trace = trace;
+        self
+    }
+
+    /// When silence counts as failure.
+    pub fn timeouts(mut self, timeouts: Timeouts) -> Self {
+        self.job.timeouts = timeouts;
+        self
+    }
+
+    /// What shall go wrong, in the form of [`crate::transport::faulty`]; for tests.
+    pub fn faults(mut self, scenario: impl Into<String>) -> Self {
+        self.job.faults = scenario.into();
+        self
+    }
+
+    /// Checks everything and starts the workers.
+    pub fn build(mut self) -> Result<Pipeline, BuildError> {
+        let _: Scenario = self.job.faults.parse()?;
+        if self.job.threads == 0 {
+            return Err(BuildError::Settings("threads: a worker needs at least 1".to_owned()));
+        }
+        if !matches!(self.workers, Workers::Threads) && self.model.recipe.is_none() {
+            let text = "a model of your own layers has no recipe by which another process could make it: run the workers \
+                        as threads, or give the model a `recipe` and serve it from a worker program that knows it";
+            return Err(BuildError::Settings(text.to_owned()));
+        }
+        self.model.summary()?;
+        engine::start();
+        let placement = self.placement.as_deref().map(str::parse::<Placement>).transpose()?;
+        let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.as_ref().map(Placement::partitions));
+        let balance = self.cut(partitions)?;
+        let uses: Vec<SkipUse> = self.model.layers.iter().map(|l| l.skips()).collect();
+        let skips = SkipLayout::new(&uses, &balance)?.edges();
+        let beyond_neighbours: Vec<_> = skips.into_iter().filter(|(from, to)| to.0 > from.0 + 1).collect();
+        let plan = match self.plan.take() {
+            Some(plan) => {
+                check(&plan)?;
+                if plan.skips() != beyond_neighbours {
+                    return Err(BuildError::Settings(format!(
+                        "the plan carries skips {:?}, the model's cut needs {beyond_neighbours:?}",
+                        plan.skips()
+                    )));
+                }
+                plan
+            }
+            None => {
+                let placement = placement.unwrap_or_else(|| Placement::one_worker_each(balance.partitions()));
+                let mut request = Request::new(placement, self.micro_batches);
+                request.recompute = self.recompute;
+                request.skips = beyond_neighbours;
+                self.schedule.plan(&request)?
+            }
+        };
+        if plan.partitions() != balance.partitions() {
+            let text = format!(
+                "the placement has {} partitions and the balance {}: give both the same number",
+                plan.partitions(),
+                balance.partitions()
+            );
+            return Err(BuildError::Settings(text));
+        }
+        self.job.balance = balance.clone();
+        self.job.plan = plan.to_string();
+        let team = launch::start(&self.job, &plan, &self.model, &self.workers)?;
+        let pipeline = Pipeline {
+            team,
+            plan,
+            balance,
+            model: self.model,
+            timeouts: self.job.timeouts,
+            command: 0,
+            step: 0,
+            learning_rate: self.learning_rate,
+        };
+        pipeline.wait_ready()?;
+        Ok(pipeline)
+    }
+
+    fn cut(&self, partitions: Option<usize>) -> Result<Balance, BuildError> {
+        let layers = self.model.layers.len();
+        let balance = match &self.cut {
+            Cut::Even => Balance::even(layers, partitions.unwrap_or(1))?,
+            Cut::Given(sizes) => Balance::new(sizes.clone())?,
+            Cut::Measured { partitions, sample } => {
+                let profile = profile::measure(&self.model, sample, &profile::Options::of(&self.job))?;
+                let costs: Vec<f64> = profile.iter().map(profile::LayerCost::seconds).collect();
+                Balance::optimal(&costs, *partitions)?
+            }
+        };
+        balance.check(layers)?;
+        Ok(balance)
+    }
+}

@@ -1,0 +1,210 @@
+//! What each layer costs, measured on a sample: the ground on which a balance stands.
+
+use crate::engine::{self, Device, Stream};
+use crate::failure::{Failure, Fault};
+use crate::job::Job;
+use crate::layer::Passing;
+use crate::model::Model;
+use crate::partition::{Building, Partition};
+use crate::pipeline::Batch;
+use crate::portal::Parcel;
+use crate::recompute::for_convolutions;
+use distgpipe_core::partition::Balance;
+use distgpipe_core::skip::{SkipLayout, SkipUse};
+use distgpipe_core::{MicroBatchId, PartitionId};
+use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
+use tch::Tensor;
+
+/// What a layer costs for the whole sample.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerCost {
+    /// The layer's name.
+    pub name: String,
+    /// Forward pass.
+    pub forward_s: f64,
+    /// Backward pass.
+    pub backward_s: f64,
+    /// The most bytes its forward pass holds for the backward pass, its output included.
+    pub held_bytes: u64,
+}
+
+impl LayerCost {
+    /// Forward and backward together.
+    pub fn seconds(&self) -> f64 {
+        self.forward_s + self.backward_s
+    }
+}
+
+/// How to measure.
+pub struct Options {
+    /// Where.
+    pub device: Device,
+    /// libtorch threads.
+    pub threads: usize,
+    /// Whether images lie channels-last.
+    pub channels_last: bool,
+    /// How often; the quickest time counts, since everything else is noise from outside.
+    pub rounds: usize,
+}
+
+impl Options {
+    /// As a job will run.
+    pub fn of(job: &Job) -> Self {
+        Options { device: job.device, threads: job.threads, channels_last: job.channels_last, rounds: 3 }
+    }
+}
+
+/// Measures every layer on a sample, one after the other, on a thread of its own.
+pub fn measure(model: &Model, sample: &Batch, options: &Options) -> Result<Vec<LayerCost>, Failure> {
+    engine::start();
+    let inputs: Vec<Tensor> = sample.inputs.iter().map(Tensor::shallow_clone).collect();
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(move || {
+            engine::attach_thread(options.threads, METER);
+            Profiler::new(model, options)?.run(inputs, options.rounds)
+        });
+        thread.join().unwrap_or_else(|_| Err(Fault::Panic("a layer panicked while it was measured".to_owned())))
+    })
+    .map_err(|fault| Failure::new("the profiler", "measuring the layers", fault))
+}
+
+/// The last meter: no run has that many workers in one process.
+const METER: usize = 255;
+
+struct Profiler<'a> {
+    model: &'a Model,
+    partitions: Vec<Partition>,
+    device: tch::Device,
+    channels_last: bool,
+}
+
+impl<'a> Profiler<'a> {
+    fn new(model: &'a Model, options: &Options) -> Result<Self, Fault> {
+        let wrong = |e: String| Fault::protocol("a model that fits together", e);
+        let device = options.device.open().map_err(|e| Fault::protocol("a device that works", e.to_string()))?;
+        // Every layer a partition of its own: then a partition's cost is the layer's.
+        let balance = Balance::even(model.layers.len(), model.layers.len()).map_err(|e| wrong(e.to_string()))?;
+        let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
+        let skips = SkipLayout::new(&uses, &balance).map_err(|e| wrong(e.to_string()))?;
+        let how = Building {
+            balance: &balance,
+            skips: &skips,
+            seed: Stream::new(0),
+            device,
+            channels_last: options.channels_last,
+        };
+        let partitions =
+            (0..model.layers.len()).map(|i| Partition::build(model, PartitionId::new(i), &how)).collect::<Result<_, _>>()?;
+        Ok(Profiler { model, partitions, device, channels_last: options.channels_last })
+    }
+
+    fn run(mut self, inputs: Vec<Tensor>, rounds: usize) -> Result<Vec<LayerCost>, Fault> {
+        let mut best: Vec<LayerCost> = Vec::new();
+        // The first round warms caches and allocators up.
+        for round in 0..=rounds.max(1) {
+            let costs = self.round(&inputs)?;
+            if round <= 1 {
+                best = costs;
+                continue;
+            }
+            for (best, cost) in best.iter_mut().zip(costs) {
+                best.forward_s = best.forward_s.min(cost.forward_s);
+                best.backward_s = best.backward_s.min(cost.backward_s);
+            }
+        }
+        Ok(best)
+    }
+
+    fn round(&mut self, inputs: &[Tensor]) -> Result<Vec<LayerCost>, Fault> {
+        let mut waiting: HashMap<(PartitionId, PartitionId), Vec<Tensor>> = HashMap::new();
+        let first = inputs.iter().map(|t| {
+            let t = t.f_to_device(self.device)?;
+            if self.channels_last { for_convolutions(t) } else { Ok(t) }
+        });
+        let mut first = Some(first.collect::<Result<Vec<_>, Fault>>()?);
+        let mut costs = Vec::new();
+        for (i, partition) in self.partitions.iter_mut().enumerate() {
+            let id = PartitionId::new(i);
+            let arrived: Vec<Parcel> = match first.take() {
+                Some(tensors) => vec![(id, tensors)],
+                None => partition
+                    .portals()
+                    .sources()
+                    .map(|from| (from, waiting.remove(&(from, id)).unwrap_or_default()))
+                    .collect(),
+            };
+            let (cost, parcels) = measure_one(partition, &arrived, self.device, self.model.layers[i].name())?;
+            costs.push(cost);
+            waiting.extend(parcels.into_iter().map(|(to, tensors)| ((id, to), tensors)));
+        }
+        Ok(costs)
+    }
+}
+
+fn measure_one(
+    partition: &mut Partition,
+    arrived: &[Parcel],
+    device: tch::Device,
+    name: &str,
+) -> Result<(LayerCost, Vec<Parcel>), Fault> {
+    let leaf = |t: &Tensor| -> Result<Tensor, Fault> {
+        let float = engine::is_float(t);
+        Ok(t.f_detach()?.f_set_requires_grad(float)?)
+    };
+    let arrived = arrived
+        .iter()
+        .map(|(from, tensors)| Ok((*from, tensors.iter().map(leaf).collect::<Result<_, Fault>>()?)))
+        .collect::<Result<Vec<Parcel>, Fault>>()?;
+    let (input, skips) = partition.unpack(&arrived)?;
+    engine::take_peak_bytes(METER);
+    let before = engine::take_peak_bytes(METER);
+    let start = Instant::now();
+    let (output, skips) = partition.forward(Passing::Train, MicroBatchId(0), Stream::new(0), input, skips)?;
+    synchronize(device);
+    let forward_s = start.elapsed().as_secs_f64();
+    let held_bytes = engine::take_peak_bytes(METER).saturating_sub(before);
+    let parcels = if partition.is_last() { vec![(PartitionId(u32::MAX), output)] } else { partition.pack(output, skips)? };
+    let roots = parcels.iter().flat_map(|(_, tensors)| tensors).filter(|t| t.requires_grad());
+    let roots = roots.map(|t| Ok((t.shallow_clone(), Some(t.f_ones_like()?)))).collect::<Result<Vec<_>, Fault>>()?;
+    let start = Instant::now();
+    if !roots.is_empty() {
+        engine::backward(&roots)?;
+        synchronize(device);
+    }
+    let backward_s = start.elapsed().as_secs_f64();
+    partition.parameters().for_each(engine::clear_grad);
+    partition.norms().discard();
+    let detached = |(to, tensors): &Parcel| Ok((*to, tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?));
+    let parcels = parcels.iter().map(detached).collect::<Result<_, Fault>>()?;
+    Ok((LayerCost { name: name.to_owned(), forward_s, backward_s, held_bytes }, parcels))
+}
+
+fn synchronize(device: tch::Device) {
+    if let tch::Device::Cuda(index) = device {
+        tch::Cuda::synchronize(index as i64);
+    }
+}
+
+/// A batch of random numbers (or tokens) of a model's input, for measuring.
+pub fn sample(model: &Model, rows: usize, seed: u64) -> Result<Batch, Fault> {
+    let mut inputs = Vec::new();
+    for (i, spec) in model.input.iter().enumerate() {
+        let mut dims = vec![i64::try_from(rows).unwrap_or(1)];
+        dims.extend(&spec.dims);
+        let mut tensor = engine::empty(&dims, tch::Kind::Float, engine::Layout::Contiguous)?;
+        Stream::new(seed).at(i as u64).normal(&mut tensor, 0.0, 1.0)?;
+        inputs.push(match spec.kind {
+            tch::Kind::Float => tensor,
+            // Token 1 and mask 1 are valid for every model that takes whole numbers.
+            kind => tensor.f_ones_like()?.f_to_kind(kind)?,
+        });
+    }
+    let target = Tensor::f_zeros([i64::try_from(rows).unwrap_or(1)], (tch::Kind::Int64, tch::Device::Cpu))?;
+    Ok(Batch { inputs, target })
+}
+
+/// The layers' costs by name, for tables.
+pub fn by_name(costs: &[LayerCost]) -> BTreeMap<&str, &LayerCost> {
+    costs.iter().map(|c| (c.name.as_str(), c)).collect()
+}

@@ -1,0 +1,119 @@
+//! What each worker is doing right now, so that whoever stands still can be told from those who wait for him.
+
+use distgpipe_core::schedule::{Action, Op, Pass, Plan};
+use distgpipe_core::WorkerId;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Mutex;
+
+/// What a worker is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Doing {
+    /// Waiting for a command.
+    #[default]
+    Idle,
+    /// Building, stepping the optimizer, or collecting state.
+    Busy,
+    /// Running an action.
+    Running(Action),
+    /// Waiting for what this action receives.
+    Waiting(Action),
+}
+
+/// A worker's state at a moment: what it does, and how much it has done since it started.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    /// Counts everything begun.
+    pub progress: u64,
+    /// How many actions of the current step are done.
+    pub done: usize,
+    /// What it does.
+    pub doing: Doing,
+}
+
+/// A worker's state, written by the worker and read by the watchdog.
+#[derive(Debug, Default)]
+pub struct Status(Mutex<State>);
+
+impl Status {
+    /// The worker turns to something else.
+    pub fn begin(&self, doing: Doing, done: usize) {
+        let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        *state = State { progress: state.progress + 1, done, doing };
+    }
+
+    /// As of now.
+    pub fn read(&self) -> State {
+        *self.0.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Takes over a state that came over a link.
+    pub fn set(&self, state: State) {
+        *self.0.lock().unwrap_or_else(|e| e.into_inner()) = state;
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} ", self.progress, self.done)?;
+        match self.doing {
+            Doing::Idle => f.write_str("idle"),
+            Doing::Busy => f.write_str("busy"),
+            Doing::Running(action) => write!(f, "run {action}"),
+            Doing::Waiting(action) => write!(f, "wait {action}"),
+        }
+    }
+}
+
+impl FromStr for State {
+    type Err = ();
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let mut words = text.split_ascii_whitespace();
+        let progress = words.next().and_then(|w| w.parse().ok()).ok_or(())?;
+        let done = words.next().and_then(|w| w.parse().ok()).ok_or(())?;
+        let kind = words.next().ok_or(())?;
+        let mut action = || words.next().and_then(|w| w.parse().ok()).ok_or(());
+        let doing = match kind {
+            "idle" => Doing::Idle,
+            "busy" => Doing::Busy,
+            "run" => Doing::Running(action()?),
+            "wait" => Doing::Waiting(action()?),
+            _ => return Err(()),
+        };
+        Ok(State { progress, done, doing })
+    }
+}
+
+/// Who is to blame when nothing has moved for too long: the name of a worker or link, and what it should have done.
+///
+/// A worker that computes, or that waits for something nobody has to send, is at fault itself. If all wait, then
+/// some message was sent and has not arrived, because a checked plan has no deadlock: its link is at fault.
+pub fn blame(plan: &Plan, states: &[State]) -> (String, String) {
+    let name = |w: usize| plan.placement().name(WorkerId::new(w)).to_owned();
+    for (w, state) in states.iter().enumerate() {
+        match state.doing {
+            Doing::Running(action) => return (name(w), action.to_string()),
+            Doing::Busy => return (name(w), "preparing, updating or collecting its parameters".to_owned()),
+            Doing::Idle | Doing::Waiting(_) => {}
+        }
+    }
+    for (w, state) in states.iter().enumerate() {
+        let Doing::Waiting(action) = state.doing else { continue };
+        let Op::Receive { pass, from } = action.op else {
+            return ("the driver".to_owned(), format!("handing out the input that {} waits for in {action}", name(w)));
+        };
+        let sender = plan.placement().worker_of(from);
+        let sent = plan.actions(sender).iter().take(states.get(sender.index()).map_or(0, |s| s.done)).any(|a| {
+            a.partition == from
+                && a.micro_batch == action.micro_batch
+                && matches!(a.op, Op::Send { pass: p, to } if p == pass && to == action.partition)
+        });
+        // An idle sender has finished its step, so it has sent everything.
+        let idle = states.get(sender.index()).is_some_and(|s| s.doing == Doing::Idle);
+        if sent || idle {
+            let what = if pass == Pass::Forward { "activation" } else { "gradient" };
+            return (format!("the link {} → {}", name(sender.index()), name(w)), format!("carrying the {what} of {action}"));
+        }
+    }
+    ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned())
+}

@@ -1,0 +1,470 @@
+//! Runs a pipeline over epochs of data and tells what happened. Progress bars, log files and tables are observers of
+//! the same events, and the [`RunSummary`] is one more reader of them.
+
+use crate::data::{DataError, Loader};
+use crate::pipeline::{Pipeline, StepError, StepOutcome};
+use crate::trace::{Phase, PhaseTimes};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// Why training ended before its time.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainError {
+    /// A batch could not be loaded.
+    #[error("loading: {0}")]
+    Data(#[from] DataError),
+    /// A step failed.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// The loss is no number any more.
+    #[error("the loss of step {step} is {loss}: lower the learning rate (--lr)")]
+    Diverged {
+        /// The step.
+        step: u64,
+        /// Its loss.
+        loss: f64,
+    },
+    /// The batches are too short for the plan.
+    #[error("expected batches of at least {micro_batches} rows, one per micro-batch, got one of {rows}: use larger batches (--batch) or fewer micro-batches (--chunks)")]
+    TooFewRows {
+        /// Micro-batches of the plan.
+        micro_batches: usize,
+        /// Rows of the shortest training batch.
+        rows: usize,
+    },
+    /// An observer could not go on.
+    #[error("writing what happened: {0}")]
+    Observer(#[from] std::io::Error),
+}
+
+/// How the learning rate goes on from its first value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Decay {
+    /// It stays.
+    #[default]
+    None,
+    /// Down to 0 along half a cosine, step by step.
+    Cosine,
+}
+
+impl std::str::FromStr for Decay {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Decay::None),
+            "cosine" => Ok(Decay::Cosine),
+            _ => Err("expected `none` or `cosine`".to_owned()),
+        }
+    }
+}
+
+impl Decay {
+    /// What the first learning rate is multiplied by at a step of so many.
+    fn factor(self, step: u64, steps: u64) -> f64 {
+        match self {
+            Decay::None => 1.0,
+            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * step as f64 / steps.max(1) as f64).cos()),
+        }
+    }
+}
+
+/// How to train.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TrainOptions {
+    /// How often each row is seen.
+    pub epochs: u64,
+    /// Ends after so many steps, if that is sooner.
+    pub steps_max: Option<u64>,
+    /// The first learning rate.
+    pub learning_rate: f64,
+    /// How it goes on.
+    pub decay: Decay,
+    /// Steps at the start that times and speeds leave out: libtorch plans its kernels and memory then.
+    pub warm_up_steps: u64,
+}
+
+impl Default for TrainOptions {
+    fn default() -> Self {
+        TrainOptions { epochs: 1, steps_max: None, learning_rate: 0.01, decay: Decay::None, warm_up_steps: 2 }
+    }
+}
+
+/// What happens.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A training step is done.
+    StepDone(&'a StepDone<'a>),
+    /// A batch of the test data is done.
+    TestStepDone {
+        /// What came of it.
+        outcome: &'a StepOutcome,
+    },
+    /// An epoch is done, its test included.
+    EpochDone(&'a EpochSummary),
+}
+
+/// A training step.
+#[derive(Debug)]
+pub struct StepDone<'a> {
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// The step, from 0 over all epochs.
+    pub step: u64,
+    /// Training steps of the whole run.
+    pub steps: u64,
+    /// The rate it was made with.
+    pub learning_rate: f64,
+    /// How long the batch was waited for.
+    pub loading_s: f64,
+    /// From asking for the batch to the last report.
+    pub seconds: f64,
+    /// What came of it.
+    pub outcome: &'a StepOutcome,
+}
+
+/// Somebody who wants to know. A closure over events is one.
+pub trait Observer {
+    /// Something has happened. An error ends the run.
+    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()>;
+}
+
+impl<F: FnMut(&Event<'_>) -> std::io::Result<()>> Observer for F {
+    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
+        self(event)
+    }
+}
+
+/// An epoch in figures.
+#[derive(Clone, Debug, Serialize)]
+pub struct EpochSummary {
+    /// From 0.
+    pub epoch: u64,
+    /// Training steps.
+    pub steps: u64,
+    /// Mean over the rows, while they were being learned.
+    pub train_loss: f64,
+    /// The share of right rows, while they were being learned.
+    pub train_accuracy: Option<f64>,
+    /// Mean over the rows of the test data.
+    pub test_loss: Option<f64>,
+    /// The share of right rows of the test data.
+    pub test_accuracy: Option<f64>,
+    /// Rows over time, loading included, testing not.
+    pub samples_per_s: f64,
+    /// Of training.
+    pub train_s: f64,
+    /// Of testing.
+    pub test_s: f64,
+}
+
+/// What a worker did in the measured steps.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerSummary {
+    /// Its name.
+    pub name: String,
+    /// Seconds per phase.
+    pub phases_s: BTreeMap<&'static str, f64>,
+    /// Seconds in steps, whatever it did in them.
+    pub steps_s: f64,
+    /// The most bytes that its CPU tensors held at once.
+    pub peak_bytes: u64,
+}
+
+/// What one direction of a link has carried in the whole run.
+#[derive(Clone, Debug, Serialize)]
+pub struct LinkSummary {
+    /// The sending worker.
+    pub from: String,
+    /// The receiving worker.
+    pub to: String,
+    /// Messages.
+    pub messages: u64,
+    /// Bytes of the tensors as they lie in memory.
+    pub payload_bytes: u64,
+    /// Bytes that the socket carried, headers included; 0 between threads.
+    pub wire_bytes: u64,
+    /// Time spent encoding and writing.
+    pub busy_s: f64,
+    /// Wire bytes over busy time; absent between threads.
+    pub bytes_per_s: Option<f64>,
+}
+
+/// A run in figures.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunSummary {
+    /// Epoch by epoch.
+    pub epochs: Vec<EpochSummary>,
+    /// Training steps.
+    pub steps: u64,
+    /// Those of them that times and speeds leave out.
+    pub warm_up_steps: u64,
+    /// Rows over time of the median step; absent if no step was measured.
+    pub samples_per_s_median: Option<f64>,
+    /// Rows of all measured steps over their time.
+    pub samples_per_s_mean: Option<f64>,
+    /// Of training and testing.
+    pub seconds: f64,
+    /// How long batches were waited for.
+    pub loading_s: f64,
+    /// By worker number.
+    pub workers: Vec<WorkerSummary>,
+    /// Both directions of each.
+    pub links: Vec<LinkSummary>,
+}
+
+impl RunSummary {
+    /// The last epoch's, if there was one with a test.
+    pub fn test_accuracy(&self) -> Option<f64> {
+        self.epochs.last().and_then(|epoch| epoch.test_accuracy)
+    }
+}
+
+/// Trains a pipeline.
+///
+/// ```no_run
+/// use distgpipe::data::digits::Part;
+/// use distgpipe::data::{Digits, Loader, LoaderOptions};
+/// use distgpipe::models::Mlp;
+/// use distgpipe::trainer::{Event, TrainOptions, Trainer};
+/// use distgpipe::Pipeline;
+/// use std::sync::Arc;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let mut pipeline = Pipeline::builder(Mlp::default().model()?).balance([2, 2]).micro_batches(4).build()?;
+/// let digits = Digits::new(Part::Train, Default::default())?;
+/// let train = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
+/// let summary = Trainer::new(&mut pipeline, train, None, TrainOptions::default())?.run(&mut |event: &Event<'_>| {
+///     if let Event::StepDone(done) = event {
+///         println!("step {}: loss {:.3}", done.step, done.outcome.loss);
+///     }
+///     Ok(())
+/// })?;
+/// println!("{:.0} samples/s", summary.samples_per_s_median.unwrap_or(0.0));
+/// # Ok(())
+/// # }
+/// ```
+pub struct Trainer<'a> {
+    pipeline: &'a mut Pipeline,
+    train: Loader,
+    test: Option<Loader>,
+    options: TrainOptions,
+    steps: u64,
+}
+
+impl<'a> Trainer<'a> {
+    /// Checks that the data fits the plan.
+    pub fn new(pipeline: &'a mut Pipeline, train: Loader, test: Option<Loader>, options: TrainOptions) -> Result<Self, TrainError> {
+        let (micro_batches, rows) = (pipeline.plan().micro_batches(), train.rows_min());
+        if rows < micro_batches {
+            return Err(TrainError::TooFewRows { micro_batches, rows });
+        }
+        let steps = options.epochs.saturating_mul(train.batches() as u64).min(options.steps_max.unwrap_or(u64::MAX));
+        Ok(Trainer { pipeline, train, test, options, steps })
+    }
+
+    /// Training steps of the whole run.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Trains, tests after every epoch, and sums up.
+    pub fn run(mut self, observer: &mut dyn Observer) -> Result<RunSummary, TrainError> {
+        let start = Instant::now();
+        let mut gathered = Gathered::new(&self);
+        let mut step = 0;
+        let mut epoch = 0;
+        let mut batches = (self.steps > 0).then(|| self.train.epoch(epoch));
+        while let Some(now) = batches.take() {
+            let mut totals = Totals::default();
+            for batch in AsksTimed(now) {
+                let (batch, asked, loading_s) = batch?;
+                let learning_rate = self.options.learning_rate * self.options.decay.factor(step, self.steps);
+                self.pipeline.set_learning_rate(learning_rate);
+                let outcome = self.pipeline.train_step(&batch)?;
+                if !outcome.loss.is_finite() {
+                    return Err(TrainError::Diverged { step, loss: outcome.loss });
+                }
+                let seconds = asked.elapsed().as_secs_f64();
+                totals.add(&outcome, seconds);
+                let done = StepDone { epoch, step, steps: self.steps, learning_rate, loading_s, seconds, outcome: &outcome };
+                gathered.add(&done);
+                observer.on(&Event::StepDone(&done))?;
+                step += 1;
+                if step == self.steps {
+                    break;
+                }
+            }
+            // The next epoch's first batches are loaded while this one is tested.
+            batches = (step < self.steps).then(|| self.train.epoch(epoch + 1));
+            let test = self.test(&mut gathered, observer)?;
+            let summary = totals.epoch(epoch, test);
+            observer.on(&Event::EpochDone(&summary))?;
+            gathered.summary.epochs.push(summary);
+            epoch += 1;
+        }
+        Ok(gathered.finish(start.elapsed().as_secs_f64()))
+    }
+
+    fn test(&mut self, gathered: &mut Gathered, observer: &mut dyn Observer) -> Result<Option<Totals>, TrainError> {
+        let Some(loader) = &self.test else { return Ok(None) };
+        let mut totals = Totals::default();
+        for batch in AsksTimed(loader.epoch(0)) {
+            let (batch, asked, _) = batch?;
+            let outcome = self.pipeline.evaluate(&batch)?;
+            totals.add(&outcome, asked.elapsed().as_secs_f64());
+            gathered.links(&outcome);
+            observer.on(&Event::TestStepDone { outcome: &outcome })?;
+        }
+        Ok(Some(totals))
+    }
+}
+
+/// Batches, with when each was asked for and how long it took to come.
+struct AsksTimed<I>(I);
+
+impl<T, E, I: Iterator<Item = Result<T, E>>> Iterator for AsksTimed<I> {
+    type Item = Result<(T, Instant, f64), E>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let asked = Instant::now();
+        let batch = self.0.next()?;
+        Some(batch.map(|batch| (batch, asked, asked.elapsed().as_secs_f64())))
+    }
+}
+
+/// Sums over an epoch.
+#[derive(Default)]
+struct Totals {
+    steps: u64,
+    rows: usize,
+    loss_sum: f64,
+    correct: Option<u64>,
+    seconds: f64,
+}
+
+impl Totals {
+    fn add(&mut self, outcome: &StepOutcome, seconds: f64) {
+        self.steps += 1;
+        self.rows += outcome.rows;
+        self.loss_sum += outcome.loss * outcome.rows as f64;
+        self.correct = outcome.correct.map(|correct| correct + self.correct.unwrap_or(0));
+        self.seconds += seconds;
+    }
+
+    fn per_row(&self, sum: f64) -> f64 {
+        sum / self.rows.max(1) as f64
+    }
+
+    fn loss(&self) -> f64 {
+        self.per_row(self.loss_sum)
+    }
+
+    fn accuracy(&self) -> Option<f64> {
+        self.correct.map(|correct| self.per_row(correct as f64))
+    }
+
+    fn epoch(&self, epoch: u64, test: Option<Totals>) -> EpochSummary {
+        EpochSummary {
+            epoch,
+            steps: self.steps,
+            train_loss: self.loss(),
+            train_accuracy: self.accuracy(),
+            test_loss: test.as_ref().map(Totals::loss),
+            test_accuracy: test.as_ref().and_then(Totals::accuracy),
+            samples_per_s: rate(self.rows, self.seconds).unwrap_or(0.0),
+            train_s: self.seconds,
+            test_s: test.map_or(0.0, |test| test.seconds),
+        }
+    }
+}
+
+fn rate(rows: usize, seconds: f64) -> Option<f64> {
+    (seconds > 0.0).then(|| rows as f64 / seconds)
+}
+
+/// The summary while it is being made.
+struct Gathered {
+    summary: RunSummary,
+    phases: Vec<PhaseTimes>,
+    /// Rows and seconds of each measured step.
+    measured: Vec<(usize, f64)>,
+}
+
+impl Gathered {
+    fn new(trainer: &Trainer<'_>) -> Self {
+        let placement = trainer.pipeline.plan().placement();
+        let worker = |worker| WorkerSummary {
+            name: placement.name(worker).to_owned(),
+            phases_s: BTreeMap::new(),
+            steps_s: 0.0,
+            peak_bytes: 0,
+        };
+        let summary = RunSummary {
+            epochs: Vec::new(),
+            steps: 0,
+            warm_up_steps: trainer.options.warm_up_steps.min(trainer.steps),
+            samples_per_s_median: None,
+            samples_per_s_mean: None,
+            seconds: 0.0,
+            loading_s: 0.0,
+            workers: placement.worker_ids().map(worker).collect(),
+            links: Vec::new(),
+        };
+        Gathered { summary, phases: vec![PhaseTimes::default(); placement.workers()], measured: Vec::new() }
+    }
+
+    fn add(&mut self, done: &StepDone<'_>) {
+        self.summary.steps += 1;
+        let measured = done.step >= self.summary.warm_up_steps;
+        for (i, worker) in done.outcome.workers.iter().enumerate() {
+            let summary = &mut self.summary.workers[i];
+            summary.peak_bytes = summary.peak_bytes.max(worker.report.peak_bytes);
+            if measured {
+                summary.steps_s += worker.report.step_ns as f64 / 1e9;
+                self.phases[i] = self.phases[i].plus(&worker.report.phases);
+            }
+        }
+        if measured {
+            self.summary.loading_s += done.loading_s;
+            self.measured.push((done.outcome.rows, done.seconds));
+        }
+        self.links(done.outcome);
+    }
+
+    /// The counters run since the start, so the last reading is the sum.
+    fn links(&mut self, outcome: &StepOutcome) {
+        self.summary.links.clear();
+        for worker in &outcome.workers {
+            for (to, traffic) in &worker.report.links {
+                let busy_s = traffic.busy_ns as f64 / 1e9;
+                self.summary.links.push(LinkSummary {
+                    from: worker.name.clone(),
+                    to: self.summary.workers.get(to.index()).map(|worker| worker.name.clone()).unwrap_or_default(),
+                    messages: traffic.messages,
+                    payload_bytes: traffic.payload_bytes,
+                    wire_bytes: traffic.wire_bytes,
+                    busy_s,
+                    bytes_per_s: (traffic.wire_bytes > 0 && busy_s > 0.0).then(|| traffic.wire_bytes as f64 / busy_s),
+                });
+            }
+        }
+    }
+
+    fn finish(mut self, seconds: f64) -> RunSummary {
+        self.summary.seconds = seconds;
+        for (worker, phases) in self.summary.workers.iter_mut().zip(&self.phases) {
+            worker.phases_s = Phase::ALL.iter().map(|&phase| (phase.name(), phases.of(phase) as f64 / 1e9)).collect();
+        }
+        let (rows, time) = self.measured.iter().fold((0, 0.0), |(r, s), (rows, seconds)| (r + rows, s + seconds));
+        self.summary.samples_per_s_mean = rate(rows, time);
+        let mut rates: Vec<f64> = self.measured.iter().filter_map(|&(rows, seconds)| rate(rows, seconds)).collect();
+        rates.sort_by(f64::total_cmp);
+        self.summary.samples_per_s_median = rates.get(rates.len() / 2).copied();
+        self.summary
+    }
+}

@@ -1,0 +1,112 @@
+//! How a message gets from one worker to another. Members of the family:
+//!
+//! - [`memory`]: to a thread of this process; tensors move, nothing is copied
+//! - [`tcp`]: to another process, on this host or another
+//! - [`faulty`]: wraps any of them and breaks it on purpose, for tests
+//!
+//! Sending is [`Outgoing`]; what arrives is put into the receiver's [`Mailbox`](crate::mailbox::Mailbox).
+
+pub mod faulty;
+pub mod memory;
+pub mod tcp;
+
+use crate::failure::Fault;
+use crate::mailbox::Message;
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The sending end of a link.
+pub trait Outgoing: Send {
+    /// Sends a message, or hands it to the thread that will.
+    fn send(&mut self, message: Message) -> Result<(), Fault>;
+
+    /// Sends a message as a broken wire would deliver it: with one bit flipped, chosen by `seed`.
+    fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault>;
+
+    /// Breaks the link off as a pulled cable would.
+    fn cut(&mut self);
+}
+
+/// What one direction of a link has carried. Shared between the thread that counts and those who read.
+#[derive(Clone, Debug, Default)]
+pub struct Counters(Arc<Cells>);
+
+#[derive(Debug, Default)]
+struct Cells {
+    messages: AtomicU64,
+    payload_bytes: AtomicU64,
+    wire_bytes: AtomicU64,
+    busy_ns: AtomicU64,
+}
+
+/// A reading of [`Counters`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Messages sent.
+    pub messages: u64,
+    /// Bytes of the tensors as they lie in memory.
+    pub payload_bytes: u64,
+    /// Bytes that the socket carried, headers included; 0 between threads.
+    pub wire_bytes: u64,
+    /// Time spent encoding and writing.
+    pub busy_ns: u64,
+}
+
+impl Counters {
+    /// Counts one message.
+    pub fn count(&self, payload_bytes: u64, wire_bytes: u64, busy: Duration) {
+        self.0.messages.fetch_add(1, Ordering::Relaxed);
+        self.0.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
+        self.0.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
+        self.0.busy_ns.fetch_add(u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// What has been counted so far.
+    pub fn read(&self) -> Traffic {
+        Traffic {
+            messages: self.0.messages.load(Ordering::Relaxed),
+            payload_bytes: self.0.payload_bytes.load(Ordering::Relaxed),
+            wire_bytes: self.0.wire_bytes.load(Ordering::Relaxed),
+            busy_ns: self.0.busy_ns.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// The times after which silence counts as failure.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Timeouts {
+    /// No worker finishes an action for this long.
+    pub stall_s: f64,
+    /// A peer sends nothing, not even a sign of life, for this long.
+    pub silence_s: f64,
+    /// Connecting, and the answers to the first frames.
+    pub connect_s: f64,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Timeouts { stall_s: 300.0, silence_s: 20.0, connect_s: 20.0 }
+    }
+}
+
+impl Timeouts {
+    /// [`Self::stall_s`] as a duration.
+    pub fn stall(&self) -> Duration {
+        seconds(self.stall_s)
+    }
+    /// [`Self::silence_s`] as a duration.
+    pub fn silence(&self) -> Duration {
+        seconds(self.silence_s)
+    }
+    /// [`Self::connect_s`] as a duration.
+    pub fn connect(&self) -> Duration {
+        seconds(self.connect_s)
+    }
+}
+
+/// A time-out from outside, kept within what clocks can add.
+fn seconds(s: f64) -> Duration {
+    Duration::try_from_secs_f64(s.clamp(0.05, 1e7)).unwrap_or(Duration::from_secs(300))
+}

@@ -1,0 +1,311 @@
+//! Between processes, on one host or several: framed TCP.
+//!
+//! ```text
+//!  stage ──queue──► writer thread ──socket──► reader thread ──► mailbox of the stage it is for
+//!                   encode, checksum           verify, decode
+//! ```
+//!
+//! Each connection has one writer and one reader thread, so encoding, sending and receiving overlap with computing.
+//! The queue is bounded by what the plan sends in a step. A writer with nothing to send gives a sign of life every
+//! [`HEARTBEAT`]; a reader that hears nothing for the silence time-out calls the peer dead.
+
+mod frames;
+
+pub use frames::{read_frame, write_frame, Frame, Patience};
+
+use super::{Counters, Outgoing, Timeouts};
+use crate::failure::{Failure, Fate, Fault, POLL};
+use crate::mailbox::Message;
+use distgpipe_core::wire::{AbortNotice, Header, Kind, Limits};
+use frames::Encoder;
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How often an idle writer says that it is alive.
+pub const HEARTBEAT: Duration = Duration::from_millis(250);
+
+/// What a connection needs to know besides its socket.
+pub struct Options {
+    /// The name of this end, for faults that are its own.
+    pub here: String,
+    /// The name of the other end.
+    pub peer: String,
+    /// The run's fate in this process.
+    pub fate: Fate,
+    /// When silence counts as death.
+    pub timeouts: Timeouts,
+    /// How many messages may wait to be sent.
+    pub queue: usize,
+    /// The memory meter that received tensors count on.
+    pub meter: usize,
+    /// The text of a sign of life.
+    pub heartbeat: Box<dyn Fn() -> String + Send>,
+    /// Wraps the socket's sending end, to break it in tests.
+    pub wrap: Box<dyn FnOnce(Box<dyn Outgoing>) -> Box<dyn Outgoing> + Send>,
+    /// Takes what arrives.
+    pub deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
+    /// Takes the peer's signs of life.
+    pub alive: Box<dyn FnMut(&str) + Send>,
+}
+
+/// A connection and its two threads.
+pub struct Connection {
+    queue: Option<SyncSender<Message>>,
+    fate: Fate,
+    counters: Counters,
+    closing: Arc<AtomicBool>,
+    writer: Option<JoinHandle<()>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Connection {
+    /// Takes over a socket whose handshake is done.
+    pub fn start(stream: TcpStream, options: Options) -> Result<Self, Fault> {
+        let doing = |e| Fault::io(format!("setting up the connection to {}", options.peer), e);
+        stream.set_nodelay(true).map_err(doing)?;
+        stream.set_read_timeout(Some(POLL)).map_err(doing)?;
+        stream.set_write_timeout(Some(POLL)).map_err(doing)?;
+        let sending = stream.try_clone().map_err(doing)?;
+        let (queue, waiting) = mpsc::sync_channel(options.queue.max(1));
+        let counters = Counters::default();
+        let closing = Arc::new(AtomicBool::new(false));
+        let socket = Socket {
+            stream: sending.try_clone().map_err(doing)?,
+            encoder: Encoder::new(Limits::default()),
+            counters: counters.clone(),
+            fate: options.fate.clone(),
+            silence: options.timeouts.silence(),
+        };
+        let writer = Writer {
+            here: options.here,
+            fate: options.fate.clone(),
+            heartbeat: options.heartbeat,
+            link: (options.wrap)(Box::new(socket)),
+            farewell: sending,
+        };
+        let reader = Reader {
+            stream,
+            peer: options.peer.clone(),
+            fate: options.fate.clone(),
+            silence: options.timeouts.silence(),
+            closing: closing.clone(),
+            deliver: options.deliver,
+            alive: options.alive,
+        };
+        let spawn = |name: String, body: Box<dyn FnOnce() + Send>| {
+            std::thread::Builder::new().name(name).spawn(body).map_err(|e| Fault::io("starting an I/O thread", e))
+        };
+        let meter = options.meter;
+        let writer = spawn(format!("to {}", options.peer), Box::new(move || writer.run(waiting)))?;
+        let reader = spawn(
+            format!("from {}", options.peer),
+            Box::new(move || {
+                crate::engine::attach_thread(1, meter);
+                reader.run();
+            }),
+        )?;
+        Ok(Connection {
+            queue: Some(queue),
+            fate: options.fate,
+            counters,
+            closing,
+            writer: Some(writer),
+            reader: Some(reader),
+        })
+    }
+
+    /// A sending end; as many as wanted share the connection.
+    pub fn port(&self) -> Option<Queue> {
+        self.queue.clone().map(|queue| Queue { queue, fate: self.fate.clone() })
+    }
+
+    /// What has been sent.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// Says goodbye once all that is queued is sent, and waits until the other end has done so too. All sending ends
+    /// must be gone by then, or the run has failed. Returns whether both threads ended in time.
+    pub fn close(mut self, limit: Duration) -> bool {
+        self.closing.store(true, Ordering::Release);
+        self.queue = None;
+        let deadline = Instant::now() + limit;
+        [self.writer.take(), self.reader.take()].into_iter().flatten().all(|thread| join_until(thread, deadline))
+    }
+}
+
+/// Joins a thread if it ends by then; otherwise leaves it to end with the process.
+pub fn join_until(thread: JoinHandle<()>, deadline: Instant) -> bool {
+    while !thread.is_finished() {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    // A panic in the thread has been reported through the run's fate.
+    let _ = thread.join();
+    true
+}
+
+/// Hands messages to a connection's writer.
+#[derive(Clone)]
+pub struct Queue {
+    queue: SyncSender<Message>,
+    fate: Fate,
+}
+
+impl Outgoing for Queue {
+    fn send(&mut self, mut message: Message) -> Result<(), Fault> {
+        loop {
+            match self.queue.try_send(message) {
+                Ok(()) => return Ok(()),
+                Err(TrySendError::Disconnected(_)) => {
+                    self.fate.check()?;
+                    return Err(Fault::Lost);
+                }
+                Err(TrySendError::Full(back)) => {
+                    // Cannot happen within a step, whose messages all fit; state transfers wait here.
+                    self.fate.check()?;
+                    message = back;
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+        }
+    }
+
+    fn send_damaged(&mut self, message: Message, _: u64) -> Result<(), Fault> {
+        self.send(message)
+    }
+
+    fn cut(&mut self) {}
+}
+
+/// The socket itself, used by the writer thread.
+struct Socket {
+    stream: TcpStream,
+    encoder: Encoder,
+    counters: Counters,
+    fate: Fate,
+    silence: Duration,
+}
+
+impl Outgoing for Socket {
+    fn send(&mut self, message: Message) -> Result<(), Fault> {
+        let start = Instant::now();
+        let payload = message.payload_bytes();
+        let patience = Patience::new(&self.fate, self.silence);
+        let wire = self.encoder.write(&mut self.stream, &message, &patience)?;
+        self.counters.count(payload, wire, start.elapsed());
+        Ok(())
+    }
+
+    fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault> {
+        let patience = Patience::new(&self.fate, self.silence);
+        self.encoder.write_damaged(&mut self.stream, &message, seed, &patience)
+    }
+
+    fn cut(&mut self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+struct Writer {
+    here: String,
+    fate: Fate,
+    heartbeat: Box<dyn Fn() -> String + Send>,
+    link: Box<dyn Outgoing>,
+    /// The bare socket, for the last words.
+    farewell: TcpStream,
+}
+
+impl Writer {
+    fn run(mut self, waiting: Receiver<Message>) {
+        match self.pump(&waiting) {
+            Ok(()) => self.last_words(Kind::Goodbye, &[]),
+            Err(fault) => {
+                let first = self.fate.fail(Failure::new(&self.here, "sending", fault));
+                self.last_words(Kind::Abort, &first.notice().encode());
+                let _ = self.farewell.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    fn pump(&mut self, waiting: &Receiver<Message>) -> Result<(), Fault> {
+        let mut last = Instant::now();
+        loop {
+            self.fate.check()?;
+            match waiting.recv_timeout(POLL) {
+                Ok(message) => {
+                    self.link.send(message)?;
+                    last = Instant::now();
+                }
+                Err(RecvTimeoutError::Timeout) if last.elapsed() >= HEARTBEAT => {
+                    let ping = frames::control(Kind::Ping, (self.heartbeat)().into_bytes());
+                    self.link.send(ping)?;
+                    last = Instant::now();
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return self.fate.check(),
+            }
+        }
+    }
+
+    /// Best effort: the peer may be gone already.
+    fn last_words(&mut self, kind: Kind, body: &[u8]) {
+        let undecided = Fate::default();
+        let patience = Patience::new(&undecided, Duration::from_millis(500));
+        let mut header = Header::new(kind);
+        header.seal(body);
+        let _ = write_frame(&mut self.farewell, &header, body, &patience);
+        let _ = self.farewell.shutdown(Shutdown::Write);
+    }
+}
+
+struct Reader {
+    stream: TcpStream,
+    peer: String,
+    fate: Fate,
+    silence: Duration,
+    closing: Arc<AtomicBool>,
+    deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
+    alive: Box<dyn FnMut(&str) + Send>,
+}
+
+impl Reader {
+    fn run(mut self) {
+        if let Err(fault) = self.pump() {
+            // A peer that has heard our goodbye may close without one of its own.
+            if self.closing.load(Ordering::Acquire) && matches!(fault, Fault::Lost) {
+                return;
+            }
+            self.fate.fail(Failure::new(&self.peer, "talking to it", fault));
+        }
+    }
+
+    fn pump(&mut self) -> Result<(), Fault> {
+        let limits = Limits::default();
+        let mut assembler = frames::Assembler::default();
+        loop {
+            let patience = Patience::new(&self.fate, self.silence);
+            let frame = read_frame(&mut self.stream, &limits, &patience)?;
+            match frame.header.kind {
+                Kind::Goodbye => return Ok(()),
+                Kind::Ping => (self.alive)(&frame.text()?),
+                Kind::Abort => {
+                    let notice = AbortNotice::decode(&frame.body)
+                        .map_err(|e| Fault::protocol("an abort notice", e.to_string()))?;
+                    return Err(Fault::Elsewhere(notice.into()));
+                }
+                _ => {
+                    if let Some(message) = assembler.add(frame)? {
+                        (self.deliver)(message)?;
+                    }
+                }
+            }
+        }
+    }
+}

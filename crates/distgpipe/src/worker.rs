@@ -1,0 +1,287 @@
+//! A worker: builds its partitions, then does what the driver says until it is told to stop or the run fails.
+
+use crate::engine::{self, Stream};
+use crate::failure::{Failure, Fate, Fault};
+use crate::job::{Command, Job, Purpose, Step, StepReport, Which};
+use crate::layer::Role;
+use crate::mailbox::{Mailbox, Message, Tag};
+use crate::model::Model;
+use crate::optim::Optimizer;
+use crate::partition::{Building, Partition};
+use crate::stage::Stage;
+use crate::status::{Doing, Status};
+use crate::trace::{now_ns, Phase, Recorder};
+use crate::transport::{Counters, Outgoing};
+use distgpipe_core::schedule::{check, evaluate_plan, Plan, Request};
+use distgpipe_core::skip::{SkipLayout, SkipUse};
+use distgpipe_core::wire::Kind;
+use distgpipe_core::WorkerId;
+use std::collections::BTreeMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::Duration;
+use tch::Tensor;
+
+/// A wait that only the run's fate ends.
+const FOREVER: Duration = Duration::from_secs(u64::MAX / 4);
+
+/// Everything a worker is made of.
+pub struct Worker {
+    /// What it was told.
+    pub job: Job,
+    /// The model; only its own part is built.
+    pub model: Model,
+    /// Where its messages arrive.
+    pub mailbox: Arc<Mailbox>,
+    /// The ways to the other workers.
+    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    /// The way to the driver.
+    pub driver: Box<dyn Outgoing>,
+    /// Counters of its outgoing links.
+    pub links: Vec<(WorkerId, Counters)>,
+    /// The run's fate in this process.
+    pub fate: Fate,
+    /// For the watchdog.
+    pub status: Arc<Status>,
+}
+
+impl Worker {
+    /// Works until told to stop. A failure of any kind, panics included, decides the run's fate and is returned.
+    pub fn run(self) -> Result<(), Failure> {
+        let fate = self.fate.clone();
+        let status = self.status.clone();
+        let name = plan_of(&self.job).map_or_else(|_| "worker".to_owned(), |p| p.placement().name(self.job.worker).to_owned());
+        let result = std::panic::catch_unwind(AssertUnwindSafe(|| self.work()));
+        result
+            .unwrap_or_else(|panic| {
+                let phase = match status.read().doing {
+                    Doing::Running(action) | Doing::Waiting(action) => action.to_string(),
+                    Doing::Idle | Doing::Busy => "its work".to_owned(),
+                };
+                Err(Failure::new(&name, phase, Fault::Panic(panic_text(panic.as_ref()))))
+            })
+            .map_err(|failure| fate.fail(failure))
+    }
+
+    fn work(self) -> Result<(), Failure> {
+        let worker = self.job.worker;
+        let name = plan_of(&self.job).map(|p| p.placement().name(worker).to_owned()).unwrap_or_default();
+        let failed = |phase: &'static str| {
+            let name = name.clone();
+            move |fault: Fault| Failure::new(name, phase, fault)
+        };
+        self.status.begin(Doing::Busy, 0);
+        engine::attach_thread(self.job.threads, meter(worker));
+        let mut active = Active::prepare(self).map_err(failed("building its partitions"))?;
+        let ready = Message::text(Tag::control(Kind::Ready, 0, worker), "");
+        active.stage.driver.send(ready).map_err(failed("reporting ready"))?;
+        for number in 0.. {
+            active.stage.status.begin(Doing::Idle, 0);
+            let tag = Tag::control(Kind::Command, number, worker);
+            let message = active.stage.mailbox.take(&tag, FOREVER).map_err(failed("waiting for a command"))?;
+            active.stage.status.begin(Doing::Busy, 0);
+            let command: Command = serde_json::from_slice(&message.text)
+                .map_err(|e| failed("reading a command")(Fault::protocol("a command", e.to_string())))?;
+            match command {
+                Command::Step(step) => {
+                    let report = active.step(&step)?;
+                    active.report(number, &report).map_err(failed("reporting"))?;
+                }
+                Command::Collect(which) => active.collect(number, which).map_err(failed("collecting its tensors"))?,
+                Command::Load(names) => active.load(number, &names).map_err(failed("loading tensors"))?,
+                Command::Finish => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The memory meter of a worker; 0 is everybody else's.
+pub fn meter(worker: WorkerId) -> usize {
+    worker.index() + 1
+}
+
+fn plan_of(job: &Job) -> Result<Plan, Fault> {
+    job.plan.parse().map_err(|e| Fault::protocol("a plan", format!("{e}")))
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
+    let text = text.unwrap_or_else(|| "with something that is no text".to_owned());
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+/// A worker whose partitions are built.
+struct Active {
+    stage: Stage,
+    plan: Plan,
+    /// Forward-only plans, by number of micro-batches.
+    evaluate: BTreeMap<usize, Plan>,
+    optimizer: Optimizer,
+    links: Vec<(WorkerId, Counters)>,
+}
+
+impl Active {
+    fn prepare(worker: Worker) -> Result<Self, Fault> {
+        let Worker { job, model, mailbox, ports, driver, links, fate, status } = worker;
+        let plan = plan_of(&job)?;
+        check(&plan).map_err(|e| Fault::protocol("a sound plan", e.to_string()))?;
+        job.balance.check(model.layers.len()).map_err(|e| Fault::protocol("a balance that fits", e.to_string()))?;
+        let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
+        let skips = SkipLayout::new(&uses, &job.balance).map_err(|e| Fault::protocol("skips that fit", e.to_string()))?;
+        let device = job.device.open().map_err(|e| Fault::protocol("a device that works", e.to_string()))?;
+        let scenario = job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
+        let stream = Stream::new(job.seed);
+        let how = Building {
+            balance: &job.balance,
+            skips: &skips,
+            seed: stream.named("weights"),
+            device,
+            channels_last: job.channels_last,
+        };
+        let partitions = plan
+            .placement()
+            .partitions_of(job.worker)
+            .into_iter()
+            .map(|p| Ok((p, Partition::build(&model, p, &how)?)))
+            .collect::<Result<BTreeMap<_, _>, Fault>>()?;
+        let parameters = partitions.values().map(|p| p.parameters().count()).sum();
+        let stage = Stage {
+            id: job.worker,
+            name: plan.placement().name(job.worker).to_owned(),
+            partitions,
+            mailbox,
+            ports,
+            driver,
+            fate,
+            status,
+            recorder: Recorder::new(job.worker.0, job.trace),
+            stream: stream.named("steps"),
+            loss: job.loss,
+            device,
+            channels_last: job.channels_last,
+            patience: job.timeouts.stall() * 2,
+            scenario,
+        };
+        let optimizer = Optimizer::new(job.optim, parameters);
+        Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, links })
+    }
+
+    fn step(&mut self, step: &Step) -> Result<StepReport, Failure> {
+        let start = now_ns();
+        let name = self.stage.name.clone();
+        let failed = |phase: &'static str| move |fault: Fault| Failure::new(name, phase, fault);
+        let learning = matches!(step.purpose, Purpose::Train | Purpose::Gradients);
+        let outcome = if learning {
+            self.clear_gradients();
+            if step.micro_batches != self.plan.micro_batches() {
+                let expected = format!("{} micro-batches", self.plan.micro_batches());
+                return Err(failed("starting a step")(Fault::protocol(expected, step.micro_batches.to_string())));
+            }
+            self.stage.run(&self.plan, step)?
+        } else {
+            let plan = self.forward_plan(step.micro_batches).map_err(failed.clone()("starting a step"))?;
+            let outcome = self.stage.run(&plan, step)?;
+            self.evaluate.insert(step.micro_batches, plan);
+            outcome
+        };
+        self.stage.status.begin(Doing::Busy, self.plan.actions(self.stage.id).len());
+        let update = now_ns();
+        match step.purpose {
+            Purpose::Train => self.update(step.learning_rate).map_err(failed.clone()("updating its parameters"))?,
+            _ => self.stage.partitions.values_mut().for_each(|p| p.norms().discard()),
+        }
+        if step.purpose == Purpose::Train {
+            self.stage.recorder.record(step.number, Phase::Optimizer, String::new, update);
+        }
+        let (loss_sum, correct) = outcome.totals().map_err(failed("adding up the loss"))?;
+        let (phases, spans) = self.stage.recorder.take();
+        Ok(StepReport {
+            loss_sum,
+            correct,
+            phases,
+            step_ns: now_ns() - start,
+            peak_bytes: engine::take_peak_bytes(meter(self.stage.id)),
+            links: self.links.iter().map(|(to, counters)| (*to, counters.read())).collect(),
+            spans,
+        })
+    }
+
+    fn forward_plan(&mut self, micro_batches: usize) -> Result<Plan, Fault> {
+        if let Some(plan) = self.evaluate.remove(&micro_batches) {
+            return Ok(plan);
+        }
+        let mut request = Request::new(self.plan.placement().clone(), micro_batches);
+        request.skips = self.plan.skips().to_vec();
+        evaluate_plan(&request).map_err(|e| Fault::protocol("a plan for evaluation", e.to_string()))
+    }
+
+    fn clear_gradients(&mut self) {
+        self.parameters().for_each(engine::clear_grad);
+    }
+
+    fn parameters(&self) -> impl Iterator<Item = &Tensor> {
+        self.stage.partitions.values().flat_map(Partition::parameters)
+    }
+
+    fn update(&mut self, learning_rate: f64) -> Result<(), Fault> {
+        let parameters = self.stage.partitions.values().flat_map(Partition::parameters);
+        self.optimizer.step(parameters, learning_rate)?;
+        for partition in self.stage.partitions.values_mut() {
+            partition.norms().commit()?;
+        }
+        self.clear_gradients();
+        Ok(())
+    }
+
+    fn report(&mut self, number: u64, report: &StepReport) -> Result<(), Fault> {
+        let text = serde_json::to_vec(report).map_err(|e| Fault::protocol("a report", e.to_string()))?;
+        self.stage.driver.send(Message::text(Tag::control(Kind::Report, number, self.stage.id), text))
+    }
+
+    fn collect(&mut self, number: u64, which: Which) -> Result<(), Fault> {
+        let mut names = Vec::new();
+        let mut tensors = Vec::new();
+        for (spec, tensor) in self.stage.partitions.values().flat_map(Partition::tensors) {
+            let wanted = match which {
+                Which::State => Some(tensor.f_detach()?),
+                Which::Gradients if spec.role == Role::Parameter => engine::grad(tensor),
+                Which::Gradients => None,
+            };
+            if let Some(tensor) = wanted {
+                names.push(&spec.name);
+                // A copy: the driver must not see the next step change it, whatever the transport.
+                tensors.push(engine::copy(&tensor.f_to_device(tch::Device::Cpu)?)?);
+            }
+        }
+        let text = serde_json::to_vec(&names).map_err(|e| Fault::protocol("names", e.to_string()))?;
+        let worker = self.stage.id;
+        self.stage.driver.send(Message::text(Tag::control(Kind::Report, number, worker), text))?;
+        for (i, tensor) in tensors.into_iter().enumerate() {
+            self.stage.driver.send(Message::tensors(Tag::part(Kind::State, number, worker, i), vec![Some(tensor)]))?;
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, number: u64, names: &[String]) -> Result<(), Fault> {
+        let own: BTreeMap<&str, &Tensor> = self
+            .stage
+            .partitions
+            .values()
+            .flat_map(Partition::tensors)
+            .map(|(spec, tensor)| (spec.name.as_str(), tensor))
+            .collect();
+        for (i, name) in names.iter().enumerate() {
+            let tag = Tag::part(Kind::State, number, self.stage.id, i);
+            let mut message = self.stage.mailbox.take(&tag, self.stage.patience)?;
+            let value = message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a tensor", "none"))?;
+            let tensor = own.get(name.as_str()).ok_or_else(|| Fault::protocol("a tensor of this worker", name.clone()))?;
+            if value.size() != tensor.size() {
+                return Err(Fault::protocol(format!("{name} {:?}", tensor.size()), format!("{:?}", value.size())));
+            }
+            tch::no_grad(|| tensor.shallow_clone().f_copy_(&value))?;
+        }
+        let job_done = Message::text(Tag::control(Kind::Report, number, self.stage.id), "null");
+        self.stage.driver.send(job_done)
+    }
+}

@@ -1,0 +1,83 @@
+//! Running statistics after a step are those of one pass over the whole batch, whatever the number of micro-batches.
+
+use distgpipe::layer::{Context, Own};
+use distgpipe::layers::BatchNorm2d;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::{Batch, Layer, Loss, Model, Optim, Pipeline, Recompute, SampleShape, ShapeError, SkipShapes, TensorSpec};
+use std::sync::Arc;
+
+struct Norm;
+
+impl Layer for Norm {
+    fn name(&self) -> &str {
+        "norm"
+    }
+    fn tensors(&self) -> Vec<TensorSpec> {
+        BatchNorm2d { channels: 3 }.tensors("norm")
+    }
+    fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+        Ok(input)
+    }
+    fn forward(
+        &self,
+        own: &mut Own<'_>,
+        x: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, distgpipe::failure::Fault> {
+        Ok(vec![BatchNorm2d { channels: 3 }.forward(own, &x[0], context)?])
+    }
+}
+
+/// Three steps of data around a mean.
+fn batches(rows: i64, side: i64, mean: f64) -> Vec<Tensor> {
+    (0..3)
+        .map(|i| {
+            let n = rows * 3 * side * side;
+            let wave = (Tensor::arange(n, (Kind::Float, Device::Cpu)) * (1.0 + f64::from(i))).sin();
+            wave.view([rows, 3, side, side]) + mean
+        })
+        .collect()
+}
+
+fn run((rows, side, around): (i64, i64, f64), micro_batches: usize, recompute: Recompute) {
+    let shape = SampleShape::float(&[3, side, side]);
+    let model = Model::new(vec![Arc::new(Norm)], vec![shape]);
+    let mut pipeline = Pipeline::builder(model)
+        .micro_batches(micro_batches)
+        .recompute(recompute)
+        .loss(Loss::MeanSquared)
+        .optimizer(Optim::sgd(0.0), 0.0)
+        .build()
+        .unwrap();
+    let (mean, var) = (Tensor::zeros([3], (Kind::Double, Device::Cpu)), Tensor::ones([3], (Kind::Double, Device::Cpu)));
+    for x in batches(rows, side, around) {
+        // PyTorch's own rule on the whole batch, in double precision.
+        let _ = x.to_kind(Kind::Double).batch_norm(None::<&Tensor>, None, Some(&mean), Some(&var), true, 0.1, 1e-5, false);
+        pipeline.train_step(&Batch::new(x.shallow_clone(), x.zeros_like())).unwrap();
+    }
+    let state = pipeline.state().unwrap();
+    let what = format!("{rows} rows, {side}², {micro_batches} micro-batches, {recompute}");
+    for (name, expected) in [("norm.running_mean", mean), ("norm.running_var", var)] {
+        let gap = ((state[name].to_kind(Kind::Double) - &expected) / &expected).abs().max();
+        // Float32 inputs and per-micro-batch means allow six digits.
+        assert!(f64::try_from(&gap).unwrap() < 2e-6, "{what}: {name} {:?} against {expected:?}", state[name]);
+    }
+    assert_eq!(i64::try_from(&state["norm.num_batches_tracked"]).unwrap(), 3, "{what}");
+}
+
+#[test]
+fn running_statistics_do_not_depend_on_the_number_of_micro_batches() {
+    for micro_batches in [1, 2, 3, 5, 7, 12] {
+        for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
+            // A mean far larger than the spread, where E[x²] − mean² would cancel.
+            run((12, 4, 1000.0), micro_batches, recompute);
+        }
+    }
+}
+
+/// A micro-batch of a single value per channel has no variance of its own; libtorch leaves NaN there.
+#[test]
+fn a_micro_batch_of_one_value_does_not_spoil_the_statistics() {
+    run((4, 1, 1.0), 4, Recompute::Never);
+    run((3, 1, 1.0), 2, Recompute::Never);
+}

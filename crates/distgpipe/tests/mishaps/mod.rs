@@ -1,0 +1,81 @@
+//! Law 5, run by every kind of worker: the first failure wins, everybody is told, everybody ends, in bounded time.
+
+use distgpipe::core::schedule::{Action, Plan};
+use distgpipe::core::WorkerId;
+use distgpipe::models::Mlp;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::transport::Timeouts;
+use distgpipe::{Batch, BuildError, Failure, Pipeline, StepError, Workers};
+use std::time::{Duration, Instant};
+
+/// After a cause, or after a time-out that is one, everything must have ended within this.
+pub const BOUND: Duration = Duration::from_secs(5);
+
+pub const STALL_S: f64 = 0.4;
+
+pub const SILENCE_S: f64 = 1.0;
+
+pub fn batch() -> Batch {
+    let x = Tensor::ones([6, 1, 8, 8], (Kind::Float, Device::Cpu));
+    Batch::new(x, Tensor::zeros([6], (Kind::Int64, Device::Cpu)))
+}
+
+/// `[client, server, client]` with three micro-batches and this scenario.
+pub fn pipeline(workers: Workers, scenario: &str) -> Pipeline {
+    build(workers, scenario).unwrap_or_else(|e| panic!("{scenario}: {e}"))
+}
+
+fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
+    Pipeline::builder(Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
+        .place("client,server,client")
+        .micro_batches(3)
+        .workers(workers)
+        .timeouts(Timeouts { stall_s: STALL_S, silence_s: SILENCE_S, connect_s: 20.0 })
+        .faults(scenario)
+        .build()
+}
+
+/// Runs until it fails, drops the pipeline, and gives the failure and how long both took.
+pub fn run_until_failure(workers: Workers, scenario: &str) -> (Failure, Duration) {
+    let start = Instant::now();
+    let mut pipeline = match build(workers, scenario) {
+        Ok(pipeline) => pipeline,
+        // Between processes the first messages are those of getting ready.
+        Err(BuildError::Failed(failure)) => return (failure, start.elapsed()),
+        Err(other) => panic!("{scenario}: {other}"),
+    };
+    let start = Instant::now();
+    let result = pipeline.train_step(&batch()).and_then(|_| pipeline.train_step(&batch()));
+    let failure = match result {
+        Err(StepError::Failed(failure)) => failure,
+        other => panic!("{scenario}: expected a failure, got {:?}", other.map(|o| o.loss)),
+    };
+    // Whoever comes later learns the same cause.
+    match pipeline.train_step(&batch()) {
+        Err(StepError::Failed(again)) => assert_eq!(again, failure, "{scenario}"),
+        other => panic!("{scenario}: the next step gave {:?}", other.map(|o| o.loss)),
+    }
+    drop(pipeline);
+    (failure, start.elapsed())
+}
+
+/// Asserts that a failure names the worker or link and the place, and came in time.
+pub fn assert_named((failure, took): (Failure, Duration), scenario: &str, who: &str, phase: Option<Action>) {
+    assert!(failure.worker.contains(who), "{scenario}: blamed {failure}");
+    if let Some(action) = phase {
+        assert_eq!(failure.phase, action.to_string(), "{scenario}: {failure}");
+    }
+    assert!(took <= BOUND, "{scenario}: took {took:?}: {failure}");
+}
+
+/// The plan of [`pipeline`].
+pub fn plan() -> Plan {
+    pipeline(Workers::Threads, "").plan().clone()
+}
+
+/// Every action of every worker, with the worker's name.
+pub fn actions(plan: &Plan) -> Vec<(String, Action)> {
+    let of = |w: WorkerId| plan.actions(w).iter().map(move |a| (plan.placement().name(w).to_owned(), *a));
+    plan.placement().worker_ids().flat_map(of).collect()
+}
+

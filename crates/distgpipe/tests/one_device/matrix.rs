@@ -1,0 +1,103 @@
+//! The matrix of law 1, run by every transport.
+
+use crate::one_device::{assert_identical, subjects, OneDevice, Subject, Tensors};
+use distgpipe::transport::Timeouts;
+use distgpipe::{Optim, Pipeline, Recompute, Schedule, Workers};
+use std::collections::BTreeMap;
+
+/// Partitions and where they run.
+const PLACEMENTS: [&str; 6] = ["a", "a,b", "a,b,c", "a,b,c,d", "client,server,client", "a,b,a,b"];
+
+/// Even and ragged: rows and micro-batches.
+const BATCHES: [(i64, usize); 2] = [(8, 4), (11, 4)];
+
+const RECOMPUTES: [Recompute; 3] = [Recompute::Never, Recompute::ExceptLast, Recompute::Always];
+
+const SEED: u64 = 5;
+
+/// What one device makes of the batches: per schedule order, the first gradients and the state after a step.
+struct Truth {
+    loss: f64,
+    gradients: Tensors,
+    state: Tensors,
+}
+
+fn truth(subject: &Subject, (rows, micro_batches): (i64, usize), schedule: Schedule) -> Truth {
+    let mut device = OneDevice::new(subject, SEED);
+    let (loss, gradients) = device.gradients(&subject.batch(rows, 1), micro_batches, schedule);
+    device.discard_norms();
+    let (_, second) = device.gradients(&subject.batch(rows, 2), micro_batches, schedule);
+    device.sgd(&second, &mut Tensors::new(), 0.1);
+    Truth { loss, gradients, state: device.state() }
+}
+
+/// Checks one model in every combination; `workers` says where the workers of a placement run.
+pub fn check_model(name: &str, workers: impl Fn(usize) -> Workers) {
+    let all = subjects();
+    let subject = all.iter().find(|s| s.name == name).expect("a model of the matrix");
+    for batch in BATCHES {
+        for backward_first in [Schedule::GPipe, Schedule::OneFOneB] {
+            let truth = truth(subject, batch, backward_first);
+            for schedule in Schedule::ALL.into_iter().filter(|&s| (s == Schedule::GPipe) == (backward_first == Schedule::GPipe)) {
+                for placement in PLACEMENTS {
+                    for recompute in RECOMPUTES {
+                        let what = format!("{name} {schedule} {placement} {recompute} {batch:?}");
+                        check_one(subject, &truth, &what, (schedule, placement, recompute, batch), &workers);
+                    }
+                }
+            }
+        }
+    }
+}
+
+type Case<'a> = (Schedule, &'a str, Recompute, (i64, usize));
+
+fn check_one(subject: &Subject, truth: &Truth, what: &str, case: Case<'_>, workers: &impl Fn(usize) -> Workers) {
+    let (schedule, placement, recompute, (rows, micro_batches)) = case;
+    let distinct: std::collections::BTreeSet<&str> = placement.split(',').collect();
+    let mut pipeline = Pipeline::builder(subject.model.clone())
+        .place(placement)
+        .micro_batches(micro_batches)
+        .schedule(schedule)
+        .recompute(recompute)
+        .loss(subject.loss)
+        .optimizer(Optim::sgd(0.9), 0.1)
+        .seed(SEED)
+        .timeouts(Timeouts { stall_s: 20.0, ..Timeouts::default() })
+        .workers(workers(distinct.len()))
+        .build()
+        .unwrap_or_else(|e| panic!("{what}: {e}"));
+    let (outcome, gradients) = pipeline.gradients(&subject.batch(rows, 1)).unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert!((outcome.loss - truth.loss).abs() <= 1e-12 * truth.loss.abs(), "{what}: loss {} {}", outcome.loss, truth.loss);
+    assert_identical(&format!("{what}: gradient"), &gradients, &truth.gradients);
+    pipeline.train_step(&subject.batch(rows, 2)).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let state = pipeline.state().unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert_identical(&format!("{what}: state"), &state, &truth.state);
+}
+
+/// Ten steps of training have the losses of one device.
+pub fn check_ten_steps(workers: impl Fn(usize) -> Workers) {
+    for subject in subjects() {
+        let mut device = OneDevice::new(&subject, SEED);
+        let mut memory = BTreeMap::new();
+        let mut pipeline = Pipeline::builder(subject.model.clone())
+            .place("client,server,client")
+            .micro_batches(3)
+            .schedule(Schedule::OneFOneB)
+            .recompute(Recompute::ExceptLast)
+            .loss(subject.loss)
+            .optimizer(Optim::sgd(0.9), 0.02)
+            .seed(SEED)
+            .workers(workers(2))
+            .build()
+            .unwrap();
+        for step in 0..10 {
+            let batch = subject.batch(10, 100 + step % 3);
+            let (expected, gradients) = device.gradients(&batch, 3, Schedule::OneFOneB);
+            device.sgd(&gradients, &mut memory, 0.02);
+            let got = pipeline.train_step(&batch).unwrap().loss;
+            let tolerance = 1e-6 * expected.abs().max(1e-3);
+            assert!((got - expected).abs() <= tolerance, "{} step {step}: {got} against {expected}", subject.name);
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The truth that pipelines are compared with: one device that runs the same micro-batches one after the other, with
+//! PyTorch's own `backward` over the whole graph. Shared by the thread and the process tests.
+
+use distgpipe::core::microbatch::MicroBatches;
+use distgpipe::core::partition::Balance;
+use distgpipe::core::skip::{SkipLayout, SkipUse};
+use distgpipe::core::{MicroBatchId, PartitionId};
+use distgpipe::engine::{self, Layout, Stream};
+use distgpipe::layer::{Passing, Role};
+use distgpipe::models::{MobileNetV2, Transformer, UNet};
+use distgpipe::partition::{Building, Partition};
+use distgpipe::tch::{no_grad, Device, Kind, Tensor};
+use distgpipe::{Batch, Loss, Model, Schedule};
+use std::collections::BTreeMap;
+
+pub type Tensors = BTreeMap<String, Tensor>;
+
+/// A model small enough for hundreds of runs, with its batch and loss.
+pub struct Subject {
+    pub name: &'static str,
+    pub model: Model,
+    pub loss: Loss,
+}
+
+/// The three models of the matrix, each with dropout.
+pub fn subjects() -> Vec<Subject> {
+    let mobilenet = MobileNetV2 { width: 0.25, image: 16, strides: [1, 1, 2, 2, 1, 1, 2, 1], ..MobileNetV2::default() };
+    let unet = UNet { convolutions: 2, channels: 4, depth: 2, image: 10, dropout: 0.1 };
+    let transformer = Transformer {
+        layers: 2,
+        hidden: 16,
+        heads: 2,
+        feed_forward: 32,
+        vocabulary: 50,
+        tokens: 7,
+        positions: 12,
+        classes: 3,
+        ..Transformer::default()
+    };
+    vec![
+        Subject { name: "mobilenet_v2", model: mobilenet.model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "unet", model: unet.model().unwrap(), loss: Loss::MeanSquared },
+        Subject { name: "transformer", model: transformer.model().unwrap(), loss: Loss::CrossEntropy },
+    ]
+}
+
+impl Subject {
+    /// A batch for it; another one for every seed.
+    pub fn batch(&self, rows: i64, seed: u64) -> Batch {
+        let normal = |dims: &[i64], at: u64| {
+            let mut t = engine::empty(dims, Kind::Float, Layout::Contiguous).unwrap();
+            Stream::new(seed).at(at).normal(&mut t, 0.0, 1.0).unwrap();
+            t
+        };
+        let classes = |n: i64| (normal(&[rows], 9) * 7.0).abs().to_kind(Kind::Int64).remainder(n);
+        match self.name {
+            "mobilenet_v2" => Batch::new(normal(&[rows, 3, 16, 16], 0), classes(10)),
+            "unet" => Batch::new(normal(&[rows, 3, 10, 10], 0), normal(&[rows, 1, 10, 10], 1)),
+            _ => {
+                let ids = (normal(&[rows, 7], 0) * 20.0).abs().to_kind(Kind::Int64).remainder(50);
+                // Every other row is two tokens shorter, so that the mask matters.
+                let mask = Tensor::ones([rows, 7], (Kind::Int64, Device::Cpu));
+                for row in (0..rows).step_by(2) {
+                    let _ = mask.get(row).narrow(0, 5, 2).fill_(0);
+                }
+                Batch { inputs: vec![ids, mask], target: classes(3) }
+            }
+        }
+    }
+}
+
+/// One device.
+pub struct OneDevice {
+    partition: Partition,
+    loss: Loss,
+    stream: Stream,
+    step: u64,
+}
+
+impl OneDevice {
+    pub fn new(subject: &Subject, seed: u64) -> Self {
+        // Sums over a batch depend on how many threads share them, so one device has as many as a worker.
+        engine::start();
+        engine::attach_thread(1, 0);
+        let layers = subject.model.layers.len();
+        let balance = Balance::even(layers, 1).unwrap();
+        let uses: Vec<SkipUse> = subject.model.layers.iter().map(|l| l.skips()).collect();
+        let skips = SkipLayout::new(&uses, &balance).unwrap();
+        let stream = Stream::new(seed);
+        let how = Building {
+            balance: &balance,
+            skips: &skips,
+            seed: stream.named("weights"),
+            device: Device::Cpu,
+            channels_last: true,
+        };
+        let partition = Partition::build(&subject.model, PartitionId(0), &how).unwrap();
+        OneDevice { partition, loss: subject.loss, stream: stream.named("steps"), step: 0 }
+    }
+
+    /// Forward and backward of one batch, micro-batch by micro-batch, last first where the schedule goes backward so:
+    /// then even the order of additions is the same, and results can be compared bit for bit.
+    pub fn gradients(&mut self, batch: &Batch, micro_batches: usize, schedule: Schedule) -> (f64, Tensors) {
+        self.partition.parameters().for_each(engine::clear_grad);
+        let rows = MicroBatches::split(batch.rows(), micro_batches).unwrap();
+        let mut order: Vec<MicroBatchId> = rows.ids().collect();
+        if schedule == Schedule::GPipe {
+            order.reverse();
+        }
+        let mut losses = BTreeMap::new();
+        for m in order {
+            let range = rows.range(m);
+            let slice = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
+            let input = batch.inputs.iter().map(|t| distgpipe::recompute::for_convolutions(slice(t)).unwrap()).collect();
+            let stream = self.stream.at(self.step).at(u64::from(m.0));
+            let (output, _) =
+                self.partition.forward(Passing::Train, m, stream, input, BTreeMap::new()).unwrap();
+            let loss = self.loss.compute(&output[0], &slice(&batch.target)).unwrap();
+            losses.insert(m, f64::try_from(&loss).unwrap() * range.len() as f64);
+            (loss * rows.share(m)).backward();
+        }
+        self.step += 1;
+        let parameters = self.partition.tensors().filter(|(spec, _)| spec.role == Role::Parameter);
+        let gradients = parameters.map(|(spec, t)| (spec.name.clone(), t.grad().copy())).collect();
+        (losses.values().sum::<f64>() / batch.rows() as f64, gradients)
+    }
+
+    /// A plain SGD step with momentum 0.9 kept in `memory`, and the batch norms' commit.
+    pub fn sgd(&mut self, gradients: &Tensors, memory: &mut Tensors, learning_rate: f64) {
+        no_grad(|| {
+            for (spec, tensor) in self.partition.tensors() {
+                let Some(gradient) = gradients.get(&spec.name) else { continue };
+                let buffer = match memory.remove(&spec.name) {
+                    Some(buffer) => buffer * 0.9 + gradient,
+                    None => gradient.copy(),
+                };
+                let _ = tensor.shallow_clone().f_add_(&(&buffer * -learning_rate)).unwrap();
+                memory.insert(spec.name.clone(), buffer);
+            }
+        });
+        self.partition.norms().commit().unwrap();
+    }
+
+    pub fn discard_norms(&mut self) {
+        self.partition.norms().discard();
+    }
+
+    pub fn state(&self) -> Tensors {
+        self.partition.tensors().map(|(spec, t)| (spec.name.clone(), t.detach().copy())).collect()
+    }
+}
+
+/// Asserts that two sets of tensors are equal bit for bit, NaN included.
+pub fn assert_identical(what: &str, got: &Tensors, expected: &Tensors) {
+    assert_eq!(got.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{what}: names");
+    for (name, expected) in expected {
+        let got = &got[name];
+        assert_eq!(got.size(), expected.size(), "{what}: {name}");
+        let same = got.eq_tensor(expected).all();
+        if !bool::try_from(&same).unwrap() {
+            let gap = (got.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs().max();
+            let size = expected.to_kind(Kind::Double).abs().max();
+            panic!("{what}: {name} differs by up to {} of {}", f64::try_from(&gap).unwrap(), f64::try_from(&size).unwrap());
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! A plan from a file or a peer: reading it, checking it, writing it again.
+#![no_main]
+
+use distgpipe_core::schedule::{check, Plan};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|text: &str| {
+    match text.parse::<Plan>() {
+        Ok(plan) => {
+            if let Err(error) = check(&plan) {
+                // The message draws the bad step, which is code of its own.
+                let _ = error.to_string();
+            }
+            let again = plan.to_string().parse::<Plan>();
+            assert_eq!(
+                again.as_ref(),
+                Ok(&plan),
+                "what is printed parses to the same plan"
+            );
+        }
+        Err(error) => {
+            let _ = error.to_string();
+        }
+    }
+});
