@@ -47,8 +47,9 @@ test: setup ## all tests, and a short run of the fuzz targets
 fuzz-smoke: tools ## only the short run of the fuzz targets
 	scripts/fuzz-smoke.sh
 
-bench: setup .venv/made ## measure against PyTorch's and others' pipelines; see bench/README.md
-	bench/run.sh
+bench: setup .venv/made ## measure against PyTorch and others in one run; see bench/README.md
+	cargo build --locked --release --bin distgpipe
+	.venv/bin/python bench/run.py
 
 golden: .venv/made ## compute the golden figures anew with PyTorch
 	.venv/bin/python scripts/golden_mobilenet_v2.py

@@ -7,12 +7,15 @@ fn main() {
     println!("cargo:rerun-if-changed=src/engine/shim.cpp");
     println!("cargo:rerun-if-changed=build.rs");
     // torch-sys found libtorch (LIBTORCH, or the link that `make setup` leaves at .libtorch) and says where.
-    let lib = std::env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from).expect(
-        "torch-sys did not say where libtorch is: run `make setup` once, or set LIBTORCH to a libtorch 2.11.0",
-    );
+    let lib = std::env::var_os("DEP_TCH_LIBTORCH_LIB")
+        .map(PathBuf::from)
+        .expect("torch-sys did not say where libtorch is: run `make setup` once, or set LIBTORCH to a libtorch 2.11.0");
     // The link in the checkout may be gone when the binary runs; the directory behind it is what is meant.
     let lib = lib.canonicalize().unwrap_or_else(|e| {
-        panic!("libtorch is missing at {}: {e}; run `make setup` once, or set LIBTORCH to a libtorch 2.11.0", lib.display())
+        panic!(
+            "libtorch is missing at {}: {e}; run `make setup` once, or set LIBTORCH to a libtorch 2.11.0",
+            lib.display()
+        )
     });
     let root = lib.parent().expect("libtorch's lib directory has a parent");
     cc::Build::new()

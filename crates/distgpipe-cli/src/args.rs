@@ -235,6 +235,15 @@ impl TrainFlags {
             // The plan brings its own.
             (defaults.chunks, defaults.schedule, defaults.recompute) = (None, None, None);
         }
+        match self.optimizer.or(defaults.optimizer) {
+            Some(OptimizerName::Adamw) => {
+                (defaults.lr, defaults.weight_decay) = (Some(1e-3), Some(0.01));
+            }
+            Some(OptimizerName::Sgd) | None => {
+                (defaults.lr, defaults.weight_decay) = (Some(0.05), Some(0.0));
+                defaults.momentum = Some(0.9);
+            }
+        }
         defaults.overlaid(self)
     }
 
@@ -243,8 +252,8 @@ impl TrainFlags {
         Ok(toml::to_string(self)?)
     }
 
-    /// As a command line, for a shell.
-    pub fn to_command(&self) -> anyhow::Result<String> {
+    /// As a command line, for a shell: one piece per flag, with its value.
+    pub fn to_words(&self) -> anyhow::Result<Vec<String>> {
         let table = toml::Table::try_from(self)?;
         let mut words = vec!["distgpipe train".to_owned()];
         let mut push = |name: &str, value: &toml::Value| match value {
@@ -260,7 +269,12 @@ impl TrainFlags {
                 None => {}
             }
         }
-        Ok(words.join(" "))
+        Ok(words)
+    }
+
+    /// As a command line, in one line.
+    pub fn to_command(&self) -> anyhow::Result<String> {
+        Ok(self.to_words()?.join(" "))
     }
 }
 
@@ -305,9 +319,12 @@ fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
             key = "chunks".to_owned();
         }
         if !known.contains(&key) {
-            let nearest = known.iter().max_by(|a, b| strsim::jaro_winkler(a, &key).total_cmp(&strsim::jaro_winkler(b, &key)));
+            let nearest =
+                known.iter().max_by(|a, b| strsim::jaro_winkler(a, &key).total_cmp(&strsim::jaro_winkler(b, &key)));
             let nearest = nearest.map(String::as_str).unwrap_or_default();
-            return Err(wrong(format!("unknown key `{written}`: the nearest is `{nearest}`; every flag of `distgpipe train` is a key")));
+            return Err(wrong(format!(
+                "unknown key `{written}`: the nearest is `{nearest}`; every flag of `distgpipe train` is a key"
+            )));
         }
         let value = plain(&key, value).map_err(|why| wrong(format!("`{written}`: {why}")))?;
         // Each alone, so that the error names its key.
@@ -349,7 +366,11 @@ mod tests {
 
     #[test]
     fn the_command_line_wins_over_the_file() {
-        let file = parse("batch = 32\nmicro_batches = 2\nbalance = [1, 2]\nschedule = 'gpipe'\n[set]\nclasses = 5\nhidden = [8, 8]").unwrap();
+        let file = parse(
+            "batch = 32\nmicro_batches = 2\nbalance = [1, 2]\nschedule = 'gpipe'\n[set]\nclasses = 5\nhidden = [8, 8]",
+        )
+        .unwrap();
+        assert_eq!(parse("lr = 1").unwrap().lr, Some(1.0));
         let line = TrainFlags { batch: Some(16), set: vec!["classes=7".to_owned()], ..TrainFlags::default() };
         let flags = file.overlaid(&line).unwrap();
         assert_eq!((flags.batch, flags.chunks, flags.balance.as_deref()), (Some(16), Some(2), Some("1,2")));

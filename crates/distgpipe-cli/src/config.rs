@@ -102,7 +102,10 @@ impl RunConfig {
             return Err(usage("--trace: add --log DIR, which says where to write it"));
         }
         let options = TrainOptions {
-            epochs: flags.epochs.filter(|&n| n > 0).ok_or_else(|| usage("--epochs 0: use 1 or more; --steps limits further"))?,
+            epochs: flags
+                .epochs
+                .filter(|&n| n > 0)
+                .ok_or_else(|| usage("--epochs 0: use 1 or more; --steps limits further"))?,
             steps_max: flags.steps,
             learning_rate,
             decay: flags.lr_decay.unwrap_or(Decay::None),
@@ -190,8 +193,12 @@ pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
         match settings.get_mut(key.trim()) {
             Some(slot) => *slot = value,
             None => {
-                let known: Vec<String> = settings.as_object().into_iter().flatten().map(|(key, value)| format!("{key}={value}")).collect();
-                return Err(usage(format!("--set {setting}: {name} has no such setting; it has (with defaults) {}", known.join(", "))));
+                let known: Vec<String> =
+                    settings.as_object().into_iter().flatten().map(|(key, value)| format!("{key}={value}")).collect();
+                return Err(usage(format!(
+                    "--set {setting}: {name} has no such setting; it has (with defaults) {}",
+                    known.join(", ")
+                )));
             }
         }
     }
@@ -234,7 +241,13 @@ fn data(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loa
             if flags.samples.is_some() {
                 return Err(usage("--samples: the digits are as many as they are; it goes with --data synthetic"));
             }
-            let part = |part| Digits::for_input(part, &model.input).map_err(|e| usage(format!("--data digits: {e}; set it with --set (image, channels, input), or use --data synthetic")));
+            let part = |part| {
+                Digits::for_input(part, &model.input).map_err(|e| {
+                    usage(format!(
+                        "--data digits: {e}; set it with --set (image, channels, input), or use --data synthetic"
+                    ))
+                })
+            };
             (Arc::new(part(Part::Train)?), Arc::new(part(Part::Test)?))
         }
         DataName::Synthetic => {
@@ -256,7 +269,9 @@ fn data(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loa
     };
     if let (Some(classes), Some(scores)) = (train.classes(), scores) {
         if scores < classes {
-            return Err(usage(format!("--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}")));
+            return Err(usage(format!(
+                "--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}"
+            )));
         }
     }
     if train.classes().is_some() && scores.is_none() {
@@ -264,7 +279,8 @@ fn data(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loa
     }
     let loss = if scores.is_some() { Loss::CrossEntropy } else { Loss::MeanSquared };
     let batch_rows = flags.batch.unwrap_or_default();
-    let train = Loader::new(train, LoaderOptions::training(batch_rows, seed)).map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
+    let train = Loader::new(train, LoaderOptions::training(batch_rows, seed))
+        .map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
     let options = LoaderOptions::testing(batch_rows.saturating_mul(TEST_BATCH_FACTOR));
     let test = (flags.no_evaluate != Some(true)).then(|| Loader::new(test, options)).transpose()?;
     Ok((train, test, loss))
@@ -285,9 +301,9 @@ fn cut(flags: &TrainFlags, model: &Model, placement: Option<&Placement>, from_pl
     let flag = given.first().copied().unwrap_or(source);
     let placed = placement.map(Placement::partitions);
     let fits = |partitions: usize| match placed {
-        Some(placed) if placed != partitions => {
-            Err(usage(format!("{flag} makes {partitions} partitions, and {source} names workers for {placed}: give both the same number")))
-        }
+        Some(placed) if placed != partitions => Err(usage(format!(
+            "{flag} makes {partitions} partitions, and {source} names workers for {placed}: give both the same number"
+        ))),
         _ => Ok(()),
     };
     if let Some(partitions) = flags.auto_balance {
@@ -309,15 +325,22 @@ fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
         "threads" => return Ok(Workers::Threads),
         "processes" => {
             let program = std::env::current_exe().context("--workers processes: asking where this program is")?;
-            return Ok(Workers::Processes(WorkerProgram { program, arguments: vec!["worker".to_owned(), "--child".to_owned()] }));
+            return Ok(Workers::Processes(WorkerProgram {
+                program,
+                arguments: vec!["worker".to_owned(), "--child".to_owned()],
+            }));
         }
         addresses => addresses.split(',').map(|address| address.trim().to_owned()).collect(),
     };
     if let Some(wrong) = addresses.iter().find(|address| !address.contains(':')) {
-        return Err(usage(format!("--workers {wrong}: expected `threads`, `processes`, or addresses such as 10.0.0.2:7000")));
+        return Err(usage(format!(
+            "--workers {wrong}: expected `threads`, `processes`, or addresses such as 10.0.0.2:7000"
+        )));
     }
     if count == 1 {
-        return Err(usage("--workers: there is one partition, and it is this process's: cut the model with --partitions or --balance"));
+        return Err(usage(
+            "--workers: there is one partition, and it is this process's: cut the model with --partitions or --balance",
+        ));
     }
     if addresses.len() + 1 != count {
         return Err(usage(format!(
@@ -333,33 +356,29 @@ fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
 }
 
 fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
-    let within = |flag: &str, value: Option<f64>, default: f64, max: f64| {
-        let value = value.unwrap_or(default);
+    let within = |flag: &str, value: Option<f64>, max: f64| {
+        let value = value.unwrap_or_default();
         if value.is_finite() && (0.0..=max).contains(&value) {
             Ok(value)
         } else {
             Err(usage(format!("{flag} {value}: expected a number from 0 to {max}")))
         }
     };
-    let rate = |default| within("--lr", flags.lr, default, 1e3);
-    match flags.optimizer.unwrap_or(OptimizerName::Sgd) {
+    let learning_rate = within("--lr", flags.lr, 1e3)?;
+    let weight_decay = within("--weight-decay", flags.weight_decay, 1.0)?;
+    let optim = match flags.optimizer.unwrap_or(OptimizerName::Sgd) {
         OptimizerName::Sgd => {
-            let momentum = within("--momentum", flags.momentum, 0.9, 1.0)?;
-            let weight_decay = within("--weight-decay", flags.weight_decay, 0.0, 1.0)?;
-            Ok((Optim::Sgd { momentum, weight_decay, nesterov: false }, rate(0.05)?))
+            Optim::Sgd { momentum: within("--momentum", flags.momentum, 1.0)?, weight_decay, nesterov: false }
         }
-        OptimizerName::Adamw => {
-            if flags.momentum.is_some() {
-                return Err(usage("--momentum: adamw has none: remove it, or use --optimizer sgd"));
-            }
-            let decay = within("--weight-decay", flags.weight_decay, 0.01, 1.0)?;
-            let optim = match Optim::adamw() {
-                Optim::AdamW { beta1, beta2, eps, .. } => Optim::AdamW { beta1, beta2, eps, weight_decay: decay },
-                other => other,
-            };
-            Ok((optim, rate(1e-3)?))
+        OptimizerName::Adamw if flags.momentum.is_some() => {
+            return Err(usage("--momentum: adamw has none: remove it, or use --optimizer sgd"));
         }
-    }
+        OptimizerName::Adamw => match Optim::adamw() {
+            Optim::AdamW { beta1, beta2, eps, .. } => Optim::AdamW { beta1, beta2, eps, weight_decay },
+            other => other,
+        },
+    };
+    Ok((optim, learning_rate))
 }
 
 fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {

@@ -1,8 +1,9 @@
 //! How the process ends: 0 fine, 1 the run failed, 2 it was called wrongly.
 
+use crate::report;
+use distgpipe::engine::exit_at_once;
 use std::fmt;
 use std::io;
-use std::process::ExitCode;
 
 /// The command line or a configuration file asks for something that cannot be: exit status 2.
 #[derive(Debug)]
@@ -21,20 +22,27 @@ pub fn usage(text: impl Into<String>) -> anyhow::Error {
     Usage(text.into()).into()
 }
 
-/// Says what went wrong, if anything did, and with which status the process ends.
-pub fn status(result: anyhow::Result<()>) -> ExitCode {
+/// Says what went wrong, if anything did, and ends the process. A stage that did not end in time may still compute, so
+/// nothing else runs.
+pub fn end(result: anyhow::Result<()>) -> ! {
+    exit_at_once(status(result))
+}
+
+fn status(result: anyhow::Result<()>) -> i32 {
     let Err(error) = result else {
-        return ExitCode::SUCCESS;
+        return 0;
     };
     // Somebody read enough of our output, as `head` does: that is no failure.
     let closed = |cause: &(dyn std::error::Error + 'static)| {
-        cause
-            .downcast_ref::<io::Error>()
-            .is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+        cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
     };
     if error.chain().any(closed) {
-        return ExitCode::SUCCESS;
+        return 0;
     }
-    eprintln!("error: {error:#}");
-    ExitCode::from(if error.is::<Usage>() { 2 } else { 1 })
+    report::note(&format!("error: {error:#}"));
+    if error.is::<Usage>() {
+        2
+    } else {
+        1
+    }
 }

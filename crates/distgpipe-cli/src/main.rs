@@ -9,7 +9,6 @@ mod report;
 mod weights;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use std::process::ExitCode;
 
 /// Pipeline-parallel training across threads, processes and machines
 ///
@@ -51,10 +50,10 @@ enum Command {
     Worker(cmd::worker::WorkerArgs),
 }
 
-fn main() -> ExitCode {
+fn main() {
     let command = Args::command().mut_subcommand("train", |train| train.mut_args(args::show_defaults));
     let parsed = Args::from_arg_matches(&command.get_matches());
-    exit::status(match parsed.unwrap_or_else(|error| error.exit()).command {
+    exit::end(match parsed.unwrap_or_else(|error| error.exit()).command {
         Command::Demo(args) => cmd::demo::run(&args),
         Command::Train(flags) => cmd::train::run(*flags),
         Command::Schedule(args) => cmd::schedule::run(&args),

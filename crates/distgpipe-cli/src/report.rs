@@ -11,7 +11,7 @@ use std::io::Write;
 
 /// Columns of the terminal, or of a page where there is none.
 pub fn width() -> usize {
-    terminal_size::terminal_size().map_or(100, |(width, _)| usize::from(width.0))
+    terminal_size::terminal_size().map_or(120, |(width, _)| usize::from(width.0))
 }
 
 /// Prints a value as JSON on standard output.
@@ -26,4 +26,9 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes())?;
     Ok(out.flush()?)
+}
+
+/// Says something on standard error, if anybody can hear it.
+pub fn note(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
 }

@@ -19,7 +19,8 @@ const IGNORED_SUFFIX: &str = ".num_batches_tracked";
 pub fn read(path: &Path, model: &Model) -> anyhow::Result<BTreeMap<String, Tensor>> {
     let flag = || format!("--weights {}", path.display());
     let bytes = std::fs::read(path).map_err(|e| usage(format!("{}: {e}", flag())))?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| usage(format!("{}: not a safetensors file: {e:?}", flag())))?;
+    let file =
+        SafeTensors::deserialize(&bytes).map_err(|e| usage(format!("{}: not a safetensors file: {e:?}", flag())))?;
     let specs: BTreeMap<String, TensorSpec> =
         model.layers.iter().flat_map(|layer| layer.tensors()).map(|spec| (spec.name.clone(), spec)).collect();
     let mut tensors = BTreeMap::new();
@@ -103,8 +104,12 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_listed() {
-        let whole: [(&str, &[usize]); 4] =
-            [("layers.0.weight", &[4, 64]), ("layers.0.bias", &[4]), ("layers.1.weight", &[10, 4]), ("layers.1.bias", &[10])];
+        let whole: [(&str, &[usize]); 4] = [
+            ("layers.0.weight", &[4, 64]),
+            ("layers.0.bias", &[4]),
+            ("layers.1.weight", &[10, 4]),
+            ("layers.1.bias", &[10]),
+        ];
         let path = write("whole", &file(&whole));
         assert_eq!(read(&path, &model()).unwrap().len(), 4);
         let broken: [(&str, &[usize]); 4] =

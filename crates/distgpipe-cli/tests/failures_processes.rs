@@ -77,7 +77,9 @@ fn a_broken_connection_is_found_at_any_message() {
     let _alone = alone();
     let plan = plan();
     let (client, server) = (WorkerId(0), WorkerId(1));
-    for (from, to, messages) in [("client", "server", plan.messages(client, server)), ("server", "client", plan.messages(server, client))] {
+    for (from, to, messages) in
+        [("client", "server", plan.messages(client, server)), ("server", "client", plan.messages(server, client))]
+    {
         for message in 0..messages as u64 {
             let fault = ["corrupt", "cut", "stall"][message as usize % 3];
             let scenario = format!("seed={message};{from}>{to}:{fault}@{message}");

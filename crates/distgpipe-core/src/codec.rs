@@ -36,18 +36,11 @@ pub struct TensorView<'a> {
 impl TensorView<'_> {
     /// How many elements there are, or an error if `bytes` is not as long as `dims` and `dtype` say.
     pub fn elements(&self) -> Result<usize, CodecError> {
-        let elements = self
-            .dims
-            .iter()
-            .try_fold(1usize, |product, &dim| product.checked_mul(dim));
+        let elements = self.dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim));
         let expected = elements.and_then(|elements| elements.checked_mul(self.dtype.size_bytes()));
         match elements {
             Some(elements) if expected == Some(self.bytes.len()) => Ok(elements),
-            _ => Err(CodecError::ViewLength {
-                dtype: self.dtype,
-                dims: self.dims.to_vec(),
-                got: self.bytes.len(),
-            }),
+            _ => Err(CodecError::ViewLength { dtype: self.dtype, dims: self.dims.to_vec(), got: self.bytes.len() }),
         }
     }
 }
@@ -97,9 +90,7 @@ pub enum CodecError {
         got: usize,
     },
     /// The sender used another codec than this end decodes with.
-    #[error(
-        "expected a body in codec {expected}, got {got}: give both ends of the link the same codec"
-    )]
+    #[error("expected a body in codec {expected}, got {got}: give both ends of the link the same codec")]
     WrongCodec {
         /// The codec here.
         expected: CodecId,
@@ -125,9 +116,7 @@ pub enum CodecError {
         got: u64,
     },
     /// A byte that is no truth value; libtorch may not be shown one.
-    #[error(
-        "expected every byte of a Bool tensor to be 0 or 1, got {got} at {at}: the peer is faulty"
-    )]
+    #[error("expected every byte of a Bool tensor to be 0 or 1, got {got} at {at}: the peer is faulty")]
     NotBool {
         /// Which element.
         at: usize,
@@ -159,9 +148,7 @@ pub const ALL: &[Member] = &[raw::MEMBER];
 pub fn parse(text: &str) -> Result<Box<dyn Codec>, CodecError> {
     match text {
         "raw" => Ok(Box::new(raw::Raw)),
-        _ => Err(CodecError::UnknownName {
-            got: text.chars().take(64).collect(),
-        }),
+        _ => Err(CodecError::UnknownName { got: text.chars().take(64).collect() }),
     }
 }
 
@@ -184,11 +171,7 @@ mod tests {
 
     #[test]
     fn a_view_counts_its_elements() {
-        let view = |dims, bytes| TensorView {
-            dtype: DType::F32,
-            dims,
-            bytes,
-        };
+        let view = |dims, bytes| TensorView { dtype: DType::F32, dims, bytes };
         assert_eq!(view(&[2, 3], &[0; 24]).elements(), Ok(6));
         assert_eq!(view(&[], &[0; 4]).elements(), Ok(1));
         assert_eq!(view(&[0, 3], &[]).elements(), Ok(0));

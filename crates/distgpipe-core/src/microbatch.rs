@@ -27,10 +27,7 @@ pub enum MicroBatchError {
         count: usize,
     },
     /// The number of micro-batches does not fit a [`MicroBatchId`].
-    #[error(
-        "expected at most {} micro-batches, got {count}: use fewer and larger micro-batches",
-        u32::MAX
-    )]
+    #[error("expected at most {} micro-batches, got {count}: use fewer and larger micro-batches", u32::MAX)]
     TooMany {
         /// Micro-batches asked for.
         count: usize,
@@ -93,11 +90,7 @@ impl MicroBatches {
     /// If the batch has no such micro-batch.
     #[allow(clippy::len_without_is_empty)] // No micro-batch is empty.
     pub fn len(&self, id: MicroBatchId) -> usize {
-        assert!(
-            id.index() < self.count,
-            "micro-batch {id} of {}",
-            self.count
-        );
+        assert!(id.index() < self.count, "micro-batch {id} of {}", self.count);
         self.rows / self.count + usize::from(id.index() < self.rows % self.count)
     }
 
@@ -128,16 +121,10 @@ mod tests {
     fn never_silently_fewer_micro_batches() {
         // torch.chunk(10 rows, 8) gives 5 pieces.
         assert_eq!(MicroBatches::split(10, 8).unwrap().count(), 8);
-        assert_eq!(
-            MicroBatches::split(3, 0),
-            Err(MicroBatchError::NoMicroBatches)
-        );
+        assert_eq!(MicroBatches::split(3, 0), Err(MicroBatchError::NoMicroBatches));
         let error = MicroBatches::split(3, 4).unwrap_err();
         assert_eq!(error, MicroBatchError::TooFewRows { rows: 3, count: 4 });
-        assert!(
-            error.to_string().contains("use at most 3 micro-batches"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("use at most 3 micro-batches"), "{error}");
         assert!(MicroBatches::split(0, 1).is_err());
     }
 

@@ -112,11 +112,7 @@ impl Balance {
             return Err(PartitionError::TooManyPartitions { layers, partitions });
         }
         let (size, longer) = (layers / partitions, layers % partitions);
-        Self::new(
-            (0..partitions)
-                .map(|index| size + usize::from(index < longer))
-                .collect(),
-        )
+        Self::new((0..partitions).map(|index| size + usize::from(index < longer)).collect())
     }
 
     /// The cut whose largest partition cost is smallest among all cuts of `costs` into `partitions`
@@ -127,16 +123,9 @@ impl Balance {
             return Err(PartitionError::NoPartitions);
         }
         if partitions > costs.len() {
-            return Err(PartitionError::TooManyPartitions {
-                layers: costs.len(),
-                partitions,
-            });
+            return Err(PartitionError::TooManyPartitions { layers: costs.len(), partitions });
         }
-        if let Some((layer, &got)) = costs
-            .iter()
-            .enumerate()
-            .find(|(_, cost)| !(cost.is_finite() && **cost >= 0.0))
-        {
+        if let Some((layer, &got)) = costs.iter().enumerate().find(|(_, cost)| !(cost.is_finite() && **cost >= 0.0)) {
             return Err(PartitionError::BadCost { layer, got });
         }
         let sums = prefix_sums(costs);
@@ -151,12 +140,7 @@ impl Balance {
         }
         let partitions = self.partitions().min(layers.max(1));
         let suggestion = Self::even(layers.max(1), partitions)?;
-        Err(PartitionError::Sum {
-            layers,
-            balance: self.clone(),
-            sum: self.layers(),
-            suggestion,
-        })
+        Err(PartitionError::Sum { layers, balance: self.clone(), sum: self.layers(), suggestion })
     }
 
     /// Layers per partition.
@@ -200,11 +184,7 @@ impl Balance {
 fn prefix_sums(costs: &[f64]) -> Vec<u64> {
     let largest = costs.iter().copied().fold(0.0, f64::max);
     let bits = 51 - (costs.len() as f64).log2().ceil() as i32;
-    let exponent = if largest > 0.0 {
-        bits - 1 - largest.log2().floor() as i32
-    } else {
-        0
-    };
+    let exponent = if largest > 0.0 { bits - 1 - largest.log2().floor() as i32 } else { 0 };
     // In two steps: for the smallest floats the factor alone would be beyond the largest.
     let (half, rest) = (2f64.powi(exponent / 2), 2f64.powi(exponent - exponent / 2));
     let mut sums = Vec::with_capacity(costs.len() + 1);
@@ -238,11 +218,7 @@ fn smallest_largest(sums: &[u64], partitions: usize) -> u64 {
                 }
             }
             let at = |i: usize| best[i].max(sums[j] - sums[i]);
-            next[j] = if low > k - 1 {
-                at(low).min(at(low - 1))
-            } else {
-                at(low)
-            };
+            next[j] = if low > k - 1 { at(low).min(at(low - 1)) } else { at(low) };
         }
         best = next;
     }
@@ -270,10 +246,7 @@ fn most_even_within(sums: &[u64], partitions: usize, limit: u64) -> Vec<usize> {
                     continue;
                 }
                 let size = (j - i) as u64;
-                let candidate = (
-                    best[i].0 + u128::from(cost) * u128::from(cost),
-                    best[i].1 + size * size,
-                );
+                let candidate = (best[i].0 + u128::from(cost) * u128::from(cost), best[i].1 + size * size);
                 // Starts are tried from the last one down, and only a better one replaces: of equal
                 // cuts the one with longer runs first stays.
                 if candidate < next[j] {
@@ -300,9 +273,7 @@ impl FromStr for Balance {
 
     fn from_str(text: &str) -> Result<Self, PartitionError> {
         let sizes = text.split(',').map(|piece| {
-            piece.trim().parse().map_err(|_| PartitionError::Text {
-                got: piece.trim().chars().take(40).collect(),
-            })
+            piece.trim().parse().map_err(|_| PartitionError::Text { got: piece.trim().chars().take(40).collect() })
         });
         Self::new(sizes.collect::<Result<_, _>>()?)
     }
@@ -338,9 +309,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn costs_of(balance: &Balance, costs: &[f64]) -> Vec<f64> {
-        (0..balance.partitions())
-            .map(|p| costs[balance.range(PartitionId::new(p))].iter().sum())
-            .collect()
+        (0..balance.partitions()).map(|p| costs[balance.range(PartitionId::new(p))].iter().sum()).collect()
     }
 
     /// (largest cost, sum of squared costs) of the best cut, by trying all of them.
@@ -417,11 +386,7 @@ mod tests {
                 let even = Balance::even(layers, partitions).unwrap();
                 // With sums of floats, 1e300 gave 3,4 for seven layers and 1.0 gave 4,3.
                 for cost in [1.0, 0.0, 0.1, 1e300, f64::MAX, f64::MIN_POSITIVE, 5e-324] {
-                    assert_eq!(
-                        Balance::optimal(&vec![cost; layers], partitions).unwrap(),
-                        even,
-                        "{cost}"
-                    );
+                    assert_eq!(Balance::optimal(&vec![cost; layers], partitions).unwrap(), even, "{cost}");
                 }
             }
         }
@@ -446,40 +411,19 @@ mod tests {
              use for example 7,7,6, or let costs decide"
         );
         assert!(Balance::new(vec![1, 1]).unwrap().check(0).is_err());
-        assert!(matches!(
-            Balance::new(vec![1, 0]),
-            Err(PartitionError::EmptyPartition { partition: 1 })
-        ));
-        assert!(matches!(
-            Balance::new(vec![]),
-            Err(PartitionError::NoPartitions)
-        ));
-        assert!(matches!(
-            Balance::new(vec![usize::MAX, 1]),
-            Err(PartitionError::TooManyLayers)
-        ));
+        assert!(matches!(Balance::new(vec![1, 0]), Err(PartitionError::EmptyPartition { partition: 1 })));
+        assert!(matches!(Balance::new(vec![]), Err(PartitionError::NoPartitions)));
+        assert!(matches!(Balance::new(vec![usize::MAX, 1]), Err(PartitionError::TooManyLayers)));
         assert!(matches!(
             Balance::optimal(&[1.0], 2),
-            Err(PartitionError::TooManyPartitions {
-                layers: 1,
-                partitions: 2
-            })
+            Err(PartitionError::TooManyPartitions { layers: 1, partitions: 2 })
         ));
-        assert!(matches!(
-            Balance::optimal(&[1.0], 0),
-            Err(PartitionError::NoPartitions)
-        ));
+        assert!(matches!(Balance::optimal(&[1.0], 0), Err(PartitionError::NoPartitions)));
         for bad in [f64::NAN, -1.0, f64::INFINITY] {
-            assert!(matches!(
-                Balance::optimal(&[1.0, bad], 1),
-                Err(PartitionError::BadCost { layer: 1, .. })
-            ));
+            assert!(matches!(Balance::optimal(&[1.0, bad], 1), Err(PartitionError::BadCost { layer: 1, .. })));
         }
         for bad in ["", "a", "1,,2", "1.5", "-1", "1 2"] {
-            assert!(
-                matches!(bad.parse::<Balance>(), Err(PartitionError::Text { .. })),
-                "{bad}"
-            );
+            assert!(matches!(bad.parse::<Balance>(), Err(PartitionError::Text { .. })), "{bad}");
         }
     }
 }

@@ -17,7 +17,9 @@ pub const WORKER_NAME_BYTES_MAX: usize = 64;
 #[non_exhaustive]
 pub enum PlacementError {
     /// There is no partition to place.
-    #[error("expected at least one partition to place, got none: name a worker per partition, as in `client,server,client`")]
+    #[error(
+        "expected at least one partition to place, got none: name a worker per partition, as in `client,server,client`"
+    )]
     Empty,
     /// A worker's name has a character that the plan text, a file name or a log line could not carry.
     #[error(
@@ -45,9 +47,7 @@ pub enum PlacementError {
         workers: usize,
     },
     /// A partition is placed on a worker that has no name.
-    #[error(
-        "expected a worker below {workers} for partition {partition}, got {got}: name every worker"
-    )]
+    #[error("expected a worker below {workers} for partition {partition}, got {got}: name every worker")]
     UnknownWorker {
         /// The partition.
         partition: usize,
@@ -100,15 +100,9 @@ impl Placement {
         // Checked before the names are made, so that one large number does not allocate a name for each below it.
         if count > workers.len() {
             let missing = (0..count).find(|worker| !workers.contains(worker));
-            return Err(PlacementError::NotDense {
-                missing: missing.unwrap_or(0),
-                workers: count,
-            });
+            return Err(PlacementError::NotDense { missing: missing.unwrap_or(0), workers: count });
         }
-        Self::with_names(
-            (0..count).map(|worker| format!("w{worker}")).collect(),
-            workers,
-        )
+        Self::with_names((0..count).map(|worker| format!("w{worker}")).collect(), workers)
     }
 
     /// Partition `i` on worker `workers[i]`, which is called `names[workers[i]]`. For workers whose
@@ -128,25 +122,14 @@ impl Placement {
             check_name(partition, &names[worker])?;
         }
         if let Some(missing) = used.iter().position(|used| !used) {
-            return Err(PlacementError::NotDense {
-                missing,
-                workers: names.len(),
-            });
+            return Err(PlacementError::NotDense { missing, workers: names.len() });
         }
         let mut sorted: Vec<&String> = names.iter().collect();
         sorted.sort();
         if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(PlacementError::SameName {
-                name: pair[0].clone(),
-            });
+            return Err(PlacementError::SameName { name: pair[0].clone() });
         }
-        Ok(Self {
-            worker_of: workers
-                .iter()
-                .map(|&worker| WorkerId::new(worker))
-                .collect(),
-            names,
-        })
+        Ok(Self { worker_of: workers.iter().map(|&worker| WorkerId::new(worker)).collect(), names })
     }
 
     /// The worker that runs a partition.
@@ -177,9 +160,7 @@ impl Placement {
 
     /// The partitions of one worker, from the input on.
     pub fn partitions_of(&self, worker: WorkerId) -> Vec<PartitionId> {
-        self.partition_ids()
-            .filter(|&partition| self.worker_of(partition) == worker)
-            .collect()
+        self.partition_ids().filter(|&partition| self.worker_of(partition) == worker).collect()
     }
 
     /// All workers, by number.
@@ -194,10 +175,7 @@ impl Placement {
 
     /// The worker with this name.
     pub fn find(&self, name: &str) -> Option<WorkerId> {
-        self.names
-            .iter()
-            .position(|known| known == name)
-            .map(WorkerId::new)
+        self.names.iter().position(|known| known == name).map(WorkerId::new)
     }
 }
 
@@ -246,14 +224,7 @@ impl fmt::Display for Placement {
 
 impl From<Placement> for Raw {
     fn from(placement: Placement) -> Self {
-        Self {
-            partitions: placement
-                .worker_of
-                .iter()
-                .map(|worker| worker.index())
-                .collect(),
-            workers: placement.names,
-        }
+        Self { partitions: placement.worker_of.iter().map(|worker| worker.index()).collect(), workers: placement.names }
     }
 }
 
@@ -273,21 +244,12 @@ mod tests {
     fn names_become_workers_in_order_of_first_appearance() {
         let placement: Placement = " b , a,b,c ".parse().unwrap();
         assert_eq!(placement.workers(), 3);
-        assert_eq!(
-            placement.worker_of,
-            [WorkerId(0), WorkerId(1), WorkerId(0), WorkerId(2)]
-        );
+        assert_eq!(placement.worker_of, [WorkerId(0), WorkerId(1), WorkerId(0), WorkerId(2)]);
         assert_eq!(placement.find("a"), Some(WorkerId(1)));
         assert_eq!(placement.find("d"), None);
-        assert_eq!(
-            placement.partitions_of(WorkerId(0)),
-            [PartitionId(0), PartitionId(2)]
-        );
+        assert_eq!(placement.partitions_of(WorkerId(0)), [PartitionId(0), PartitionId(2)]);
         assert_eq!(placement.to_string(), "b,a,b,c");
-        assert_eq!(
-            placement.to_string().parse::<Placement>().unwrap(),
-            placement
-        );
+        assert_eq!(placement.to_string().parse::<Placement>().unwrap(), placement);
     }
 
     #[test]
@@ -297,13 +259,7 @@ mod tests {
             assert!(error.contains("client,server,client"), "{bad:?}: {error}");
         }
         assert!("x".repeat(65).parse::<Placement>().is_err());
-        assert!(matches!(
-            Placement::from_workers(&[0, 2]),
-            Err(PlacementError::NotDense {
-                missing: 1,
-                workers: 3
-            })
-        ));
+        assert!(matches!(Placement::from_workers(&[0, 2]), Err(PlacementError::NotDense { missing: 1, workers: 3 })));
         assert!(Placement::from_workers(&[usize::MAX]).is_err());
         assert_eq!(Placement::from_workers(&[]), Err(PlacementError::Empty));
         assert!(matches!(
@@ -319,10 +275,7 @@ mod tests {
         let json = serde_json::to_string(&placement).unwrap();
         assert_eq!(json, r#"{"workers":["w0","w1"],"partitions":[1,0,1]}"#);
         assert_eq!(serde_json::from_str::<Placement>(&json).unwrap(), placement);
-        for bad in [
-            r#"{"workers":["a"],"partitions":[1]}"#,
-            r#"{"workers":["a","b"],"partitions":[0]}"#,
-        ] {
+        for bad in [r#"{"workers":["a"],"partitions":[1]}"#, r#"{"workers":["a","b"],"partitions":[0]}"#] {
             assert!(serde_json::from_str::<Placement>(bad).is_err());
         }
     }

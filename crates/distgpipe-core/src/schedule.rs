@@ -59,9 +59,7 @@ pub enum ScheduleError {
         partitions: usize,
     },
     /// The plan would be larger than the limits that its readers rely on.
-    #[error(
-        "expected a plan of at most {max} {what}, got {got}: use fewer micro-batches or partitions"
-    )]
+    #[error("expected a plan of at most {max} {what}, got {got}: use fewer micro-batches or partitions")]
     TooLarge {
         /// What there is too much of.
         what: &'static str,
@@ -139,12 +137,7 @@ pub struct Request {
 impl Request {
     /// A request without recomputation or skips.
     pub fn new(placement: Placement, micro_batches: usize) -> Self {
-        Self {
-            placement,
-            micro_batches,
-            recompute: Recompute::Never,
-            skips: Vec::new(),
-        }
+        Self { placement, micro_batches, recompute: Recompute::Never, skips: Vec::new() }
     }
 }
 
@@ -183,16 +176,8 @@ fn plan(request: &Request, mode: Mode, order: Order) -> Result<Plan, ScheduleErr
         Mode::Train => request.recompute,
         Mode::Evaluate => Recompute::Never,
     };
-    let empty = Plan::empty(
-        request.placement.clone(),
-        request.micro_batches,
-        mode,
-        &request.skips,
-    )?;
-    let order = order(&Shape {
-        placement: &request.placement,
-        micro_batches: request.micro_batches,
-    });
+    let empty = Plan::empty(request.placement.clone(), request.micro_batches, mode, &request.skips)?;
+    let order = order(&Shape { placement: &request.placement, micro_batches: request.micro_batches });
     Ok(lower::lower(empty, order, recompute))
 }
 
@@ -239,48 +224,28 @@ mod tests {
             T: fmt::Display + FromStr<Err = ScheduleError> + Serialize + PartialEq + fmt::Debug,
         {
             assert_eq!(value.to_string().parse::<T>().as_ref(), Ok(&value));
-            assert_eq!(
-                serde_json::to_string(&value).unwrap(),
-                format!("\"{value}\"")
-            );
+            assert_eq!(serde_json::to_string(&value).unwrap(), format!("\"{value}\""));
         }
         Schedule::ALL.into_iter().for_each(same);
-        [Recompute::Never, Recompute::ExceptLast, Recompute::Always]
-            .into_iter()
-            .for_each(same);
+        [Recompute::Never, Recompute::ExceptLast, Recompute::Always].into_iter().for_each(same);
         [Mode::Train, Mode::Evaluate].into_iter().for_each(same);
         let error = "zb".parse::<Schedule>().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "expected one of `gpipe`, `1f1b`, `interleaved` as schedule, got `zb`"
-        );
+        assert_eq!(error.to_string(), "expected one of `gpipe`, `1f1b`, `interleaved` as schedule, got `zb`");
     }
 
     #[test]
     fn impossible_requests_are_refused() {
         let placement = Placement::one_worker_each(3);
         let plan = |micro_batches, skips: &[(u32, u32)]| {
-            let skips = skips
-                .iter()
-                .map(|&(from, to)| (PartitionId(from), PartitionId(to)))
-                .collect();
-            let request = Request {
-                skips,
-                ..Request::new(placement.clone(), micro_batches)
-            };
+            let skips = skips.iter().map(|&(from, to)| (PartitionId(from), PartitionId(to))).collect();
+            let request = Request { skips, ..Request::new(placement.clone(), micro_batches) };
             Schedule::GPipe.plan(&request)
         };
         assert_eq!(plan(0, &[]).unwrap_err(), ScheduleError::NoMicroBatches);
         for skip in [(0, 3), (2, 0), (1, 1)] {
-            assert!(matches!(
-                plan(1, &[skip]).unwrap_err(),
-                ScheduleError::BadSkip { partitions: 3, .. }
-            ));
+            assert!(matches!(plan(1, &[skip]).unwrap_err(), ScheduleError::BadSkip { partitions: 3, .. }));
         }
-        assert!(matches!(
-            plan(usize::MAX, &[]).unwrap_err(),
-            ScheduleError::TooLarge { .. }
-        ));
+        assert!(matches!(plan(usize::MAX, &[]).unwrap_err(), ScheduleError::TooLarge { .. }));
         let skips = plan(1, &[(0, 2), (0, 1), (0, 2)]).unwrap().skips().to_vec();
         assert_eq!(skips, [(PartitionId(0), PartitionId(2))]);
     }

@@ -109,68 +109,35 @@ impl SkipLayout {
     /// Finds stash and pop of every skip; `layers[i]` is what layer `i` uses.
     pub fn new(layers: &[SkipUse], balance: &Balance) -> Result<Self, SkipError> {
         if balance.layers() != layers.len() {
-            return Err(SkipError::Layers {
-                layers: layers.len(),
-                got: balance.layers(),
-            });
+            return Err(SkipError::Layers { layers: layers.len(), got: balance.layers() });
         }
-        let stashed =
-            first_use(layers, |layer| &layer.stash).map_err(|(name, first, second)| {
-                SkipError::StashedTwice {
-                    name,
-                    first,
-                    second,
-                }
-            })?;
-        let popped = first_use(layers, |layer| &layer.pop).map_err(|(name, first, second)| {
-            SkipError::PoppedTwice {
-                name,
-                first,
-                second,
-            }
+        let stashed = first_use(layers, |layer| &layer.stash)
+            .map_err(|(name, first, second)| SkipError::StashedTwice { name, first, second })?;
+        let popped = first_use(layers, |layer| &layer.pop).map_err(|(name, first, second)| SkipError::PoppedTwice {
+            name,
+            first,
+            second,
         })?;
         for (&name, &pop) in &popped {
             let stash = stashed.get(name).copied();
             if stash.is_none_or(|stash| stash >= pop) {
-                return Err(SkipError::PoppedBeforeStashed {
-                    name: name.to_string(),
-                    pop,
-                    stash,
-                });
+                return Err(SkipError::PoppedBeforeStashed { name: name.to_string(), pop, stash });
             }
         }
         let mut skips = Vec::with_capacity(stashed.len());
         for (&name, &stash_layer) in &stashed {
             let Some(&pop_layer) = popped.get(name) else {
-                return Err(SkipError::NeverPopped {
-                    name: name.to_string(),
-                    stash: stash_layer,
-                });
+                return Err(SkipError::NeverPopped { name: name.to_string(), stash: stash_layer });
             };
-            let (from, to) = (
-                balance.partition_of(stash_layer),
-                balance.partition_of(pop_layer),
-            );
-            skips.push(Skip {
-                name: name.to_string(),
-                stash_layer,
-                pop_layer,
-                from,
-                to,
-            });
+            let (from, to) = (balance.partition_of(stash_layer), balance.partition_of(pop_layer));
+            skips.push(Skip { name: name.to_string(), stash_layer, pop_layer, from, to });
         }
         // By layer, then name: both ends of a portal derive the same order without talking.
-        skips.sort_by(|a, b| {
-            (a.stash_layer, a.pop_layer, &a.name).cmp(&(b.stash_layer, b.pop_layer, &b.name))
-        });
+        skips.sort_by(|a, b| (a.stash_layer, a.pop_layer, &a.name).cmp(&(b.stash_layer, b.pop_layer, &b.name)));
         let portals = skips
             .iter()
             .filter(|skip| skip.from != skip.to)
-            .map(|skip| Portal {
-                name: skip.name.clone(),
-                from: skip.from,
-                to: skip.to,
-            })
+            .map(|skip| Portal { name: skip.name.clone(), from: skip.from, to: skip.to })
             .collect();
         Ok(Self { skips, portals })
     }
@@ -188,11 +155,7 @@ impl SkipLayout {
     /// The partition pairs that portals connect, sorted, each once. Neighbours are among them: such a
     /// skip travels in the same message as the activation.
     pub fn edges(&self) -> Vec<(PartitionId, PartitionId)> {
-        let mut edges: Vec<_> = self
-            .portals
-            .iter()
-            .map(|portal| (portal.from, portal.to))
-            .collect();
+        let mut edges: Vec<_> = self.portals.iter().map(|portal| (portal.from, portal.to)).collect();
         edges.sort();
         edges.dedup();
         edges
@@ -200,18 +163,12 @@ impl SkipLayout {
 
     /// The portals that start in a partition, in the order of [`SkipLayout::portals`].
     pub fn outgoing(&self, partition: PartitionId) -> Vec<&Portal> {
-        self.portals
-            .iter()
-            .filter(|portal| portal.from == partition)
-            .collect()
+        self.portals.iter().filter(|portal| portal.from == partition).collect()
     }
 
     /// The portals that end in a partition, in the order of [`SkipLayout::portals`].
     pub fn incoming(&self, partition: PartitionId) -> Vec<&Portal> {
-        self.portals
-            .iter()
-            .filter(|portal| portal.to == partition)
-            .collect()
+        self.portals.iter().filter(|portal| portal.to == partition).collect()
     }
 }
 
@@ -237,46 +194,21 @@ mod tests {
 
     fn layers(uses: &[(&[&str], &[&str])]) -> Vec<SkipUse> {
         let own = |names: &[&str]| names.iter().map(|name| name.to_string()).collect();
-        uses.iter()
-            .map(|(stash, pop)| SkipUse {
-                stash: own(stash),
-                pop: own(pop),
-            })
-            .collect()
+        uses.iter().map(|(stash, pop)| SkipUse { stash: own(stash), pop: own(pop) }).collect()
     }
 
     #[test]
     fn portals_are_the_skips_that_cross_partitions() {
-        let uses = layers(&[
-            (&["b", "a"], &[]),
-            (&["c"], &["b"]),
-            (&[], &[]),
-            (&["d"], &["c"]),
-            (&[], &["a", "d"]),
-        ]);
+        let uses = layers(&[(&["b", "a"], &[]), (&["c"], &["b"]), (&[], &[]), (&["d"], &["c"]), (&[], &["a", "d"])]);
         let balance = Balance::new(vec![2, 1, 2]).unwrap();
         let layout = SkipLayout::new(&uses, &balance).unwrap();
-        let names: Vec<_> = layout
-            .skips()
-            .iter()
-            .map(|skip| skip.name.as_str())
-            .collect();
+        let names: Vec<_> = layout.skips().iter().map(|skip| skip.name.as_str()).collect();
         assert_eq!(names, ["b", "a", "c", "d"]);
-        let portal = |name: &str| Portal {
-            name: name.into(),
-            from: PartitionId(0),
-            to: PartitionId(2),
-        };
+        let portal = |name: &str| Portal { name: name.into(), from: PartitionId(0), to: PartitionId(2) };
         assert_eq!(layout.portals(), [portal("a"), portal("c")]);
         assert_eq!(layout.edges(), [(PartitionId(0), PartitionId(2))]);
-        assert_eq!(
-            layout.outgoing(PartitionId(0)),
-            [&portal("a"), &portal("c")]
-        );
-        assert_eq!(
-            layout.incoming(PartitionId(2)),
-            [&portal("a"), &portal("c")]
-        );
+        assert_eq!(layout.outgoing(PartitionId(0)), [&portal("a"), &portal("c")]);
+        assert_eq!(layout.incoming(PartitionId(2)), [&portal("a"), &portal("c")]);
         assert!(layout.outgoing(PartitionId(1)).is_empty());
     }
 
@@ -287,45 +219,23 @@ mod tests {
         let name = "a".to_string();
         assert_eq!(
             error(&[(&[], &["a"]), (&["a"], &[]), (&[], &[])]),
-            SkipError::PoppedBeforeStashed {
-                name: name.clone(),
-                pop: 0,
-                stash: Some(1)
-            }
+            SkipError::PoppedBeforeStashed { name: name.clone(), pop: 0, stash: Some(1) }
         );
         assert_eq!(
             error(&[(&["a"], &["a"]), (&[], &[]), (&[], &[])]),
-            SkipError::PoppedBeforeStashed {
-                name: name.clone(),
-                pop: 0,
-                stash: Some(0)
-            }
+            SkipError::PoppedBeforeStashed { name: name.clone(), pop: 0, stash: Some(0) }
         );
         let none = error(&[(&[], &["a"]), (&[], &[]), (&[], &[])]);
         assert!(none.to_string().contains("no stash at all"), "{none}");
         assert_eq!(
             error(&[(&["a"], &[]), (&[], &["a"]), (&[], &["a"])]),
-            SkipError::PoppedTwice {
-                name: name.clone(),
-                first: 1,
-                second: 2
-            }
+            SkipError::PoppedTwice { name: name.clone(), first: 1, second: 2 }
         );
         assert_eq!(
             error(&[(&["a"], &[]), (&["a"], &[]), (&[], &["a"])]),
-            SkipError::StashedTwice {
-                name: name.clone(),
-                first: 0,
-                second: 1
-            }
+            SkipError::StashedTwice { name: name.clone(), first: 0, second: 1 }
         );
-        assert_eq!(
-            error(&[(&["a"], &[]), (&[], &[]), (&[], &[])]),
-            SkipError::NeverPopped { name, stash: 0 }
-        );
-        assert_eq!(
-            SkipLayout::new(&[], &balance),
-            Err(SkipError::Layers { layers: 0, got: 3 })
-        );
+        assert_eq!(error(&[(&["a"], &[]), (&[], &[]), (&[], &[])]), SkipError::NeverPopped { name, stash: 0 });
+        assert_eq!(SkipLayout::new(&[], &balance), Err(SkipError::Layers { layers: 0, got: 3 }));
     }
 }

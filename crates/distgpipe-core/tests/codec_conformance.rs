@@ -9,9 +9,7 @@ const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
 /// Every codec there is, with every set of parameters that its author names.
 fn members() -> impl Iterator<Item = (Member, &'static str)> {
-    codec::ALL
-        .iter()
-        .flat_map(|member| member.examples.iter().map(|text| (*member, *text)))
+    codec::ALL.iter().flat_map(|member| member.examples.iter().map(|text| (*member, *text)))
 }
 
 fn make(text: &str) -> Box<dyn Codec> {
@@ -19,12 +17,7 @@ fn make(text: &str) -> Box<dyn Codec> {
 }
 
 fn meta(codec: CodecId, dtype: DType, dims: &[usize]) -> TensorMeta {
-    TensorMeta {
-        dtype,
-        layout: Layout::Contiguous,
-        shape: Shape::new(dims).unwrap(),
-        codec,
-    }
+    TensorMeta { dtype, layout: Layout::Contiguous, shape: Shape::new(dims).unwrap(), codec }
 }
 
 /// Whether a codec takes this type at all: one that is lossy has no business with labels and token ids.
@@ -37,9 +30,7 @@ fn memory(dtype: DType, dims: &[usize], seed: u64) -> Vec<u8> {
     let length = dims.iter().product::<usize>() * dtype.size_bytes();
     let mut state = seed | 1;
     let bytes = (0..length).map(|_| {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 56) as u8
     });
     if dtype == DType::Bool {
@@ -51,9 +42,7 @@ fn memory(dtype: DType, dims: &[usize], seed: u64) -> Vec<u8> {
 
 fn encode(codec: &mut dyn Codec, dtype: DType, dims: &[usize], bytes: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
-    codec
-        .encode(TensorView { dtype, dims, bytes }, &mut out)
-        .unwrap();
+    codec.encode(TensorView { dtype, dims, bytes }, &mut out).unwrap();
     out
 }
 
@@ -102,17 +91,11 @@ fn empty_and_one_element_come_back() {
 #[test]
 fn nan_stays_nan() {
     let values = [1.0f32, f32::NAN, -3.0, f32::NAN, f32::INFINITY, -0.0];
-    let bytes: Vec<u8> = values
-        .iter()
-        .flat_map(|value| value.to_ne_bytes())
-        .collect();
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     for (_, text) in members() {
         let body = encode(&mut *make(text), DType::F32, &[6], &bytes);
         let back = decode(&mut *make(text), DType::F32, &[6], &body);
-        let back: Vec<f32> = back
-            .chunks_exact(4)
-            .map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap()))
-            .collect();
+        let back: Vec<f32> = back.chunks_exact(4).map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap())).collect();
         assert!(back[1].is_nan() && back[3].is_nan(), "{text}: {back:?}");
     }
 }
@@ -122,34 +105,15 @@ fn encode_appends_and_leaves_out_alone_on_error() {
     for (_, text) in members() {
         let bytes = memory(DType::F32, &[2, 3], 1);
         let mut out = b"before".to_vec();
-        for (dims, bytes) in [
-            (&[2, 2][..], &bytes[..]),
-            (&[2, 3], &bytes[1..]),
-            (&[usize::MAX, 8], &[]),
-        ] {
-            let view = TensorView {
-                dtype: DType::F32,
-                dims,
-                bytes,
-            };
-            assert!(
-                make(text).encode(view, &mut out).is_err(),
-                "{text} {dims:?}"
-            );
+        for (dims, bytes) in [(&[2, 2][..], &bytes[..]), (&[2, 3], &bytes[1..]), (&[usize::MAX, 8], &[])] {
+            let view = TensorView { dtype: DType::F32, dims, bytes };
+            assert!(make(text).encode(view, &mut out).is_err(), "{text} {dims:?}");
             assert_eq!(out, b"before", "{text}");
         }
-        let view = TensorView {
-            dtype: DType::F32,
-            dims: &[2, 3],
-            bytes: &bytes,
-        };
+        let view = TensorView { dtype: DType::F32, dims: &[2, 3], bytes: &bytes };
         make(text).encode(view, &mut out).unwrap();
         assert_eq!(&out[..6], b"before", "{text}");
-        assert_eq!(
-            out[6..],
-            encode(&mut *make(text), DType::F32, &[2, 3], &bytes),
-            "{text}"
-        );
+        assert_eq!(out[6..], encode(&mut *make(text), DType::F32, &[2, 3], &bytes), "{text}");
     }
 }
 
@@ -161,10 +125,7 @@ fn room_of_another_size_is_an_error() {
         let body = encode(&mut *codec, DType::F32, &[4], &bytes);
         let meta = meta(codec.id(), DType::F32, &[4]);
         for length in [0, 15, 17] {
-            assert!(
-                codec.decode(&meta, &body, &mut vec![0; length]).is_err(),
-                "{text} {length}"
-            );
+            assert!(codec.decode(&meta, &body, &mut vec![0; length]).is_err(), "{text} {length}");
         }
     }
 }
@@ -173,10 +134,7 @@ fn room_of_another_size_is_an_error() {
 fn the_size_of_an_impossible_tensor_does_not_wrap() {
     for (_, text) in members() {
         let most = make(text).encoded_bytes(DType::F64, usize::MAX);
-        assert!(
-            most >= make(text).encoded_bytes(DType::F64, 1 << 40),
-            "{text}"
-        );
+        assert!(most >= make(text).encoded_bytes(DType::F64, 1 << 40), "{text}");
     }
 }
 

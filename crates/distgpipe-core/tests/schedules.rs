@@ -6,8 +6,8 @@
 
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{
-    check, evaluate_plan, simulate, Action, CheckError, Costs, LinkCost, Mode, Op, Pass, Plan,
-    Recompute, Request, Schedule,
+    check, evaluate_plan, simulate, Action, CheckError, Costs, LinkCost, Mode, Op, Pass, Plan, Recompute, Request,
+    Schedule,
 };
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use proptest::prelude::*;
@@ -16,12 +16,7 @@ use std::collections::HashMap;
 
 /// Every placement of `partitions` on at most `workers` workers, each once up to the workers' numbers.
 fn placements(partitions: usize, workers: usize) -> Vec<Placement> {
-    fn extend(
-        prefix: &mut Vec<usize>,
-        partitions: usize,
-        workers: usize,
-        all: &mut Vec<Placement>,
-    ) {
+    fn extend(prefix: &mut Vec<usize>, partitions: usize, workers: usize, all: &mut Vec<Placement>) {
         if prefix.len() == partitions {
             all.push(Placement::from_workers(prefix).unwrap());
             return;
@@ -53,14 +48,10 @@ fn every_schedule_is_sound_on_every_small_pipeline() {
                 let request = Request::new(placement.clone(), micro_batches);
                 for schedule in Schedule::ALL {
                     let plan = schedule.plan(&request).unwrap();
-                    sound(&plan, || {
-                        format!("{schedule} {placement} × {micro_batches}")
-                    });
+                    sound(&plan, || format!("{schedule} {placement} × {micro_batches}"));
                     plans += 1;
                 }
-                sound(&evaluate_plan(&request).unwrap(), || {
-                    format!("evaluate {placement} × {micro_batches}")
-                });
+                sound(&evaluate_plan(&request).unwrap(), || format!("evaluate {placement} × {micro_batches}"));
             }
         }
     }
@@ -72,26 +63,18 @@ fn every_schedule_is_sound_on_every_small_pipeline() {
 fn every_schedule_is_sound_with_skips_and_recomputation() {
     for partitions in 3..=5 {
         let ids = || (0..partitions).map(PartitionId::new);
-        let all: Vec<_> = ids()
-            .flat_map(|from| ids().map(move |to| (from, to)))
-            .filter(|(from, to)| from < to)
-            .collect();
+        let all: Vec<_> =
+            ids().flat_map(|from| ids().map(move |to| (from, to))).filter(|(from, to)| from < to).collect();
         let ends = vec![(PartitionId(0), PartitionId::new(partitions - 1))];
         for placement in placements(partitions, 4) {
             for micro_batches in [1, 2, 5, 6] {
                 for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
                     for skips in [&all, &ends] {
-                        let request = Request {
-                            placement: placement.clone(),
-                            micro_batches,
-                            recompute,
-                            skips: skips.clone(),
-                        };
+                        let request =
+                            Request { placement: placement.clone(), micro_batches, recompute, skips: skips.clone() };
                         for schedule in Schedule::ALL {
                             let plan = schedule.plan(&request).unwrap();
-                            sound(&plan, || {
-                                format!("{schedule} {placement} × {micro_batches} {recompute}")
-                            });
+                            sound(&plan, || format!("{schedule} {placement} × {micro_batches} {recompute}"));
                             recomputes_what_was_asked(&plan, recompute);
                             assert_eq!(plan.to_string().parse::<Plan>().as_ref(), Ok(&plan));
                         }
@@ -110,10 +93,7 @@ fn recomputes_what_was_asked(plan: &Plan, recompute: Recompute) {
                 Recompute::ExceptLast => micro_batch + 1 < plan.micro_batches(),
                 Recompute::Always => true,
             };
-            assert_eq!(
-                plan.recomputes(partition, MicroBatchId::new(micro_batch)),
-                expected
-            );
+            assert_eq!(plan.recomputes(partition, MicroBatchId::new(micro_batch)), expected);
         }
     }
 }
@@ -121,14 +101,9 @@ fn recomputes_what_was_asked(plan: &Plan, recompute: Recompute) {
 #[test]
 fn queues_of_the_stated_capacity_hold_every_message() {
     for placement in placements(5, 4) {
-        let plan = Schedule::Interleaved
-            .plan(&Request::new(placement.clone(), 4))
-            .unwrap();
+        let plan = Schedule::Interleaved.plan(&Request::new(placement.clone(), 4)).unwrap();
         for to in placement.worker_ids() {
-            let sent: usize = placement
-                .worker_ids()
-                .map(|from| plan.messages(from, to))
-                .sum();
+            let sent: usize = placement.worker_ids().map(|from| plan.messages(from, to)).sum();
             assert_eq!(sent, plan.receives(to));
             assert_eq!(plan.messages(to, to), 0);
         }
@@ -138,16 +113,9 @@ fn queues_of_the_stated_capacity_hold_every_message() {
 #[test]
 fn gpipe_runs_all_forwards_first_and_backwards_newest_first() {
     for placement in placements(5, 4) {
-        let plan = Schedule::GPipe
-            .plan(&Request::new(placement.clone(), 4))
-            .unwrap();
+        let plan = Schedule::GPipe.plan(&Request::new(placement.clone(), 4)).unwrap();
         for worker in placement.worker_ids() {
-            let ops: Vec<Op> = plan
-                .actions(worker)
-                .iter()
-                .filter(|a| a.is_compute())
-                .map(|a| a.op)
-                .collect();
+            let ops: Vec<Op> = plan.actions(worker).iter().filter(|a| a.is_compute()).map(|a| a.op).collect();
             assert!(ops.is_sorted(), "forwards, then backwards: {ops:?}");
             for partition in placement.partitions_of(worker) {
                 let backwards = micro_batches(&plan, worker, partition, Op::Backward);
@@ -158,10 +126,7 @@ fn gpipe_runs_all_forwards_first_and_backwards_newest_first() {
 }
 
 fn micro_batches(plan: &Plan, worker: WorkerId, partition: PartitionId, op: Op) -> Vec<u32> {
-    let own = plan
-        .actions(worker)
-        .iter()
-        .filter(|action| action.partition == partition && action.op == op);
+    let own = plan.actions(worker).iter().filter(|action| action.partition == partition && action.op == op);
     own.map(|action| action.micro_batch.0).collect()
 }
 
@@ -170,19 +135,13 @@ fn one_f_one_b_keeps_its_memory_promise_on_every_placement() {
     for partitions in 1..=6 {
         for placement in placements(partitions, 4) {
             for count in [1, 2, 5, 12] {
-                let plan = Schedule::OneFOneB
-                    .plan(&Request::new(placement.clone(), count))
-                    .unwrap();
+                let plan = Schedule::OneFOneB.plan(&Request::new(placement.clone(), count)).unwrap();
                 for partition in placement.partition_ids() {
                     let worker = placement.worker_of(partition);
                     let backwards = micro_batches(&plan, worker, partition, Op::Backward);
                     assert!(backwards.is_sorted(), "backwards in micro-batch order");
                     let (mut live, mut peak) = (0usize, 0);
-                    for action in plan
-                        .actions(worker)
-                        .iter()
-                        .filter(|action| action.partition == partition)
-                    {
+                    for action in plan.actions(worker).iter().filter(|action| action.partition == partition) {
                         match action.op {
                             Op::Forward => live += 1,
                             Op::Backward => live -= 1,
@@ -190,10 +149,7 @@ fn one_f_one_b_keeps_its_memory_promise_on_every_placement() {
                         }
                         peak = peak.max(live);
                     }
-                    assert!(
-                        peak <= partitions - partition.index(),
-                        "{placement} × {count}: {peak} on {partition}"
-                    );
+                    assert!(peak <= partitions - partition.index(), "{placement} × {count}: {peak} on {partition}");
                 }
             }
         }
@@ -203,89 +159,46 @@ fn one_f_one_b_keeps_its_memory_promise_on_every_placement() {
 /// What must have happened on the same worker before an action. Written apart from the checker, from
 /// the rules in the design.
 fn needs_here(plan: &Plan, action: Action) -> Vec<Action> {
-    let Action {
-        partition,
-        op,
-        micro_batch,
-    } = action;
+    let Action { partition, op, micro_batch } = action;
     let forward = Action::forward(partition, micro_batch);
     let backward = Action::backward(partition, micro_batch);
     let worker = |partition| plan.placement().worker_of(partition);
     let input = |pass: Pass, from: PartitionId| {
         if worker(from) == worker(partition) {
-            Action {
-                partition: from,
-                ..action
-            }
+            Action { partition: from, ..action }
         } else {
-            Action {
-                op: Op::Receive { pass, from },
-                ..action
-            }
+            Action { op: Op::Receive { pass, from }, ..action }
         }
     };
     match op {
-        Op::Forward => plan
-            .in_edges(partition)
-            .iter()
-            .map(|&from| input(Pass::Forward, from))
-            .collect(),
+        Op::Forward => plan.in_edges(partition).iter().map(|&from| input(Pass::Forward, from)).collect(),
         Op::Recompute => vec![forward],
         Op::Backward => {
-            let mut needs: Vec<_> = plan
-                .out_edges(partition)
-                .iter()
-                .map(|&from| input(Pass::Backward, from))
-                .collect();
+            let mut needs: Vec<_> = plan.out_edges(partition).iter().map(|&from| input(Pass::Backward, from)).collect();
             needs.push(forward);
             if plan.recomputes(partition, micro_batch) {
                 needs.push(Action::recompute(partition, micro_batch));
             }
             needs
         }
-        Op::Send {
-            pass: Pass::Forward,
-            ..
-        } => vec![forward],
-        Op::Send {
-            pass: Pass::Backward,
-            ..
-        } => vec![backward],
+        Op::Send { pass: Pass::Forward, .. } => vec![forward],
+        Op::Send { pass: Pass::Backward, .. } => vec![backward],
         Op::Receive { .. } => vec![],
     }
 }
 
 fn any_request(workers_min: usize) -> impl Strategy<Value = (Schedule, Request)> {
-    let all: Vec<Placement> = (2..=5)
-        .flat_map(|n| placements(n, 4))
-        .filter(|placement| placement.workers() >= workers_min)
-        .collect();
-    let recompute = prop::sample::select(vec![
-        Recompute::Never,
-        Recompute::ExceptLast,
-        Recompute::Always,
-    ]);
+    let all: Vec<Placement> =
+        (2..=5).flat_map(|n| placements(n, 4)).filter(|placement| placement.workers() >= workers_min).collect();
+    let recompute = prop::sample::select(vec![Recompute::Never, Recompute::ExceptLast, Recompute::Always]);
     let schedule = prop::sample::select(Schedule::ALL.to_vec());
-    (
-        prop::sample::select(all),
-        1usize..6,
-        recompute,
-        schedule,
-        any::<bool>(),
-    )
-        .prop_map(|(placement, micro_batches, recompute, schedule, skip)| {
+    (prop::sample::select(all), 1usize..6, recompute, schedule, any::<bool>()).prop_map(
+        |(placement, micro_batches, recompute, schedule, skip)| {
             let ends = (PartitionId(0), PartitionId::new(placement.partitions() - 1));
             let skips = if skip { vec![ends] } else { vec![] };
-            (
-                schedule,
-                Request {
-                    placement,
-                    micro_batches,
-                    recompute,
-                    skips,
-                },
-            )
-        })
+            (schedule, Request { placement, micro_batches, recompute, skips })
+        },
+    )
 }
 
 /// A plan taken apart, so that it can be damaged.
@@ -298,22 +211,12 @@ struct Loose {
 impl Loose {
     fn new(plan: &Plan) -> Self {
         let text = plan.to_string();
-        let header = text
-            .lines()
-            .filter(|line| !line.contains(':'))
-            .map(|line| format!("{line}\n"))
-            .collect();
+        let header = text.lines().filter(|line| !line.contains(':')).map(|line| format!("{line}\n")).collect();
         let placement = plan.placement();
         Self {
             header,
-            names: placement
-                .worker_ids()
-                .map(|worker| placement.name(worker).to_string())
-                .collect(),
-            actions: placement
-                .worker_ids()
-                .map(|worker| plan.actions(worker).to_vec())
-                .collect(),
+            names: placement.worker_ids().map(|worker| placement.name(worker).to_string()).collect(),
+            actions: placement.worker_ids().map(|worker| plan.actions(worker).to_vec()).collect(),
         }
     }
 
@@ -358,13 +261,7 @@ fn damage(kind: Damage, plan: &Plan, loose: &mut Loose, at: Index, to: Index, ot
         Damage::SwapAcrossDependency => !needs_here(plan, *action).is_empty(),
         Damage::Retarget => matches!(action.op, Op::Send { .. } | Op::Receive { .. }),
         // A gradient comes only after this partition's own forward.
-        Damage::WaitTooEarly => matches!(
-            action.op,
-            Op::Receive {
-                pass: Pass::Backward,
-                ..
-            }
-        ),
+        Damage::WaitTooEarly => matches!(action.op, Op::Receive { pass: Pass::Backward, .. }),
     };
     let places: Vec<(usize, usize)> = (0..loose.actions.len())
         .flat_map(|worker| (0..loose.actions[worker].len()).map(move |index| (worker, index)))
@@ -393,14 +290,8 @@ fn damage(kind: Damage, plan: &Plan, loose: &mut Loose, at: Index, to: Index, ot
         Damage::Retarget => {
             let moved = |id: PartitionId| PartitionId((id.0 + 1 + other % 6) % 7);
             list[index].op = match action.op {
-                Op::Send { pass, to } => Op::Send {
-                    pass,
-                    to: moved(to),
-                },
-                Op::Receive { pass, from } => Op::Receive {
-                    pass,
-                    from: moved(from),
-                },
+                Op::Send { pass, to } => Op::Send { pass, to: moved(to) },
+                Op::Receive { pass, from } => Op::Receive { pass, from: moved(from) },
                 op => op,
             };
         }
@@ -412,19 +303,12 @@ fn damage(kind: Damage, plan: &Plan, loose: &mut Loose, at: Index, to: Index, ot
         Damage::Replace => {
             let all = plan.micro_batches() as u32;
             let changed = match other % 3 {
-                0 => Action {
-                    micro_batch: MicroBatchId((action.micro_batch.0 + 1 + other % all) % (all + 1)),
-                    ..action
-                },
-                1 => Action {
-                    partition: PartitionId((action.partition.0 + 1 + other % 6) % 7),
-                    ..action
-                },
+                0 => {
+                    Action { micro_batch: MicroBatchId((action.micro_batch.0 + 1 + other % all) % (all + 1)), ..action }
+                }
+                1 => Action { partition: PartitionId((action.partition.0 + 1 + other % 6) % 7), ..action },
                 _ => {
-                    let op = [Op::Forward, Op::Backward]
-                        .into_iter()
-                        .find(|&op| op != action.op)
-                        .unwrap();
+                    let op = [Op::Forward, Op::Backward].into_iter().find(|&op| op != action.op).unwrap();
                     Action { op, ..action }
                 }
             };

@@ -3,8 +3,7 @@
 
 use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{
-    BodyHasher, DType, Header, Kind, Layout, Limits, Shape, ShapeError, TensorMeta, WireError,
-    HEADER_BYTES, VERSION,
+    BodyHasher, DType, Header, Kind, Layout, Limits, Shape, ShapeError, TensorMeta, WireError, HEADER_BYTES, VERSION,
 };
 use proptest::prelude::*;
 
@@ -15,30 +14,16 @@ const _: () = {
 };
 
 fn meta(dtype: DType, dims: &[usize]) -> TensorMeta {
-    TensorMeta {
-        dtype,
-        layout: Layout::Contiguous,
-        shape: Shape::new(dims).unwrap(),
-        codec: CodecId::Raw,
-    }
+    TensorMeta { dtype, layout: Layout::Contiguous, shape: Shape::new(dims).unwrap(), codec: CodecId::Raw }
 }
 
 /// A header with every field in use, and its body.
 fn sealed(kind: Kind) -> (Header, Vec<u8>) {
-    let mut header = Header {
-        step: 0x0102_0304_0506_0708,
-        micro_batch: 9,
-        from: 2,
-        to: 3,
-        ..Header::new(kind)
-    };
+    let mut header = Header { step: 0x0102_0304_0506_0708, micro_batch: 9, from: 2, to: 3, ..Header::new(kind) };
     let mut body = kind.name().as_bytes().to_vec();
     if kind.carries_tensors() {
         (header.slot, header.slots) = (1, 2);
-        header.tensor = Some(TensorMeta {
-            layout: Layout::ChannelsLast,
-            ..meta(DType::F16, &[1, 2, 1, 3])
-        });
+        header.tensor = Some(TensorMeta { layout: Layout::ChannelsLast, ..meta(DType::F16, &[1, 2, 1, 3]) });
         body = (0..12).collect();
     }
     header.seal(&body);
@@ -55,10 +40,7 @@ fn hex(bytes: &[u8]) -> String {
 fn snapshot(header: &Header) -> String {
     let bytes = header.encode();
     let cuts = [0, 8, 16, 28, 32, 40, 72, 104, 112, HEADER_BYTES];
-    let groups: Vec<_> = cuts
-        .windows(2)
-        .map(|cut| hex(&bytes[cut[0]..cut[1]]))
-        .collect();
+    let groups: Vec<_> = cuts.windows(2).map(|cut| hex(&bytes[cut[0]..cut[1]])).collect();
     groups.join(" ")
 }
 
@@ -117,9 +99,7 @@ fn numbers_are_never_reused() {
     for (index, name) in kinds.iter().enumerate() {
         assert_eq!(Kind::from_number(index as u8 + 1).unwrap().name(), *name);
     }
-    let dtypes = [
-        "F32", "F64", "F16", "BF16", "I64", "I32", "U8", "Bool", "I16", "I8",
-    ];
+    let dtypes = ["F32", "F64", "F16", "BF16", "I64", "I32", "U8", "Bool", "I16", "I8"];
     for (index, name) in dtypes.iter().enumerate() {
         assert_eq!(DType::from_number(index as u8 + 1).unwrap().name(), *name);
     }
@@ -174,21 +154,9 @@ fn a_body_of_another_length_is_found() {
     let (header, mut body) = sealed(Kind::Activation);
     body.push(0);
     let error = header.verify(&body).unwrap_err();
-    assert_eq!(
-        error,
-        WireError::BodyLength {
-            expected: 12,
-            got: 13
-        }
-    );
+    assert_eq!(error, WireError::BodyLength { expected: 12, got: 13 });
     let error = header.verify(&body[..11]).unwrap_err();
-    assert_eq!(
-        error,
-        WireError::BodyLength {
-            expected: 12,
-            got: 11
-        }
-    );
+    assert_eq!(error, WireError::BodyLength { expected: 12, got: 11 });
 }
 
 #[test]
@@ -197,30 +165,18 @@ fn a_stranger_is_told_to_check_the_port() {
     bytes[..16].copy_from_slice(b"GET / HTTP/1.1\r\n");
     let error = Header::decode(&bytes, &Limits::default()).unwrap_err();
     assert_eq!(error, WireError::Magic { got: *b"GET " });
-    assert!(
-        error.to_string().contains("Check the host and the port"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("Check the host and the port"), "{error}");
 }
 
 #[test]
 fn the_older_end_is_told_to_upgrade() {
-    for (theirs, who) in [
-        (VERSION + 1, "upgrade distgpipe on this end"),
-        (0, "upgrade distgpipe on the peer"),
-    ] {
+    for (theirs, who) in [(VERSION + 1, "upgrade distgpipe on this end"), (0, "upgrade distgpipe on the peer")] {
         let mut bytes = sealed(Kind::Hello).0.encode();
         bytes[4..6].copy_from_slice(&theirs.to_le_bytes());
         // A newer version may mean anything by the rest.
         bytes[6..].fill(0xff);
         let error = Header::decode(&bytes, &Limits::default()).unwrap_err();
-        assert_eq!(
-            error,
-            WireError::Version {
-                ours: VERSION,
-                theirs
-            }
-        );
+        assert_eq!(error, WireError::Version { ours: VERSION, theirs });
         let text = error.to_string();
         assert!(text.contains(who), "{text}");
         assert!(text.contains(&format!("version {theirs} ")), "{text}");
@@ -237,84 +193,31 @@ fn refused(at: usize, with: &[u8]) -> WireError {
 
 #[test]
 fn each_field_is_checked() {
-    let unknown = |field, expected_max, got| WireError::Unknown {
-        field,
-        expected_max,
-        got,
-    };
+    let unknown = |field, expected_max, got| WireError::Unknown { field, expected_max, got };
     assert_eq!(refused(6, &[17]), unknown("kind", 16, 17));
     assert_eq!(refused(6, &[0]), unknown("kind", 16, 0));
     assert_eq!(refused(32, &[11]), unknown("dtype", 10, 11));
     assert_eq!(refused(33, &[3]), unknown("layout", 2, 3));
     assert_eq!(refused(34, &[0]), unknown("codec", 1, 0));
-    assert_eq!(
-        refused(35, &[9]),
-        WireError::Shape(ShapeError::Rank { got: 9 })
-    );
-    assert_eq!(
-        refused(35, &[3]),
-        WireError::NotZero {
-            field: "dimensions beyond the rank"
-        }
-    );
+    assert_eq!(refused(35, &[9]), WireError::Shape(ShapeError::Rank { got: 9 }));
+    assert_eq!(refused(35, &[3]), WireError::NotZero { field: "dimensions beyond the rank" });
     assert_eq!(refused(7, &[1]), WireError::NotZero { field: "byte 7" });
-    assert_eq!(
-        refused(39, &[1]),
-        WireError::NotZero {
-            field: "bytes 36 to 39"
-        }
-    );
-    assert_eq!(
-        refused(32, &[0]),
-        WireError::NotZero {
-            field: "layout, codec and rank without a tensor"
-        }
-    );
-    assert_eq!(
-        refused(32, &[0; 4]),
-        WireError::NotZero {
-            field: "dimensions without a tensor"
-        }
-    );
+    assert_eq!(refused(39, &[1]), WireError::NotZero { field: "bytes 36 to 39" });
+    assert_eq!(refused(32, &[0]), WireError::NotZero { field: "layout, codec and rank without a tensor" });
+    assert_eq!(refused(32, &[0; 4]), WireError::NotZero { field: "dimensions without a tensor" });
     assert_eq!(refused(28, &[2]), WireError::Slot { slot: 2, slots: 2 });
     assert_eq!(refused(28, &[0; 4]), WireError::Slot { slot: 0, slots: 0 });
-    assert_eq!(
-        refused(40, &[0xff; 8]),
-        WireError::Shape(ShapeError::Elements)
-    );
-    assert_eq!(
-        refused(40, &[0xff; 32]),
-        WireError::Shape(ShapeError::Elements)
-    );
-    assert!(matches!(
-        refused(104, &[13]),
-        WireError::RawLength {
-            expected: 12,
-            got: 13,
-            ..
-        }
-    ));
-    assert!(matches!(
-        refused(104, &[0]),
-        WireError::RawLength {
-            expected: 12,
-            got: 0,
-            ..
-        }
-    ));
-    assert!(matches!(
-        refused(6, &[Kind::Job.number()]),
-        WireError::Slots { slots: 2, .. }
-    ));
+    assert_eq!(refused(40, &[0xff; 8]), WireError::Shape(ShapeError::Elements));
+    assert_eq!(refused(40, &[0xff; 32]), WireError::Shape(ShapeError::Elements));
+    assert!(matches!(refused(104, &[13]), WireError::RawLength { expected: 12, got: 13, .. }));
+    assert!(matches!(refused(104, &[0]), WireError::RawLength { expected: 12, got: 0, .. }));
+    assert!(matches!(refused(6, &[Kind::Job.number()]), WireError::Slots { slots: 2, .. }));
 }
 
 #[test]
 fn fields_that_contradict_each_other_are_refused() {
     let limits = Limits::default();
-    let tensor_in_text = Header {
-        tensor: Some(meta(DType::U8, &[0])),
-        ..Header::new(Kind::Report)
-    };
+    let tensor_in_text = Header { tensor: Some(meta(DType::U8, &[0])), ..Header::new(Kind::Report) };
     let error = tensor_in_text.check(&limits).unwrap_err();
     assert_eq!(error, WireError::TensorUnexpected { kind: Kind::Report });
 
@@ -322,25 +225,12 @@ fn fields_that_contradict_each_other_are_refused() {
     assert_eq!(absent.check(&limits), Ok(()));
     absent.body_bytes = 1;
     let error = absent.check(&limits).unwrap_err();
-    assert_eq!(
-        error,
-        WireError::AbsentBody {
-            kind: Kind::Gradient,
-            got: 1
-        }
-    );
+    assert_eq!(error, WireError::AbsentBody { kind: Kind::Gradient, got: 1 });
     absent.kind = Kind::State;
-    assert_eq!(
-        absent.check(&limits),
-        Ok(()),
-        "state may have a body of its own"
-    );
+    assert_eq!(absent.check(&limits), Ok(()), "state may have a body of its own");
 
     let flat = Header {
-        tensor: Some(TensorMeta {
-            layout: Layout::ChannelsLast,
-            ..meta(DType::U8, &[0, 3])
-        }),
+        tensor: Some(TensorMeta { layout: Layout::ChannelsLast, ..meta(DType::U8, &[0, 3]) }),
         ..Header::new(Kind::Activation)
     };
     assert_eq!(flat.check(&limits), Err(WireError::ChannelsLast { got: 2 }));
@@ -360,10 +250,7 @@ fn limits_hold_at_their_edges() {
         Ok(()) => true,
         Err(error @ WireError::Limit { .. }) => {
             let text = error.to_string();
-            assert!(
-                text.contains(&format!("raise Limits::{limit} on every worker")),
-                "{text}"
-            );
+            assert!(text.contains(&format!("raise Limits::{limit} on every worker")), "{text}");
             false
         }
         Err(other) => panic!("{other}"),
@@ -377,11 +264,7 @@ fn limits_hold_at_their_edges() {
         };
         let with_body = |bytes: u64| {
             let tensor = meta(DType::U8, &[bytes as usize]);
-            Header {
-                body_bytes: bytes,
-                tensor: kind.carries_tensors().then_some(tensor),
-                ..Header::new(kind)
-            }
+            Header { body_bytes: bytes, tensor: kind.carries_tensors().then_some(tensor), ..Header::new(kind) }
         };
         assert!(at_limit(with_body(max), limit), "{kind}");
         assert!(!at_limit(with_body(max + 1), limit), "{kind}");
@@ -390,22 +273,12 @@ fn limits_hold_at_their_edges() {
         assert!(Header::decode(&bytes, &limits).is_ok(), "{kind}");
         bytes[104..112].fill(0xff);
         let error = Header::decode(&bytes, &limits).unwrap_err();
-        assert!(
-            matches!(error, WireError::Limit { got: u64::MAX, .. }),
-            "{kind}: {error}"
-        );
+        assert!(matches!(error, WireError::Limit { got: u64::MAX, .. }), "{kind}: {error}");
 
         if kind.carries_tensors() {
-            let (max, limit) = if kind == Kind::State {
-                (5, "state_tensors_max")
-            } else {
-                (3, "tensors_per_message_max")
-            };
-            let with_slots = |slots| Header {
-                slots,
-                slot: slots - 1,
-                ..Header::new(kind)
-            };
+            let (max, limit) =
+                if kind == Kind::State { (5, "state_tensors_max") } else { (3, "tensors_per_message_max") };
+            let with_slots = |slots| Header { slots, slot: slots - 1, ..Header::new(kind) };
             assert!(at_limit(with_slots(max), limit), "{kind}");
             assert!(!at_limit(with_slots(max + 1), limit), "{kind}");
         }
@@ -415,22 +288,9 @@ fn limits_hold_at_their_edges() {
 /// However short the body, the tensor it claims to decode to is held to the limit too.
 #[test]
 fn a_small_body_cannot_ask_for_a_large_tensor() {
-    let bomb = Header {
-        tensor: Some(meta(DType::F32, &[1 << 40])),
-        body_bytes: 4,
-        ..Header::new(Kind::Activation)
-    };
+    let bomb = Header { tensor: Some(meta(DType::F32, &[1 << 40])), body_bytes: 4, ..Header::new(Kind::Activation) };
     let error = bomb.check(&Limits::default()).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            WireError::Limit {
-                what: "decoded bytes",
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, WireError::Limit { what: "decoded bytes", .. }), "{error}");
 }
 
 fn any_header() -> impl Strategy<Value = Header> {
@@ -439,33 +299,15 @@ fn any_header() -> impl Strategy<Value = Header> {
     let dims = prop::collection::vec(0usize..5, 0..=8);
     let tensor = (dtype, dims, any::<bool>()).prop_map(|(dtype, dims, last)| {
         let last = last && dims.len() == 4;
-        TensorMeta {
-            layout: if last {
-                Layout::ChannelsLast
-            } else {
-                Layout::Contiguous
-            },
-            ..meta(dtype, &dims)
-        }
+        TensorMeta { layout: if last { Layout::ChannelsLast } else { Layout::Contiguous }, ..meta(dtype, &dims) }
     });
     let place = (any::<u64>(), any::<u32>(), any::<u32>(), any::<u32>());
     let slots = (1u16..=64).prop_flat_map(|slots| (0..slots, Just(slots)));
     (kind, place, slots, prop::option::of(tensor)).prop_map(|(kind, place, slots, tensor)| {
         let (step, micro_batch, from, to) = place;
-        let header = Header {
-            step,
-            micro_batch,
-            from,
-            to,
-            ..Header::new(kind)
-        };
+        let header = Header { step, micro_batch, from, to, ..Header::new(kind) };
         if kind.carries_tensors() {
-            Header {
-                slot: slots.0,
-                slots: slots.1,
-                tensor,
-                ..header
-            }
+            Header { slot: slots.0, slots: slots.1, tensor, ..header }
         } else {
             header
         }

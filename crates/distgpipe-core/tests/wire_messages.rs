@@ -10,12 +10,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn hello() -> Hello {
-    Hello {
-        run: *b"0123456789abcdef",
-        token: [0xa5; 32],
-        role: Role::Worker(WorkerId(7)),
-        build: "0.1.0".into(),
-    }
+    Hello { run: *b"0123456789abcdef", token: [0xa5; 32], role: Role::Worker(WorkerId(7)), build: "0.1.0".into() }
 }
 
 #[test]
@@ -27,36 +22,18 @@ fn the_format_is_the_committed_one() {
         "0500302e312e30",
     );
     assert_eq!(hex(&hello().encode()), worker);
-    let driver = Hello {
-        role: Role::Driver,
-        ..hello()
-    };
-    assert_eq!(
-        hex(&driver.encode()),
-        worker.replace("0107000000", "0000000000")
-    );
+    let driver = Hello { role: Role::Driver, ..hello() };
+    assert_eq!(hex(&driver.encode()), worker.replace("0107000000", "0000000000"));
 
-    let welcome = Welcome {
-        worker: Some(WorkerId(258)),
-        build: "0.1.0".into(),
-    };
+    let welcome = Welcome { worker: Some(WorkerId(258)), build: "0.1.0".into() };
     assert_eq!(hex(&welcome.encode()), "01020100000500302e312e30");
-    let welcome = Welcome {
-        worker: None,
-        build: String::new(),
-    };
+    let welcome = Welcome { worker: None, build: String::new() };
     assert_eq!(hex(&welcome.encode()), "00000000000000");
 
-    let refuse = Refuse {
-        reason: "voll".into(),
-    };
+    let refuse = Refuse { reason: "voll".into() };
     assert_eq!(hex(&refuse.encode()), "0400766f6c6c");
 
-    let notice = AbortNotice {
-        worker: "w1".into(),
-        phase: "2F0".into(),
-        message: "é".into(),
-    };
+    let notice = AbortNotice { worker: "w1".into(), phase: "2F0".into(), message: "é".into() };
     assert_eq!(hex(&notice.encode()), "0200773103003246300200c3a9");
 }
 
@@ -64,18 +41,12 @@ fn the_format_is_the_committed_one() {
 fn long_texts_are_cut_off_between_characters() {
     let long = "é".repeat(20_000);
     // 513 bytes into 512: the cut falls inside a character.
-    let refuse = Refuse {
-        reason: format!("x{long}"),
-    };
+    let refuse = Refuse { reason: format!("x{long}") };
     let back = Refuse::decode(&refuse.encode()).unwrap();
     assert_eq!(back.reason.len(), 511);
     assert!(refuse.reason.starts_with(&back.reason));
 
-    let notice = AbortNotice {
-        worker: long.clone(),
-        phase: long.clone(),
-        message: long.clone(),
-    };
+    let notice = AbortNotice { worker: long.clone(), phase: long.clone(), message: long.clone() };
     let bytes = notice.encode();
     assert_eq!(bytes.len(), AbortNotice::BYTES_MAX);
     let back = AbortNotice::decode(&bytes).unwrap();
@@ -84,10 +55,7 @@ fn long_texts_are_cut_off_between_characters() {
     assert_eq!(back.message.len(), AbortNotice::MESSAGE_BYTES_MAX);
     assert!(long.starts_with(&back.message));
 
-    let hello = Hello {
-        build: long.clone(),
-        ..hello()
-    };
+    let hello = Hello { build: long.clone(), ..hello() };
     assert_eq!(hello.encode().len(), Hello::BYTES_MAX);
     assert_eq!(Hello::decode(&hello.encode()).unwrap().build.len(), 64);
 }
@@ -106,17 +74,7 @@ fn a_text_beyond_its_maximum_is_refused() {
     let mut bytes = 513u16.to_le_bytes().to_vec();
     bytes.resize(2 + 513, b'x');
     let error = Refuse::decode(&bytes).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            MessageError::TooLong {
-                expected_max: 512,
-                got: 513,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, MessageError::TooLong { expected_max: 512, got: 513, .. }), "{error}");
 }
 
 #[test]
@@ -130,37 +88,14 @@ fn bytes_that_mean_nothing_are_refused() {
     let mut bytes = hello().encode();
     bytes[48] = 2;
     let error = Hello::decode(&bytes).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            MessageError::Unknown {
-                field: "role",
-                got: 2,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, MessageError::Unknown { field: "role", got: 2, .. }), "{error}");
     bytes[48] = 0;
     let error = Hello::decode(&bytes).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            MessageError::NotZero {
-                field: "role",
-                got: 7,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, MessageError::NotZero { field: "role", got: 7, .. }), "{error}");
     bytes[48] = 1;
     bytes.push(0);
     let error = Hello::decode(&bytes).unwrap_err();
-    assert!(
-        matches!(error, MessageError::Trailing { got: 1, .. }),
-        "{error}"
-    );
+    assert!(matches!(error, MessageError::Trailing { got: 1, .. }), "{error}");
 }
 
 #[test]
@@ -168,16 +103,9 @@ fn a_message_cut_short_anywhere_is_refused() {
     let whole = hello().encode();
     for length in 0..whole.len() {
         let error = Hello::decode(&whole[..length]).unwrap_err();
-        assert!(
-            matches!(error, MessageError::Truncated { .. }),
-            "{length}: {error}"
-        );
+        assert!(matches!(error, MessageError::Truncated { .. }), "{length}: {error}");
     }
-    let notice = AbortNotice {
-        worker: "a".into(),
-        phase: "b".into(),
-        message: "c".into(),
-    };
+    let notice = AbortNotice { worker: "a".into(), phase: "b".into(), message: "c".into() };
     let whole = notice.encode();
     for length in 0..whole.len() {
         assert!(AbortNotice::decode(&whole[..length]).is_err(), "{length}");

@@ -3,7 +3,8 @@
 //! Each micro-batch is normalised by its own statistics, as anywhere. The running statistics, though, must be what one
 //! pass over the whole batch would have left, whatever the number of micro-batches: so they are gathered per
 //! micro-batch and committed once a step. Mean and variance are merged from (count, mean, variance) per micro-batch
-//! as Chan, Golub and LeVeque do, in double precision; E[x²] − mean² would cancel. Recomputation gathers nothing.
+//! as Chan, Golub and LeVeque do, in double precision; the mean of squares minus the square of the mean would cancel.
+//! Recomputation gathers nothing.
 
 use crate::failure::Fault;
 use crate::layer::Passing;
@@ -89,10 +90,13 @@ impl DeferredBatchNorm {
 
     /// Brings what has been gathered into the running statistics, and starts anew.
     pub fn commit(&mut self) -> Result<(), Fault> {
-        for norm in self.norms.values_mut() {
-            tch::no_grad(|| norm.commit())?;
+        // All norms that saw the same micro-batches are one vector of channels: a model has dozens of norms, and an
+        // operation on all of them costs as much as one on a single norm.
+        let mut alike: BTreeMap<Vec<MicroBatchId>, Vec<&mut Norm>> = BTreeMap::new();
+        for norm in self.norms.values_mut().filter(|n| !n.gathered.is_empty()) {
+            alike.entry(norm.gathered.keys().copied().collect()).or_default().push(norm);
         }
-        Ok(())
+        alike.into_values().try_for_each(|mut norms| tch::no_grad(|| commit_together(&mut norms)))
     }
 
     /// Forgets what has been gathered.
@@ -101,37 +105,51 @@ impl DeferredBatchNorm {
     }
 }
 
-impl Norm {
-    fn commit(&mut self) -> Result<(), Fault> {
-        if self.gathered.is_empty() {
-            return Ok(());
-        }
-        let gathered: Vec<Gathered> = std::mem::take(&mut self.gathered).into_values().collect();
-        let total: f64 = gathered.iter().map(|g| g.count).sum();
-        let stack = |of: fn(&Gathered) -> &Tensor| -> Result<Tensor, Fault> {
-            let rows: Vec<&Tensor> = gathered.iter().map(of).collect();
-            Ok(Tensor::f_stack(&rows, 0)?.f_to_kind(Kind::Double)?)
-        };
-        let (means, vars) = (stack(|g| &g.mean)?, stack(|g| &g.var)?);
-        let column = |of: fn(&Gathered) -> f64| -> Result<Tensor, Fault> {
-            let values: Vec<f64> = gathered.iter().map(of).collect();
-            Ok(Tensor::f_from_slice(&values)?.f_to_device(means.device())?.f_unsqueeze(1)?)
-        };
-        let counts = column(|g| g.count)?;
-        let mean = (&means * &counts).sum_dim_intlist(0, false, Kind::Double) / total;
+/// Commits norms that saw the same micro-batches. Sums run over micro-batches in their order, value by value, so that
+/// no result depends on which other norms are here.
+fn commit_together(norms: &mut [&mut Norm]) -> Result<(), Fault> {
+    let device = norms[0].running_mean.device();
+    let join = |of: &dyn Fn(&Norm) -> &Tensor| -> Result<Tensor, Fault> {
+        let parts: Vec<&Tensor> = norms.iter().map(|n| of(n)).collect();
+        Ok(Tensor::f_cat(&parts, 0)?.f_to_kind(Kind::Double)?)
+    };
+    let per_channel = |of: &dyn Fn(&Norm) -> f64| -> Result<Tensor, Fault> {
+        let values: Vec<f64> = norms.iter().flat_map(|n| vec![of(n); n.running_mean.numel()]).collect();
+        Ok(Tensor::f_from_slice(&values)?.f_to_device(device)?)
+    };
+    let micro_batches: Vec<MicroBatchId> = norms[0].gathered.keys().copied().collect();
+    let mut shares = Vec::new();
+    for m in &micro_batches {
+        let count = per_channel(&|n| n.gathered[m].count)?;
+        let mean = join(&|n| &n.gathered[m].mean)?;
         // A micro-batch of a single value has no variance of its own (libtorch says NaN): it adds nothing within.
-        let within = vars.f_nan_to_num(0.0, 0.0, 0.0)? * (&counts - 1.0);
-        let between = (&means - &mean).square() * &counts;
-        let spread = (within + between).sum_dim_intlist(0, false, Kind::Double);
-        let var = spread / (total - 1.0).max(1.0);
-        let blend = |running: &mut Tensor, new: &Tensor| -> Result<(), Fault> {
-            let old = running.f_to_kind(Kind::Double)?;
-            let _ = running.f_copy_(&(old * (1.0 - self.momentum) + new * self.momentum))?;
-            Ok(())
-        };
-        blend(&mut self.running_mean, &mean)?;
-        blend(&mut self.running_var, &var)?;
-        let _ = self.batches.f_add_scalar_(1)?;
-        Ok(())
+        let within = join(&|n| &n.gathered[m].var)?.f_nan_to_num(0.0, 0.0, 0.0)?.f_mul(&count.f_sub_scalar(1.0)?)?;
+        shares.push((count, mean, within));
     }
+    let total = per_channel(&|n| n.gathered.values().map(|g| g.count).sum())?;
+    let mut sum = total.f_zeros_like()?;
+    for (count, mean, _) in &shares {
+        sum = sum.f_add(&mean.f_mul(count)?)?;
+    }
+    let mean = sum.f_div(&total)?;
+    let mut spread = total.f_zeros_like()?;
+    for (count, own_mean, within) in &shares {
+        let between = own_mean.f_sub(&mean)?.f_square()?.f_mul(count)?;
+        spread = spread.f_add(within)?.f_add(&between)?;
+    }
+    let var = spread.f_div(&total.f_sub_scalar(1.0)?.f_clamp_min(1.0)?)?;
+    let momentum = per_channel(&|n| n.momentum)?;
+    let blend = |old: Tensor, new: &Tensor| old.f_add(&new.f_sub(&old)?.f_mul(&momentum)?);
+    let mean = blend(join(&|n| &n.running_mean)?, &mean)?;
+    let var = blend(join(&|n| &n.running_var)?, &var)?;
+    let mut start = 0;
+    for norm in norms {
+        let channels = norm.running_mean.size()[0];
+        norm.running_mean.f_copy_(&mean.f_narrow(0, start, channels)?)?;
+        norm.running_var.f_copy_(&var.f_narrow(0, start, channels)?)?;
+        let _ = norm.batches.f_add_scalar_(1)?;
+        norm.gathered.clear();
+        start += channels;
+    }
+    Ok(())
 }

@@ -33,9 +33,13 @@ pub fn attach_thread(threads: usize, meter: usize) {
     ffi::meter_attach(meter);
 }
 
-/// The most bytes that CPU tensors of this meter held since the last call.
-pub fn take_peak_bytes(meter: usize) -> u64 {
-    ffi::meter_take_peak(meter)
+/// The most bytes that tensors held: those of this meter since the last call on the CPU; all of the device's since
+/// the process began on a GPU, whose allocator does not tell workers apart.
+pub fn peak_bytes(device: tch::Device, meter: usize) -> u64 {
+    match device {
+        tch::Device::Cuda(index) => ffi::cuda_peak(index),
+        _ => ffi::meter_take_peak(meter),
+    }
 }
 
 /// Runs the backward pass from `outputs` with their upstream gradients; gradients accumulate in the leaves.
@@ -87,4 +91,10 @@ pub fn is_float(tensor: &Tensor) -> bool {
 /// Ends this process as SIGKILL does: no destructor, no goodbye.
 pub(crate) fn die_at_once() -> ! {
     ffi::die_at_once()
+}
+
+/// Ends this process with a status and nothing else. `exit` would run libtorch's destructors, which crash a stage that
+/// is still computing.
+pub fn exit_at_once(status: i32) -> ! {
+    ffi::exit_at_once(status)
 }

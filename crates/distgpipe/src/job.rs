@@ -107,7 +107,7 @@ pub struct StepReport {
     pub phases: PhaseTimes,
     /// From the command to the report.
     pub step_ns: u64,
-    /// The most bytes that CPU tensors held.
+    /// The most bytes that tensors held; see [`crate::engine::peak_bytes`].
     pub peak_bytes: u64,
     /// What each outgoing link has carried since the run began.
     pub links: Vec<(WorkerId, Traffic)>,

@@ -91,8 +91,15 @@ pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result
     let fate = Fate::default();
     let mailbox = Mailbox::new(fate.clone(), count * 4 + plan.micro_batches() + 64);
     let statuses = (0..count).map(|_| Arc::new(Status::default())).collect();
-    let mut team =
-        Team { mailbox, ports: BTreeMap::new(), fate, statuses, threads: vec![], connections: vec![], children: vec![] };
+    let mut team = Team {
+        mailbox,
+        ports: BTreeMap::new(),
+        fate,
+        statuses,
+        threads: vec![],
+        connections: vec![],
+        children: vec![],
+    };
     // On failure the team is dropped, which ends whatever has started.
     match team.assemble(job, plan, model, workers) {
         Ok(()) => Ok(team),
@@ -136,8 +143,10 @@ impl Team {
             .filter(|w| !remote.contains(w))
             .map(|w| (w, Mailbox::new(self.fate.clone(), link::mailbox_capacity(plan, w))))
             .collect();
-        let scenario: Scenario =
-            job.faults.parse().map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
+        let scenario: Scenario = job
+            .faults
+            .parse()
+            .map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
 
         let mut connections = BTreeMap::new();
         if let Some(token) = token {
@@ -300,7 +309,9 @@ impl Team {
                 None => Err(Fault::protocol("`listening ADDRESS`", line)),
             },
             Ok(_) => Err(Fault::protocol("`listening ADDRESS`", "the end of its output: see what it said above")),
-            Err(_) => Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() }),
+            Err(_) => {
+                Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() })
+            }
         }
     }
 

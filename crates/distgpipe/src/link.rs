@@ -202,7 +202,8 @@ pub fn answer(stream: &mut TcpStream, token: &Token, run: Option<[u8; 16]>, limi
     let hello = Hello::decode(&first.body).map_err(|e| Fault::protocol("a hello", e.to_string()))?;
     let mut verdict = hello.check(&run.unwrap_or(hello.run), &token.0).map_err(|e| e.to_string());
     if verdict.is_ok() && hello.build != BUILD {
-        verdict = Err(format!("this end is distgpipe {BUILD}, the other {}: install the same version on both", hello.build));
+        verdict =
+            Err(format!("this end is distgpipe {BUILD}, the other {}: install the same version on both", hello.build));
     }
     match verdict {
         Ok(()) => {

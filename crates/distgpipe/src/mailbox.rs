@@ -81,8 +81,7 @@ impl Message {
 
     /// The bytes of its tensors and text, as they lie in memory.
     pub fn payload_bytes(&self) -> u64 {
-        let tensors: usize =
-            self.tensors.iter().flatten().map(|t| t.numel() * t.kind().elt_size_in_bytes()).sum();
+        let tensors: usize = self.tensors.iter().flatten().map(|t| t.numel() * t.kind().elt_size_in_bytes()).sum();
         (tensors + self.text.len()) as u64
     }
 }

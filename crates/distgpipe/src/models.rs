@@ -67,8 +67,7 @@ pub fn default_settings(name: &str) -> Result<serde_json::Value, ModelError> {
 }
 
 fn parse<T: DeserializeOwned>(model: &str, settings: serde_json::Value) -> Result<T, ModelError> {
-    serde_json::from_value(settings)
-        .map_err(|e| ModelError::Settings { model: model.to_owned(), why: e.to_string() })
+    serde_json::from_value(settings).map_err(|e| ModelError::Settings { model: model.to_owned(), why: e.to_string() })
 }
 
 fn json(settings: &impl Serialize) -> serde_json::Value {

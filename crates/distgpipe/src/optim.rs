@@ -98,7 +98,8 @@ impl Optim {
                     Some(mut buffer) => buffer.f_mul_scalar_(momentum)?.f_add_(&gradient)?,
                     None => gradient.f_clone(&gradient)?,
                 };
-                let direction = if nesterov { gradient.f_add(&buffer.f_mul_scalar(momentum)?)? } else { buffer.shallow_clone() };
+                let direction =
+                    if nesterov { gradient.f_add(&buffer.f_mul_scalar(momentum)?)? } else { buffer.shallow_clone() };
                 memory.first = Some(buffer);
                 add_scaled(p, &direction, -lr)
             }

@@ -99,7 +99,8 @@ impl StepOutcome {
     /// What each link has carried since the run began: from, to, traffic.
     pub fn links(&self, plan: &Plan) -> Vec<(String, String, Traffic)> {
         let name = |w: WorkerId| plan.placement().name(w).to_owned();
-        let links = self.workers.iter().flat_map(|w| w.report.links.iter().map(move |(to, t)| (w.name.clone(), name(*to), *t)));
+        let links =
+            self.workers.iter().flat_map(|w| w.report.links.iter().map(move |(to, t)| (w.name.clone(), name(*to), *t)));
         links.collect()
     }
 
@@ -213,12 +214,18 @@ impl Pipeline {
         Ok(())
     }
 
-    fn run(&mut self, batch: &Batch, purpose: Purpose, micro_batches: usize) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
+    fn run(
+        &mut self,
+        batch: &Batch,
+        purpose: Purpose,
+        micro_batches: usize,
+    ) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
         self.check(batch)?;
         let rows = MicroBatches::split(batch.rows(), micro_batches)?;
         let start = Instant::now();
         let number = self.next_command();
-        let step = Step { number: self.step, purpose, rows: rows.rows(), micro_batches, learning_rate: self.learning_rate };
+        let step =
+            Step { number: self.step, purpose, rows: rows.rows(), micro_batches, learning_rate: self.learning_rate };
         self.step += 1;
         for worker in self.plan.placement().worker_ids() {
             self.command(number, worker, &Command::Step(step))?;
@@ -239,7 +246,8 @@ impl Pipeline {
                 .map_err(|e| self.failed("reading a report", Fault::protocol("a report", e.to_string())))?;
             workers.push(WorkerStep { name: self.plan.placement().name(worker).to_owned(), report });
         }
-        let loss_sum: f64 = workers.iter().filter_map(|w| w.report.loss_sum).sum();
+        // Only the last partition's worker has one. JSON has no NaN, so a loss that is none arrives as absent.
+        let loss_sum = workers.iter().find_map(|w| w.report.loss_sum).unwrap_or(f64::NAN);
         let outcome = StepOutcome {
             rows: rows.rows(),
             loss: loss_sum / rows.rows() as f64,
@@ -282,9 +290,13 @@ impl Pipeline {
         if fits {
             return Ok(());
         }
-        let expected: Vec<String> = self.model.input.iter().map(|s| format!("[{rows} rows] × {:?} of {:?}", s.dims, s.kind)).collect();
+        let expected: Vec<String> =
+            self.model.input.iter().map(|s| format!("[{rows} rows] × {:?} of {:?}", s.dims, s.kind)).collect();
         let got: Vec<String> = batch.inputs.iter().map(|t| format!("{:?} of {:?}", t.size(), t.kind())).collect();
-        Err(StepError::Batch { expected: expected.join(" and "), got: format!("inputs {}, target {:?}", got.join(" and "), batch.target.size()) })
+        Err(StepError::Batch {
+            expected: expected.join(" and "),
+            got: format!("inputs {}, target {:?}", got.join(" and "), batch.target.size()),
+        })
     }
 
     fn collect(&mut self, which: Which) -> Result<BTreeMap<String, Tensor>, Failure> {
@@ -312,7 +324,8 @@ impl Pipeline {
     }
 
     fn command(&mut self, number: u64, worker: WorkerId, command: &Command) -> Result<(), Failure> {
-        let text = serde_json::to_vec(command).map_err(|e| self.failed("writing a command", Fault::protocol("a command", e.to_string())))?;
+        let text = serde_json::to_vec(command)
+            .map_err(|e| self.failed("writing a command", Fault::protocol("a command", e.to_string())))?;
         self.send(worker, Message::text(Tag::control(Kind::Command, number, worker), text))
     }
 

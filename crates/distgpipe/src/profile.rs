@@ -12,7 +12,7 @@ use crate::recompute::for_convolutions;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
 use distgpipe_core::{MicroBatchId, PartitionId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::time::Instant;
 use tch::Tensor;
 
@@ -94,8 +94,9 @@ impl<'a> Profiler<'a> {
             device,
             channels_last: options.channels_last,
         };
-        let partitions =
-            (0..model.layers.len()).map(|i| Partition::build(model, PartitionId::new(i), &how)).collect::<Result<_, _>>()?;
+        let partitions = (0..model.layers.len())
+            .map(|i| Partition::build(model, PartitionId::new(i), &how))
+            .collect::<Result<_, _>>()?;
         Ok(Profiler { model, partitions, device, channels_last: options.channels_last })
     }
 
@@ -120,7 +121,11 @@ impl<'a> Profiler<'a> {
         let mut waiting: HashMap<(PartitionId, PartitionId), Vec<Tensor>> = HashMap::new();
         let first = inputs.iter().map(|t| {
             let t = t.f_to_device(self.device)?;
-            if self.channels_last { for_convolutions(t) } else { Ok(t) }
+            if self.channels_last {
+                for_convolutions(t)
+            } else {
+                Ok(t)
+            }
         });
         let mut first = Some(first.collect::<Result<Vec<_>, Fault>>()?);
         let mut costs = Vec::new();
@@ -157,14 +162,15 @@ fn measure_one(
         .map(|(from, tensors)| Ok((*from, tensors.iter().map(leaf).collect::<Result<_, Fault>>()?)))
         .collect::<Result<Vec<Parcel>, Fault>>()?;
     let (input, skips) = partition.unpack(&arrived)?;
-    engine::take_peak_bytes(METER);
-    let before = engine::take_peak_bytes(METER);
+    engine::peak_bytes(device, METER);
+    let before = engine::peak_bytes(device, METER);
     let start = Instant::now();
     let (output, skips) = partition.forward(Passing::Train, MicroBatchId(0), Stream::new(0), input, skips)?;
     synchronize(device);
     let forward_s = start.elapsed().as_secs_f64();
-    let held_bytes = engine::take_peak_bytes(METER).saturating_sub(before);
-    let parcels = if partition.is_last() { vec![(PartitionId(u32::MAX), output)] } else { partition.pack(output, skips)? };
+    let held_bytes = engine::peak_bytes(device, METER).saturating_sub(before);
+    let parcels =
+        if partition.is_last() { vec![(PartitionId(u32::MAX), output)] } else { partition.pack(output, skips)? };
     let roots = parcels.iter().flat_map(|(_, tensors)| tensors).filter(|t| t.requires_grad());
     let roots = roots.map(|t| Ok((t.shallow_clone(), Some(t.f_ones_like()?)))).collect::<Result<Vec<_>, Fault>>()?;
     let start = Instant::now();
@@ -202,9 +208,4 @@ pub fn sample(model: &Model, rows: usize, seed: u64) -> Result<Batch, Fault> {
     }
     let target = Tensor::f_zeros([i64::try_from(rows).unwrap_or(1)], (tch::Kind::Int64, tch::Device::Cpu))?;
     Ok(Batch { inputs, target })
-}
-
-/// The layers' costs by name, for tables.
-pub fn by_name(costs: &[LayerCost]) -> BTreeMap<&str, &LayerCost> {
-    costs.iter().map(|c| (c.name.as_str(), c)).collect()
 }

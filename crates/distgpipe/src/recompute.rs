@@ -77,6 +77,9 @@ pub struct Forward<'a> {
     pub goal: Option<Goal>,
 }
 
+/// Gradients for an earlier partition; absent where a tensor has none.
+pub type GradientParcel = (PartitionId, Vec<Option<Tensor>>);
+
 /// The later partition that the loss counts as, so that the last partition has an output like any other.
 const LOSS: PartitionId = PartitionId(u32::MAX);
 
@@ -84,7 +87,8 @@ impl Forward<'_> {
     /// Evaluates: nothing is held.
     pub fn evaluate(self) -> Result<Forwarded, Fault> {
         let Forward { partition, micro_batch, stream, arrived, goal } = self;
-        tch::no_grad(|| run(partition, Passing::Evaluate, micro_batch, stream, &arrived, goal.as_ref())).map(|(_, made)| made)
+        tch::no_grad(|| run(partition, Passing::Evaluate, micro_batch, stream, &arrived, goal.as_ref()))
+            .map(|(_, made)| made)
     }
 
     /// Goes forward for training; `recompute` says whether the plan does it again before the backward pass.
@@ -115,7 +119,7 @@ impl InFlight {
 
     /// Goes backward with the gradients of each later partition, in order of partitions; gives those for the earlier
     /// ones. Gradients of the parameters gather in the parameters.
-    pub fn backward(self, gradients: Vec<Vec<Option<Tensor>>>) -> Result<Vec<(PartitionId, Vec<Option<Tensor>>)>, Fault> {
+    pub fn backward(self, gradients: Vec<Vec<Option<Tensor>>>) -> Result<Vec<GradientParcel>, Fault> {
         let Held::Graph(graph) = self.held else {
             return Err(Fault::protocol("a recomputed micro-batch", "one of which only the input was held"));
         };
@@ -159,7 +163,10 @@ fn leaves(arrived: Vec<Parcel>) -> Result<Vec<Parcel>, Fault> {
         let tensor = tensor.f_detach()?;
         Ok(if float { tensor.f_set_requires_grad(true)? } else { tensor })
     };
-    arrived.into_iter().map(|(from, tensors)| Ok((from, tensors.into_iter().map(leaf).collect::<Result<_, _>>()?))).collect()
+    arrived
+        .into_iter()
+        .map(|(from, tensors)| Ok((from, tensors.into_iter().map(leaf).collect::<Result<_, _>>()?)))
+        .collect()
 }
 
 /// Runs the layers; gives the outputs with their graphs and what is to be sent.

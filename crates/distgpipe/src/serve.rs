@@ -52,10 +52,14 @@ impl Server {
         if !options.listen.ip().is_loopback() && !options.expose {
             return Err(Fault::protocol(
                 "a loopback address such as 127.0.0.1:7000",
-                format!("{}: to let other machines in, say so (--expose); what crosses the network is not encrypted", options.listen),
+                format!(
+                    "{}: to let other machines in, say so (--expose); what crosses the network is not encrypted",
+                    options.listen
+                ),
             ));
         }
-        let listener = TcpListener::bind(options.listen).map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?;
+        let listener =
+            TcpListener::bind(options.listen).map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?;
         listener.set_nonblocking(true).map_err(|e| Fault::io("setting up the listener", e))?;
         Ok(Server { listener, options })
     }
@@ -74,7 +78,10 @@ impl Server {
             let hello = match link::answer(&mut stream, &self.options.token, None, HANDSHAKE) {
                 Ok(hello) if hello.role == Role::Driver => hello,
                 Ok(hello) => {
-                    tell(&failure("a hello of a driver", Fault::protocol("a driver first", format!("{:?}", hello.role))));
+                    tell(&failure(
+                        "a hello of a driver",
+                        Fault::protocol("a driver first", format!("{:?}", hello.role)),
+                    ));
                     continue;
                 }
                 Err(fault) => {
@@ -93,7 +100,11 @@ impl Server {
         Ok(())
     }
 
-    fn accept(&self, stop: &impl Fn() -> bool, deadline: Option<Instant>) -> Result<Option<(TcpStream, SocketAddr)>, Failure> {
+    fn accept(
+        &self,
+        stop: &impl Fn() -> bool,
+        deadline: Option<Instant>,
+    ) -> Result<Option<(TcpStream, SocketAddr)>, Failure> {
         loop {
             match self.listener.accept() {
                 Ok(accepted) => return Ok(Some(accepted)),
@@ -116,7 +127,8 @@ impl Server {
         };
         let result = self.connect_peers(&job, &plan, run).and_then(|peers| {
             let model = job.recipe.as_ref().ok_or_else(|| Fault::protocol("a model's recipe", "none"))?;
-            let model = (self.options.models)(model).map_err(|e| Fault::protocol("a model this worker knows", e.to_string()))?;
+            let model = (self.options.models)(model)
+                .map_err(|e| Fault::protocol("a model this worker knows", e.to_string()))?;
             Ok((peers, model))
         });
         let (peers, model) = match result {
@@ -154,7 +166,10 @@ impl Server {
             let accepted = self.accept(&|| false, Some(deadline)).map_err(Fault::Elsewhere)?;
             let Some((mut stream, _)) = accepted else {
                 let names: Vec<&str> = awaited.iter().map(|&w| plan.placement().name(w)).collect();
-                return Err(Fault::TimedOut { what: format!("waiting for {} to connect", names.join(", ")), limit_s: limit.as_secs_f64() });
+                return Err(Fault::TimedOut {
+                    what: format!("waiting for {} to connect", names.join(", ")),
+                    limit_s: limit.as_secs_f64(),
+                });
             };
             match link::answer(&mut stream, &self.options.token, Some(run), HANDSHAKE) {
                 Ok(hello) => match hello.role {
@@ -200,7 +215,13 @@ struct Session {
 }
 
 impl Session {
-    fn start(job: Job, plan: Plan, model: Model, driver: TcpStream, peers: BTreeMap<WorkerId, TcpStream>) -> Result<Self, Fault> {
+    fn start(
+        job: Job,
+        plan: Plan,
+        model: Model,
+        driver: TcpStream,
+        peers: BTreeMap<WorkerId, TcpStream>,
+    ) -> Result<Self, Fault> {
         let fate = Fate::default();
         let status = Arc::new(Status::default());
         let me = job.worker;
@@ -266,7 +287,11 @@ impl Session {
         match self.fate.failure() {
             Some(failure) => Err(failure),
             None if stage_ended => Ok(()),
-            None => Err(Failure::new(name, "ending", Fault::TimedOut { what: "the stage".to_owned(), limit_s: GRACE.as_secs_f64() })),
+            None => Err(Failure::new(
+                name,
+                "ending",
+                Fault::TimedOut { what: "the stage".to_owned(), limit_s: GRACE.as_secs_f64() },
+            )),
         }
     }
 }

@@ -95,8 +95,9 @@ impl Stage {
     /// Runs this worker's part of a step.
     pub fn run(&mut self, plan: &Plan, step: &Step) -> Result<Outcome, Failure> {
         let name = self.name.clone();
-        let rows = MicroBatches::split(step.rows, step.micro_batches)
-            .map_err(|e| Failure::new(&name, "starting a step", Fault::protocol("a batch that can be cut", e.to_string())))?;
+        let rows = MicroBatches::split(step.rows, step.micro_batches).map_err(|e| {
+            Failure::new(&name, "starting a step", Fault::protocol("a batch that can be cut", e.to_string()))
+        })?;
         let id = self.id;
         let mut running = Running {
             stage: self,
@@ -181,7 +182,7 @@ impl Running<'_> {
     fn arrivals(&mut self, action: Action, done: usize) -> Result<Vec<Parcel>, Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         if p.index() == 0 {
-            let tensors = self.from_driver(Kind::Input, action, done)?;
+            let tensors = self.take_from_driver(Kind::Input, action, done)?;
             return Ok(vec![(p, tensors)]);
         }
         let sources: Vec<PartitionId> =
@@ -197,12 +198,12 @@ impl Running<'_> {
     }
 
     fn target(&mut self, action: Action, done: usize) -> Result<Tensor, Fault> {
-        let mut tensors = self.from_driver(Kind::Target, action, done)?;
+        let mut tensors = self.take_from_driver(Kind::Target, action, done)?;
         tensors.pop().ok_or_else(|| Fault::protocol("one target", "none"))
     }
 
     /// Input or target of a micro-batch.
-    fn from_driver(&mut self, kind: Kind, action: Action, done: usize) -> Result<Vec<Tensor>, Fault> {
+    fn take_from_driver(&mut self, kind: Kind, action: Action, done: usize) -> Result<Vec<Tensor>, Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         let start = now_ns();
         self.stage.status.begin(Doing::Waiting(action), done);

@@ -112,7 +112,10 @@ pub fn blame(plan: &Plan, states: &[State]) -> (String, String) {
         let idle = states.get(sender.index()).is_some_and(|s| s.doing == Doing::Idle);
         if sent || idle {
             let what = if pass == Pass::Forward { "activation" } else { "gradient" };
-            return (format!("the link {} → {}", name(sender.index()), name(w)), format!("carrying the {what} of {action}"));
+            return (
+                format!("the link {} → {}", name(sender.index()), name(w)),
+                format!("carrying the {what} of {action}"),
+            );
         }
     }
     ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned())

@@ -258,7 +258,12 @@ pub struct Trainer<'a> {
 
 impl<'a> Trainer<'a> {
     /// Checks that the data fits the plan.
-    pub fn new(pipeline: &'a mut Pipeline, train: Loader, test: Option<Loader>, options: TrainOptions) -> Result<Self, TrainError> {
+    pub fn new(
+        pipeline: &'a mut Pipeline,
+        train: Loader,
+        test: Option<Loader>,
+        options: TrainOptions,
+    ) -> Result<Self, TrainError> {
         let (micro_batches, rows) = (pipeline.plan().micro_batches(), train.rows_min());
         if rows < micro_batches {
             return Err(TrainError::TooFewRows { micro_batches, rows });
@@ -291,7 +296,8 @@ impl<'a> Trainer<'a> {
                 }
                 let seconds = asked.elapsed().as_secs_f64();
                 totals.add(&outcome, seconds);
-                let done = StepDone { epoch, step, steps: self.steps, learning_rate, loading_s, seconds, outcome: &outcome };
+                let done =
+                    StepDone { epoch, step, steps: self.steps, learning_rate, loading_s, seconds, outcome: &outcome };
                 gathered.add(&done);
                 observer.on(&Event::StepDone(&done))?;
                 step += 1;
@@ -466,5 +472,106 @@ impl Gathered {
         rates.sort_by(f64::total_cmp);
         self.summary.samples_per_s_median = rates.get(rates.len() / 2).copied();
         self.summary
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::digits::Part;
+    use crate::data::{Digits, LastBatch, LoaderOptions};
+    use crate::models::Mlp;
+    use std::sync::Arc;
+
+    fn loader(options: LoaderOptions) -> Loader {
+        Loader::new(Arc::new(Digits::new(Part::Train, Default::default()).unwrap()), options).unwrap()
+    }
+
+    fn pipeline(micro_batches: usize) -> Pipeline {
+        let model = Mlp { hidden: vec![8], ..Mlp::default() }.model().unwrap();
+        Pipeline::builder(model).balance([1, 1]).place("a,b").micro_batches(micro_batches).build().unwrap()
+    }
+
+    fn options(epochs: u64, steps_max: Option<u64>) -> TrainOptions {
+        TrainOptions { epochs, steps_max, ..TrainOptions::default() }
+    }
+
+    #[test]
+    fn the_summary_is_what_the_events_said() {
+        let mut pipeline = pipeline(4);
+        let test = loader(LoaderOptions::testing(500));
+        let trainer =
+            Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), Some(test), options(3, Some(20)))
+                .unwrap();
+        assert_eq!(trainer.steps(), 20);
+        let (mut losses, mut epochs, mut tests) = (Vec::new(), 0, 0);
+        let summary = trainer
+            .run(&mut |event: &Event<'_>| {
+                match event {
+                    Event::StepDone(done) => {
+                        assert_eq!(done.step, losses.len() as u64);
+                        losses.push(done.outcome.loss);
+                    }
+                    Event::TestStepDone { .. } => tests += 1,
+                    Event::EpochDone(_) => epochs += 1,
+                }
+                Ok(())
+            })
+            .unwrap();
+        // 14 steps, then the 6 that are left; 3 test batches after each.
+        assert_eq!((losses.len(), epochs, tests), (20, 2, 6));
+        assert_eq!(summary.epochs.iter().map(|e| e.steps).collect::<Vec<_>>(), [14, 6]);
+        let mean = losses[14..].iter().sum::<f64>() / 6.0;
+        assert!((summary.epochs[1].train_loss - mean).abs() < 1e-12);
+        assert_eq!((summary.steps, summary.warm_up_steps), (20, 2));
+        assert!(summary.samples_per_s_median.is_some_and(|rate| rate > 0.0));
+        assert_eq!(
+            summary.links.iter().map(|l| (&l.from[..], &l.to[..])).collect::<Vec<_>>(),
+            [("a", "b"), ("b", "a")]
+        );
+        // Every step, training or testing, sends each micro-batch once; only training sends gradients back.
+        assert_eq!((summary.links[0].messages, summary.links[1].messages), (26 * 4, 20 * 4));
+        assert!(summary.workers.iter().all(|w| w.phases_s["forward"] > 0.0 && w.peak_bytes > 0 && w.steps_s > 0.0));
+    }
+
+    #[test]
+    fn batches_with_fewer_rows_than_micro_batches_are_refused_before_the_first_step() {
+        let mut pipeline = pipeline(40);
+        // 1437 % 100 = 37 rows would be left for the last batch.
+        let kept = LoaderOptions { last: LastBatch::Keep, ..LoaderOptions::training(100, 0) };
+        let error = Trainer::new(&mut pipeline, loader(kept), None, options(1, None)).err().unwrap();
+        assert!(matches!(error, TrainError::TooFewRows { micro_batches: 40, rows: 37 }), "{error}");
+        assert!(Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, options(1, None)).is_ok());
+    }
+
+    /// Reports travel as JSON, which has no NaN; a loss of NaN once arrived as 0 and training went on.
+    #[test]
+    fn a_loss_that_is_no_number_ends_the_run() {
+        let mut pipeline = pipeline(2);
+        let wild = TrainOptions { learning_rate: 1e30, ..options(1, None) };
+        let trainer = Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, wild).unwrap();
+        let error = trainer.run(&mut |_: &Event<'_>| Ok(()));
+        assert!(matches!(error, Err(TrainError::Diverged { .. })), "{:?}", error.map(|summary| summary.epochs));
+    }
+
+    #[test]
+    fn an_observer_that_fails_ends_the_run() {
+        let mut pipeline = pipeline(1);
+        let trainer =
+            Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, options(1, None)).unwrap();
+        let mut seen = 0;
+        let error = trainer.run(&mut |_: &Event<'_>| {
+            seen += 1;
+            Err(std::io::Error::other("disk full"))
+        });
+        assert!(matches!(error, Err(TrainError::Observer(_))));
+        assert_eq!(seen, 1);
+    }
+
+    #[test]
+    fn the_learning_rate_decays_along_half_a_cosine() {
+        assert_eq!((Decay::None.factor(7, 10), Decay::Cosine.factor(0, 10)), (1.0, 1.0));
+        assert!((Decay::Cosine.factor(5, 10) - 0.5).abs() < 1e-12);
+        assert!(Decay::Cosine.factor(9, 10) > 0.0);
     }
 }

@@ -50,7 +50,8 @@ impl Worker {
     pub fn run(self) -> Result<(), Failure> {
         let fate = self.fate.clone();
         let status = self.status.clone();
-        let name = plan_of(&self.job).map_or_else(|_| "worker".to_owned(), |p| p.placement().name(self.job.worker).to_owned());
+        let name =
+            plan_of(&self.job).map_or_else(|_| "worker".to_owned(), |p| p.placement().name(self.job.worker).to_owned());
         let result = std::panic::catch_unwind(AssertUnwindSafe(|| self.work()));
         result
             .unwrap_or_else(|panic| {
@@ -106,7 +107,8 @@ fn plan_of(job: &Job) -> Result<Plan, Fault> {
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
+    let text =
+        panic.downcast_ref::<&str>().map(|s| (*s).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
     let text = text.unwrap_or_else(|| "with something that is no text".to_owned());
     text.lines().next().unwrap_or_default().to_owned()
 }
@@ -128,7 +130,8 @@ impl Active {
         check(&plan).map_err(|e| Fault::protocol("a sound plan", e.to_string()))?;
         job.balance.check(model.layers.len()).map_err(|e| Fault::protocol("a balance that fits", e.to_string()))?;
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
-        let skips = SkipLayout::new(&uses, &job.balance).map_err(|e| Fault::protocol("skips that fit", e.to_string()))?;
+        let skips =
+            SkipLayout::new(&uses, &job.balance).map_err(|e| Fault::protocol("skips that fit", e.to_string()))?;
         let device = job.device.open().map_err(|e| Fault::protocol("a device that works", e.to_string()))?;
         let scenario = job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
         let stream = Stream::new(job.seed);
@@ -201,7 +204,7 @@ impl Active {
             correct,
             phases,
             step_ns: now_ns() - start,
-            peak_bytes: engine::take_peak_bytes(meter(self.stage.id)),
+            peak_bytes: engine::peak_bytes(self.stage.device, meter(self.stage.id)),
             links: self.links.iter().map(|(to, counters)| (*to, counters.read())).collect(),
             spans,
         })
@@ -275,7 +278,8 @@ impl Active {
             let tag = Tag::part(Kind::State, number, self.stage.id, i);
             let mut message = self.stage.mailbox.take(&tag, self.stage.patience)?;
             let value = message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a tensor", "none"))?;
-            let tensor = own.get(name.as_str()).ok_or_else(|| Fault::protocol("a tensor of this worker", name.clone()))?;
+            let tensor =
+                own.get(name.as_str()).ok_or_else(|| Fault::protocol("a tensor of this worker", name.clone()))?;
             if value.size() != tensor.size() {
                 return Err(Fault::protocol(format!("{name} {:?}", tensor.size()), format!("{:?}", value.size())));
             }

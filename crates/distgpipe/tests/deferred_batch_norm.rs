@@ -3,7 +3,9 @@
 use distgpipe::layer::{Context, Own};
 use distgpipe::layers::BatchNorm2d;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, Layer, Loss, Model, Optim, Pipeline, Recompute, SampleShape, ShapeError, SkipShapes, TensorSpec};
+use distgpipe::{
+    Batch, Layer, Loss, Model, Optim, Pipeline, Recompute, SampleShape, ShapeError, SkipShapes, TensorSpec,
+};
 use std::sync::Arc;
 
 struct Norm;
@@ -52,7 +54,8 @@ fn run((rows, side, around): (i64, i64, f64), micro_batches: usize, recompute: R
     let (mean, var) = (Tensor::zeros([3], (Kind::Double, Device::Cpu)), Tensor::ones([3], (Kind::Double, Device::Cpu)));
     for x in batches(rows, side, around) {
         // PyTorch's own rule on the whole batch, in double precision.
-        let _ = x.to_kind(Kind::Double).batch_norm(None::<&Tensor>, None, Some(&mean), Some(&var), true, 0.1, 1e-5, false);
+        let _ =
+            x.to_kind(Kind::Double).batch_norm(None::<&Tensor>, None, Some(&mean), Some(&var), true, 0.1, 1e-5, false);
         pipeline.train_step(&Batch::new(x.shallow_clone(), x.zeros_like())).unwrap();
     }
     let state = pipeline.state().unwrap();

@@ -58,7 +58,8 @@ fn pipeline(weights: &BTreeMap<String, Tensor>) -> Pipeline {
 fn mobilenet_v2_has_the_outputs_gradients_and_buffers_of_torchvision() {
     let all = tensors();
     let facts = json("mobilenet_v2.json");
-    let allowed = |group: &str, measure: &str| TIMES * facts["pytorch_float32_deviation"][group][measure].as_f64().unwrap();
+    let allowed =
+        |group: &str, measure: &str| TIMES * facts["pytorch_float32_deviation"][group][measure].as_f64().unwrap();
     let (absolute, relative) = ("largest_absolute", "largest_relative_to_tensor_max");
     let mut pipeline = pipeline(&under(&all, "weight/"));
 
@@ -73,8 +74,12 @@ fn mobilenet_v2_has_the_outputs_gradients_and_buffers_of_torchvision() {
 
     let expected = under(&all, "grad/");
     assert_eq!(gradients.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
-    let zeros: Vec<&str> =
-        facts["gradients_that_are_zero_but_for_rounding"].as_array().unwrap().iter().map(|v| v.as_str().unwrap()).collect();
+    let zeros: Vec<&str> = facts["gradients_that_are_zero_but_for_rounding"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_str().unwrap())
+        .collect();
     for (name, expected) in &expected {
         let (absolute_gap, relative_gap) = deviation(&gradients[name], expected);
         let zero = zeros.contains(&format!("grad/{name}").as_str());
@@ -94,7 +99,8 @@ fn mobilenet_v2_has_the_outputs_gradients_and_buffers_of_torchvision() {
 #[test]
 fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
     let facts = json("optimizers.json");
-    let vector = |v: &serde_json::Value| -> Vec<f64> { v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect() };
+    let vector =
+        |v: &serde_json::Value| -> Vec<f64> { v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect() };
     let mut compared = 0;
     for (name, case) in facts["cases"].as_object().unwrap() {
         let option = |key: &str| case["options"][key].as_f64().unwrap_or(0.0);

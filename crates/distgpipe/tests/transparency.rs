@@ -1,9 +1,9 @@
 //! Law 1 between threads: gradients, parameters and buffers are those of one device, bit for bit.
 
-#[path = "one_device/mod.rs"]
-mod one_device;
 #[path = "one_device/matrix.rs"]
 mod matrix;
+#[path = "one_device/mod.rs"]
+mod one_device;
 
 use distgpipe::Workers;
 
@@ -25,4 +25,32 @@ fn transformer_is_transparent_between_threads() {
 #[test]
 fn ten_steps_between_threads_have_the_losses_of_one_device() {
     matrix::check_ten_steps(|_| Workers::Threads);
+}
+
+/// A skip from the first to the last of three workers does not pass through the one between.
+#[test]
+fn a_skip_goes_straight_to_where_it_is_popped() {
+    use distgpipe::core::WorkerId;
+    let subject = one_device::subjects().into_iter().find(|s| s.name == "unet").unwrap();
+    let mut pipeline = distgpipe::Pipeline::builder(subject.model.clone())
+        .place("a,b,c")
+        .micro_batches(2)
+        .loss(subject.loss)
+        .build()
+        .unwrap();
+    let outcome = pipeline.train_step(&subject.batch(4, 1)).unwrap();
+    let (a, c) = (WorkerId(0), WorkerId(2));
+    assert!(pipeline.plan().messages(a, c) > 0 && pipeline.plan().messages(c, a) > 0, "{}", pipeline.plan());
+    let carried = |from: &str, to: &str| {
+        let links = outcome.links(pipeline.plan());
+        links.iter().find(|(f, t, _)| f == from && t == to).map_or(0, |(_, _, traffic)| traffic.payload_bytes)
+    };
+    // 4 rows of [4, 10, 10] floats: the outermost skip, and its gradient on the way back.
+    let skip = 4 * 4 * 10 * 10 * 4;
+    assert_eq!((carried("a", "c"), carried("c", "a")), (skip, skip));
+    // The same cut without the skip: what the neighbours exchange is the activation alone.
+    let summary = subject.model.summary().unwrap();
+    let cut = pipeline.balance().sizes()[0];
+    let activation: u64 = summary[cut - 1].output.iter().map(|s| 4 * s.bytes()).sum();
+    assert_eq!((carried("a", "b"), carried("b", "a")), (activation, activation));
 }

@@ -120,8 +120,12 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
 fn read_costs(path: &Path, layers: usize) -> anyhow::Result<Vec<(f64, f64)>> {
     let flag = || format!("--costs {}", path.display());
     let text = read_text("--costs", path, COSTS_BYTES_MAX)?;
-    let given: GivenCosts = serde_json::from_str(&text)
-        .map_err(|_| usage(format!("{}: expected a list of numbers, or what `distgpipe models NAME --profile --json` prints", flag())))?;
+    let given: GivenCosts = serde_json::from_str(&text).map_err(|_| {
+        usage(format!(
+            "{}: expected a list of numbers, or what `distgpipe models NAME --profile --json` prints",
+            flag()
+        ))
+    })?;
     let (GivenCosts::List(costs) | GivenCosts::Models { layers: costs }) = given;
     if costs.len() != layers {
         return Err(usage(format!("{}: expected a cost for each of {layers} layers, got {}", flag(), costs.len())));
@@ -145,7 +149,9 @@ struct Cut {
 impl Cut {
     fn new(balance: Balance, layers: &[(f64, f64)], model: &Model, args: &BalanceArgs) -> anyhow::Result<Self> {
         let sum = |partition: PartitionId| {
-            layers[balance.range(partition)].iter().fold((0.0, 0.0), |(f, b), (forward, backward)| (f + forward, b + backward))
+            layers[balance.range(partition)]
+                .iter()
+                .fold((0.0, 0.0), |(f, b), (forward, backward)| (f + forward, b + backward))
         };
         let costs: Vec<(f64, f64)> = (0..balance.partitions()).map(PartitionId::new).map(sum).collect();
         let placement = match &args.place {
@@ -154,7 +160,9 @@ impl Cut {
         };
         if placement.partitions() != balance.partitions() {
             let (named, wanted) = (placement.partitions(), balance.partitions());
-            return Err(usage(format!("--place names workers for {named} partitions, --partitions is {wanted}: give both the same number")));
+            return Err(usage(format!(
+                "--place names workers for {named} partitions, --partitions is {wanted}: give both the same number"
+            )));
         }
         let uses: Vec<SkipUse> = model.layers.iter().map(|layer| layer.skips()).collect();
         let mut request = Request::new(placement, args.chunks);
@@ -197,9 +205,7 @@ impl Cut {
     }
 
     fn json(&self) -> Vec<serde_json::Value> {
-        let one = |(partition, (forward_s, backward_s)): (PartitionId, (f64, f64))| {
-            json!({ "layers": self.balance.range(partition).len(), "forward_s": forward_s, "backward_s": backward_s })
-        };
+        let one = |(partition, (forward_s, backward_s)): (PartitionId, (f64, f64))| json!({ "layers": self.balance.range(partition).len(), "forward_s": forward_s, "backward_s": backward_s });
         self.partitions().map(one).collect()
     }
 }

@@ -3,10 +3,13 @@
 use crate::args::{DataName, TrainFlags};
 use crate::cmd::train;
 use crate::config::RunConfig;
+use crate::report;
 use crate::report::run::picture;
-use crate::report::{self, units};
 use distgpipe::core::schedule::Schedule;
 use distgpipe::trainer::Decay;
+
+/// Columns of the command that the demo stands for, so that it can be copied.
+const COMMAND_WIDTH: usize = 100;
 
 /// Flags of `distgpipe demo`.
 #[derive(Debug, clap::Args)]
@@ -39,21 +42,37 @@ fn preset() -> TrainFlags {
 /// Trains, and shows what happened.
 pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
     let flags = preset();
-    eprintln!(
+    report::note(&format!(
         "A small MobileNetV2 learns handwritten digits. The client (this process) keeps the images, the labels, and the\n\
          first and the last layer; the server (another process, over TCP) runs the 18 layers between. The same as:\n\n  {}\n",
-        flags.to_command()?
-    );
+        continued(&flags.to_words()?, COMMAND_WIDTH)
+    ));
     let config = RunConfig::new(&flags)?;
     let (result, plan) = train::execute(&config)?;
     if args.json {
         return report::print_json(&result);
     }
-    let accuracy = result.summary.test_accuracy().map_or("–".to_owned(), units::percent);
     report::print(&format!(
-        "\ntest accuracy  {accuracy} of digits it has never seen\nspeed          {}\n{}\nThe plan of one step, a backward drawn twice as long as a forward:\n\n{}",
-        result.speed(),
-        result.links(),
+        "\n{}\nThe plan of one step, with a backward drawn twice as long as a forward:\n\n{}",
+        result.short(),
         picture(&plan, report::width())?
     ))
+}
+
+/// A command on several lines, as a shell takes it.
+fn continued(words: &[String], width: usize) -> String {
+    let mut text = String::new();
+    let mut column = 0;
+    for word in words {
+        if column > 0 && column + word.len() + 3 > width {
+            text.push_str(" \\\n     ");
+            column = 5;
+        }
+        if column > 0 {
+            text.push(' ');
+        }
+        text.push_str(word);
+        column += word.len() + 1;
+    }
+    text
 }

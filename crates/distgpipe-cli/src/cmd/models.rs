@@ -100,7 +100,10 @@ fn list(json: bool) -> anyhow::Result<()> {
     if json {
         return report::print_json(&entries);
     }
-    report::print(&format!("{}\nWith default settings and for one sample; `distgpipe models NAME` shows layers and settings.\n", table.render()))
+    report::print(&format!(
+        "{}\nWith default settings and for one sample; `distgpipe models NAME` shows layers and settings.\n",
+        table.render()
+    ))
 }
 
 fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
@@ -127,7 +130,13 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
         units::count(model.parameters()),
         units::count(adds),
         shapes(&model.input),
-        settings.as_object().into_iter().flatten().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" "),
+        settings
+            .as_object()
+            .into_iter()
+            .flatten()
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect::<Vec<_>>()
+            .join(" "),
     ));
     if args.profile {
         text.push_str(&format!("times and memory for {} rows, the quickest of 5 rounds\n", args.sample.rows));
@@ -136,8 +145,13 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
 }
 
 fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerCost]>) -> String {
-    let mut columns =
-        vec![("#", Side::Right), ("layer", Side::Left), ("output", Side::Left), ("parameters", Side::Right), ("multiply-adds", Side::Right)];
+    let mut columns = vec![
+        ("#", Side::Right),
+        ("layer", Side::Left),
+        ("output", Side::Left),
+        ("parameters", Side::Right),
+        ("multiply-adds", Side::Right),
+    ];
     if costs.is_some() {
         columns.extend([("forward", Side::Right), ("backward", Side::Right), ("held", Side::Right)]);
     }
@@ -151,7 +165,11 @@ fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerCost]>) -> String {
             units::count(layer.multiply_adds),
         ];
         if let Some(cost) = costs.and_then(|costs| costs.get(i)) {
-            cells.extend([units::seconds(cost.forward_s), units::seconds(cost.backward_s), units::bytes(cost.held_bytes as f64)]);
+            cells.extend([
+                units::seconds(cost.forward_s),
+                units::seconds(cost.backward_s),
+                units::bytes(cost.held_bytes as f64),
+            ]);
         }
         table.row(cells);
     }

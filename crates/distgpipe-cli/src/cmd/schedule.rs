@@ -88,7 +88,8 @@ pub fn run(args: &ScheduleArgs) -> anyhow::Result<()> {
         Some(path) => read_plan("--check", path)?,
         None => planned(args)?,
     };
-    let simulation = simulate(&plan, &costs(args, plan.partitions())?).map_err(|e| usage(format!("--forward, --backward, --recompute-cost, --link: {e}")))?;
+    let simulation = simulate(&plan, &costs(args, plan.partitions())?)
+        .map_err(|e| usage(format!("--forward, --backward, --recompute-cost, --link: {e}")))?;
     if let Some(path) = &args.svg {
         std::fs::write(path, simulation.to_svg()).with_context(|| format!("--svg {}", path.display()))?;
     }

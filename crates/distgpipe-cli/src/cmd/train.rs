@@ -7,7 +7,8 @@ use crate::report::progress::Progress;
 use crate::report::run::RunReport;
 use crate::report::{self, units};
 use distgpipe::trainer::{Event, Observer, TrainError, Trainer};
-use distgpipe::{Pipeline, Plan};
+use distgpipe::Plan;
+use std::io::IsTerminal;
 
 /// What `--help` shows after the flags.
 pub const EXAMPLES: &str = "\
@@ -31,10 +32,11 @@ pub fn run(flags: TrainFlags) -> anyhow::Result<()> {
     let config = RunConfig::new(&flags.with_config()?)?;
     let (report, _) = execute(&config)?;
     if config.json {
-        report::print_json(&report)
-    } else {
-        report::print(&report.render())
+        return report::print_json(&report);
     }
+    // On a terminal the epochs have been seen one by one.
+    let epochs = if std::io::stdout().is_terminal() { String::new() } else { report.epochs() };
+    report::print(&format!("{epochs}\n{}", report.costs()))
 }
 
 /// Trains as configured: the one way of `train` and `demo`.
@@ -43,10 +45,11 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let plan = pipeline.plan().clone();
     let placement = plan.placement();
     let names = placement.worker_ids().map(|worker| placement.name(worker).to_owned()).collect();
-    let placed: Vec<String> = placement.partition_ids().map(|p| placement.name(placement.worker_of(p)).to_owned()).collect();
+    let placed: Vec<String> =
+        placement.partition_ids().map(|p| placement.name(placement.worker_of(p)).to_owned()).collect();
     let model = config.model.recipe.as_ref().map(|recipe| recipe.name.clone()).unwrap_or_default();
     let balance = pipeline.balance().sizes().to_vec();
-    eprintln!("{}", headline(config, &model, &balance, &placed));
+    report::note(&headline(config, &model, &balance, &placed));
     let mut log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
     let summary = {
         let trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
@@ -57,7 +60,8 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         })
     };
     let summary = summary.map_err(unwrapped)?;
-    end(pipeline);
+    // Goodbye to the workers first: what they say comes before what we print.
+    drop(pipeline);
     let report = RunReport {
         command: config.flags.to_command()?,
         model,
@@ -71,11 +75,6 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         log.finish(&report)?;
     }
     Ok((report, plan))
-}
-
-/// Says goodbye to the workers before anything is printed, so that what they say comes first.
-fn end(pipeline: Pipeline) {
-    drop(pipeline);
 }
 
 /// An observer's error is the system's: a closed pipe must be told from a failed run.

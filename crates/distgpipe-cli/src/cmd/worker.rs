@@ -4,6 +4,7 @@ use crate::exit::usage;
 use crate::files::read_text;
 use crate::report;
 use anyhow::Context;
+use distgpipe::engine::exit_at_once;
 use distgpipe::launch::this_is_a_worker_process;
 use distgpipe::link::Token;
 use distgpipe::models;
@@ -70,10 +71,10 @@ pub fn run(args: &WorkerArgs) -> anyhow::Result<()> {
     let server = Server::bind(options).with_context(|| format!("--listen {}", args.listen))?;
     let address = server.address()?;
     if given.is_none() {
-        eprintln!("use it with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …");
+        report::note(&format!("use it with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));
     }
     report::print(&format!("listening {address}\n"))?;
-    let tell = |failure: &distgpipe::Failure| eprintln!("{failure}; waiting for the next job");
+    let tell = |failure: &distgpipe::Failure| report::note(&format!("{failure}; waiting for the next job"));
     Ok(server.run(|| false, tell)?)
 }
 
@@ -101,25 +102,17 @@ fn token_from_parent() -> anyhow::Result<Token> {
     let mut line = String::new();
     let mut input = std::io::stdin().lock();
     let mut first = (&mut input).take(TOKEN_BYTES_MAX);
-    first
-        .read_line(&mut line)
-        .context("--child: reading the token from standard input")?;
+    first.read_line(&mut line).context("--child: reading the token from standard input")?;
     drop(input);
-    let token = line
-        .parse()
-        .map_err(|e| usage(format!("--child: first line of standard input: {e}")))?;
+    let token = line.parse().map_err(|e| usage(format!("--child: first line of standard input: {e}")))?;
     std::thread::spawn(|| {
         let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-        std::process::exit(1);
+        exit_at_once(1);
     });
     Ok(token)
 }
 
 fn address(listen: &str) -> anyhow::Result<SocketAddr> {
     let found = listen.to_socket_addrs().ok().and_then(|mut all| all.next());
-    found.ok_or_else(|| {
-        usage(format!(
-            "--listen {listen}: expected an address and a port, such as 127.0.0.1:7000"
-        ))
-    })
+    found.ok_or_else(|| usage(format!("--listen {listen}: expected an address and a port, such as 127.0.0.1:7000")))
 }

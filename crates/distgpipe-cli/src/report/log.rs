@@ -70,7 +70,9 @@ impl Log {
         if let Some(mut trace) = self.trace.take() {
             trace.lines.flush().with_context(|| flag.clone())?;
             let mut out = BufWriter::new(File::create(self.directory.join("trace.json"))?);
-            write_chrome(&mut out, &trace.spans, &trace.names).and_then(|()| out.flush()).with_context(|| flag.clone())?;
+            write_chrome(&mut out, &trace.spans, &trace.names)
+                .and_then(|()| out.flush())
+                .with_context(|| flag.clone())?;
         }
         std::fs::write(self.directory.join("summary.json"), serde_json::to_string_pretty(summary)? + "\n").context(flag)
     }

@@ -1,6 +1,6 @@
 //! How far the run is: a bar on a terminal, a line an epoch elsewhere. On standard error, so that results can be piped.
 
-use super::units;
+use super::{note, units};
 use distgpipe::trainer::{EpochSummary, Event, Observer};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
@@ -33,7 +33,7 @@ impl Progress {
     fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
-            None => eprintln!("{line}"),
+            None => note(line),
         }
     }
 }

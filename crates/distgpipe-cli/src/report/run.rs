@@ -28,11 +28,9 @@ pub struct RunReport {
 }
 
 impl RunReport {
-    /// All tables.
-    pub fn render(&self) -> String {
-        let mut text = self.epochs();
-        text.push('\n');
-        text.push_str(&self.workers());
+    /// What the run cost: workers, links, speed.
+    pub fn costs(&self) -> String {
+        let mut text = self.workers();
         if !self.summary.links.is_empty() {
             text.push('\n');
             text.push_str(&self.links());
@@ -74,10 +72,12 @@ impl RunReport {
         columns.extend([("other", Side::Right), ("peak memory", Side::Right)]);
         let mut table = Table::new(&columns);
         for worker in &self.summary.workers {
-            let mine = self.placement.iter().enumerate().filter(|(_, name)| **name == worker.name).map(|(i, _)| i.to_string());
+            let mine =
+                self.placement.iter().enumerate().filter(|(_, name)| **name == worker.name).map(|(i, _)| i.to_string());
             let mut cells = vec![worker.name.clone(), mine.collect::<Vec<_>>().join(",")];
             let share = |seconds: f64| units::percent(seconds / worker.steps_s.max(1e-12));
-            let times: Vec<f64> = Phase::ALL.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
+            let times: Vec<f64> =
+                Phase::ALL.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
             cells.extend(times.iter().map(|&seconds| share(seconds)));
             cells.push(share((worker.steps_s - times.iter().sum::<f64>()).max(0.0)));
             cells.push(units::bytes(worker.peak_bytes as f64));
@@ -108,6 +108,27 @@ impl RunReport {
             ]);
         }
         table.render()
+    }
+
+    /// The whole run in a few lines.
+    pub fn short(&self) -> String {
+        let mut table = Table::new(&[("", Side::Left), ("", Side::Left)]);
+        let mut row = |name: String, value: String| table.row(vec![name, value]);
+        if let Some(accuracy) = self.summary.test_accuracy() {
+            row("test accuracy".to_owned(), units::percent(accuracy));
+        }
+        if let Some(rate) = self.summary.samples_per_s_median {
+            row("samples/s".to_owned(), units::rate(rate));
+        }
+        for link in &self.summary.links {
+            let carried = units::bytes(link.wire_bytes.max(link.payload_bytes) as f64);
+            row(
+                format!("{} → {}", link.from, link.to),
+                format!("{carried} in {} messages", units::count(link.messages)),
+            );
+        }
+        row("time".to_owned(), units::seconds(self.summary.seconds));
+        table.render().trim_start().to_owned()
     }
 
     /// How fast it was.

@@ -30,7 +30,9 @@ impl Table {
     pub fn render(&self) -> String {
         let heading: Vec<String> = self.columns.iter().map(|(name, _)| name.clone()).collect();
         let lines: Vec<&Vec<String>> = std::iter::once(&heading).chain(&self.rows).collect();
-        let width = |column: usize| lines.iter().filter_map(|cells| cells.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0);
+        let width = |column: usize| {
+            lines.iter().filter_map(|cells| cells.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
         let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
         let mut text = String::new();
         for cells in lines {

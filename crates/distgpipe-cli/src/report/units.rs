@@ -57,7 +57,10 @@ mod tests {
     fn numbers_read_well() {
         assert_eq!((count(7), count(1234), count(1_234_567)), ("7".into(), "1,234".into(), "1,234,567".into()));
         assert_eq!((bytes(999.0), bytes(56_900_000.0)), ("999 B".into(), "56.9 MB".into()));
-        assert_eq!((seconds(0.0123), seconds(3.0), seconds(2e-6)), ("12.30 ms".into(), "3.00 s".into(), "2.0 µs".into()));
+        assert_eq!(
+            (seconds(0.0123), seconds(3.0), seconds(2e-6)),
+            ("12.30 ms".into(), "3.00 s".into(), "2.0 µs".into())
+        );
         assert_eq!((rate(18.46), rate(1812.3)), ("18.5".into(), "1,812".into()));
     }
 }

@@ -41,24 +41,14 @@ impl Codec for Raw {
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         if meta.codec != self.id() {
-            return Err(CodecError::WrongCodec {
-                expected: self.id(),
-                got: meta.codec,
-            });
+            return Err(CodecError::WrongCodec { expected: self.id(), got: meta.codec });
         }
         let expected = meta.decoded_bytes();
         if body.len() as u64 != expected {
-            return Err(CodecError::BodyLength {
-                codec: self.id(),
-                expected,
-                got: body.len() as u64,
-            });
+            return Err(CodecError::BodyLength { codec: self.id(), expected, got: body.len() as u64 });
         }
         if out.len() as u64 != expected {
-            return Err(CodecError::OutLength {
-                expected,
-                got: out.len() as u64,
-            });
+            return Err(CodecError::OutLength { expected, got: out.len() as u64 });
         }
         if meta.dtype == DType::Bool {
             check_bools(body)?;
@@ -112,11 +102,7 @@ mod tests {
         let memory: Vec<u8> = values.iter().flat_map(|v| v.to_ne_bytes()).collect();
         let wire: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let mut out = vec![7];
-        let view = TensorView {
-            dtype: DType::F32,
-            dims: &[2],
-            bytes: &memory,
-        };
+        let view = TensorView { dtype: DType::F32, dims: &[2], bytes: &memory };
         Raw.encode(view, &mut out).unwrap();
         assert_eq!(out[1..], wire);
     }

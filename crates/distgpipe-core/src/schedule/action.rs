@@ -96,29 +96,17 @@ pub(super) struct Message {
 impl Action {
     /// The forward of a micro-batch.
     pub fn forward(partition: PartitionId, micro_batch: MicroBatchId) -> Self {
-        Self {
-            partition,
-            op: Op::Forward,
-            micro_batch,
-        }
+        Self { partition, op: Op::Forward, micro_batch }
     }
 
     /// The recomputation of a micro-batch.
     pub fn recompute(partition: PartitionId, micro_batch: MicroBatchId) -> Self {
-        Self {
-            partition,
-            op: Op::Recompute,
-            micro_batch,
-        }
+        Self { partition, op: Op::Recompute, micro_batch }
     }
 
     /// The backward of a micro-batch.
     pub fn backward(partition: PartitionId, micro_batch: MicroBatchId) -> Self {
-        Self {
-            partition,
-            op: Op::Backward,
-            micro_batch,
-        }
+        Self { partition, op: Op::Backward, micro_batch }
     }
 
     /// Whether the worker computes in this step, rather than sends or waits.
@@ -130,18 +118,8 @@ impl Action {
     pub(super) fn message(&self) -> Option<Message> {
         let micro_batch = self.micro_batch;
         match self.op {
-            Op::Send { pass, to } => Some(Message {
-                pass,
-                micro_batch,
-                from: self.partition,
-                to,
-            }),
-            Op::Receive { pass, from } => Some(Message {
-                pass,
-                micro_batch,
-                from,
-                to: self.partition,
-            }),
+            Op::Send { pass, to } => Some(Message { pass, micro_batch, from: self.partition, to }),
+            Op::Receive { pass, from } => Some(Message { pass, micro_batch, from, to: self.partition }),
             Op::Forward | Op::Recompute | Op::Backward => None,
         }
     }
@@ -149,27 +127,13 @@ impl Action {
 
 impl Message {
     pub(super) fn send(self) -> Action {
-        let op = Op::Send {
-            pass: self.pass,
-            to: self.to,
-        };
-        Action {
-            partition: self.from,
-            op,
-            micro_batch: self.micro_batch,
-        }
+        let op = Op::Send { pass: self.pass, to: self.to };
+        Action { partition: self.from, op, micro_batch: self.micro_batch }
     }
 
     pub(super) fn receive(self) -> Action {
-        let op = Op::Receive {
-            pass: self.pass,
-            from: self.from,
-        };
-        Action {
-            partition: self.to,
-            op,
-            micro_batch: self.micro_batch,
-        }
+        let op = Op::Receive { pass: self.pass, from: self.from };
+        Action { partition: self.to, op, micro_batch: self.micro_batch }
     }
 }
 
@@ -191,11 +155,7 @@ fn letter(pass: Pass) -> char {
 
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            partition,
-            op,
-            micro_batch,
-        } = self;
+        let Self { partition, op, micro_batch } = self;
         match *op {
             Op::Forward => write!(f, "{partition}F{micro_batch}"),
             Op::Recompute => write!(f, "{partition}R{micro_batch}"),
@@ -212,9 +172,7 @@ impl FromStr for Action {
     type Err = ActionParseError;
 
     fn from_str(text: &str) -> Result<Self, ActionParseError> {
-        parse(text).ok_or_else(|| ActionParseError::Form {
-            got: text.chars().take(40).collect(),
-        })
+        parse(text).ok_or_else(|| ActionParseError::Form { got: text.chars().take(40).collect() })
     }
 }
 
@@ -244,11 +202,7 @@ fn parse(text: &str) -> Option<Action> {
             _ => return None,
         }
     };
-    Some(Action {
-        partition: PartitionId(partition),
-        op,
-        micro_batch: MicroBatchId(micro_batch),
-    })
+    Some(Action { partition: PartitionId(partition), op, micro_batch: MicroBatchId(micro_batch) })
 }
 
 /// The number at the start of a text, and what follows it.
@@ -264,23 +218,14 @@ pub(super) mod tests {
     use proptest::prelude::*;
 
     /// Any action with ids below the bounds.
-    pub(in super::super) fn any_action(
-        partitions: u32,
-        micro_batches: u32,
-    ) -> impl Strategy<Value = Action> {
+    pub(in super::super) fn any_action(partitions: u32, micro_batches: u32) -> impl Strategy<Value = Action> {
         let pass = prop_oneof![Just(Pass::Forward), Just(Pass::Backward)];
         let op = (0..5, pass, 0..partitions).prop_map(|(kind, pass, other)| match kind {
             0 => Op::Forward,
             1 => Op::Recompute,
             2 => Op::Backward,
-            3 => Op::Send {
-                pass,
-                to: PartitionId(other),
-            },
-            _ => Op::Receive {
-                pass,
-                from: PartitionId(other),
-            },
+            3 => Op::Send { pass, to: PartitionId(other) },
+            _ => Op::Receive { pass, from: PartitionId(other) },
         });
         (0..partitions, op, 0..micro_batches).prop_map(|(partition, op, micro_batch)| Action {
             partition: PartitionId(partition),
@@ -321,10 +266,7 @@ pub(super) mod tests {
             "0F0é1",
         ] {
             let error = bad.parse::<Action>().unwrap_err();
-            assert!(
-                error.to_string().contains(&format!("got `{bad}`")),
-                "{error}"
-            );
+            assert!(error.to_string().contains(&format!("got `{bad}`")), "{error}");
         }
     }
 }

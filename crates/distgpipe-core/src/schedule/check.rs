@@ -181,10 +181,7 @@ impl Excerpt {
     fn new(plan: &Plan, worker: WorkerId, index: usize) -> Self {
         const NEIGHBOURS: usize = 4;
         let actions = plan.actions(worker);
-        let (first, last) = (
-            index.saturating_sub(NEIGHBOURS),
-            (index + NEIGHBOURS).min(actions.len() - 1),
-        );
+        let (first, last) = (index.saturating_sub(NEIGHBOURS), (index + NEIGHBOURS).min(actions.len() - 1));
         let mut line = format!("{}:", plan.placement().name(worker));
         let mut underline = String::new();
         if first > 0 {
@@ -194,11 +191,7 @@ impl Excerpt {
             line.push(' ');
             let action = action.to_string();
             if first + offset == index {
-                underline = format!(
-                    "{}{}",
-                    " ".repeat(line.chars().count()),
-                    "^".repeat(action.len())
-                );
+                underline = format!("{}{}", " ".repeat(line.chars().count()), "^".repeat(action.len()));
             }
             line.push_str(&action);
         }
@@ -210,12 +203,7 @@ impl Excerpt {
 }
 
 fn join(stuck: &[Stuck]) -> String {
-    let line = |Stuck {
-                    worker,
-                    action,
-                    waits_for,
-                    at,
-                }: &Stuck| {
+    let line = |Stuck { worker, action, waits_for, at }: &Stuck| {
         format!("\n`{worker}` is stuck on `{action}`, waiting for `{waits_for}`\n{at}")
     };
     stuck.iter().map(line).collect()
@@ -229,9 +217,7 @@ pub fn check(plan: &Plan) -> Result<(), CheckError> {
     walk(plan, |_, _| {}).map_err(|stuck| {
         let describe = |(worker, index): (WorkerId, usize)| {
             let action = plan.actions(worker)[index];
-            let from = action
-                .message()
-                .and_then(|message| plan.worker_of(message.from));
+            let from = action.message().and_then(|message| plan.worker_of(message.from));
             let name = |worker| plan.placement().name(worker).to_string();
             Stuck {
                 worker: name(worker),
@@ -240,9 +226,7 @@ pub fn check(plan: &Plan) -> Result<(), CheckError> {
                 at: Excerpt::new(plan, worker, index),
             }
         };
-        CheckError::Deadlock {
-            stuck: stuck.into_iter().map(describe).collect(),
-        }
+        CheckError::Deadlock { stuck: stuck.into_iter().map(describe).collect() }
     })
 }
 
@@ -260,10 +244,7 @@ impl<'a> Places<'a> {
             for (at, &action) in plan.actions(worker).iter().enumerate() {
                 possible(plan, worker, action).map_err(|fault| fault.error(plan, worker, at))?;
                 if index.insert(action, at).is_some() {
-                    return Err(CheckError::Duplicate {
-                        action,
-                        at: Excerpt::new(plan, worker, at),
-                    });
+                    return Err(CheckError::Duplicate { action, at: Excerpt::new(plan, worker, at) });
                 }
             }
         }
@@ -282,25 +263,11 @@ impl<'a> Places<'a> {
             }
         }
         for from in plan.placement().partition_ids() {
-            for &to in plan
-                .out_edges(from)
-                .iter()
-                .filter(|&&to| !plan.same_worker(from, to))
-            {
+            for &to in plan.out_edges(from).iter().filter(|&&to| !plan.same_worker(from, to)) {
                 for micro_batch in (0..plan.micro_batches()).map(MicroBatchId::new) {
-                    self.has_message(Message {
-                        pass: Pass::Forward,
-                        micro_batch,
-                        from,
-                        to,
-                    })?;
+                    self.has_message(Message { pass: Pass::Forward, micro_batch, from, to })?;
                     if plan.mode() == Mode::Train {
-                        self.has_message(Message {
-                            pass: Pass::Backward,
-                            micro_batch,
-                            from: to,
-                            to: from,
-                        })?;
+                        self.has_message(Message { pass: Pass::Backward, micro_batch, from: to, to: from })?;
                     }
                 }
             }
@@ -312,10 +279,7 @@ impl<'a> Places<'a> {
         if self.index.contains_key(&action) {
             return Ok(());
         }
-        Err(CheckError::MissingCompute {
-            action,
-            worker: self.worker_name(action.partition),
-        })
+        Err(CheckError::MissingCompute { action, worker: self.worker_name(action.partition) })
     }
 
     /// Both ends; the forwards and backwards are known to be there.
@@ -328,23 +292,13 @@ impl<'a> Places<'a> {
         if !self.index.contains_key(&action) {
             let after = compute(message.from);
             let worker = self.worker_name(message.from);
-            return Err(CheckError::MissingSend {
-                action,
-                worker,
-                after,
-                at: self.excerpt(after),
-            });
+            return Err(CheckError::MissingSend { action, worker, after, at: self.excerpt(after) });
         }
         let action = message.receive();
         if !self.index.contains_key(&action) {
             let before = compute(message.to);
             let worker = self.worker_name(message.to);
-            return Err(CheckError::MissingReceive {
-                action,
-                worker,
-                before,
-                at: self.excerpt(before),
-            });
+            return Err(CheckError::MissingReceive { action, worker, before, at: self.excerpt(before) });
         }
         Ok(())
     }
@@ -353,11 +307,7 @@ impl<'a> Places<'a> {
     fn ordered(&self) -> Result<(), CheckError> {
         for worker in self.plan.placement().worker_ids() {
             for &action in self.plan.actions(worker) {
-                let Action {
-                    partition,
-                    op,
-                    micro_batch,
-                } = action;
+                let Action { partition, op, micro_batch } = action;
                 match op {
                     Op::Forward => self.after_inputs(action, Pass::Forward)?,
                     Op::Backward => {
@@ -372,11 +322,7 @@ impl<'a> Places<'a> {
                         };
                         if !self.before(producer, action) {
                             let at = self.excerpt(action);
-                            return Err(CheckError::SendBeforeProduce {
-                                action,
-                                producer,
-                                at,
-                            });
+                            return Err(CheckError::SendBeforeProduce { action, producer, at });
                         }
                     }
                     // When a receive may stand is a matter between workers: rule 5.
@@ -388,39 +334,19 @@ impl<'a> Places<'a> {
     }
 
     fn after_inputs(&self, action: Action, pass: Pass) -> Result<(), CheckError> {
-        let Action {
-            partition,
-            micro_batch,
-            ..
-        } = action;
+        let Action { partition, micro_batch, .. } = action;
         let sources = match pass {
             Pass::Forward => self.plan.in_edges(partition),
             Pass::Backward => self.plan.out_edges(partition),
         };
         for &from in sources {
             if self.plan.same_worker(from, partition) {
-                self.after_producer(
-                    action,
-                    Action {
-                        partition: from,
-                        ..action
-                    },
-                )?;
+                self.after_producer(action, Action { partition: from, ..action })?;
                 continue;
             }
-            let receive = Message {
-                pass,
-                micro_batch,
-                from,
-                to: partition,
-            }
-            .receive();
+            let receive = Message { pass, micro_batch, from, to: partition }.receive();
             if !self.before(receive, action) {
-                return Err(CheckError::UseBeforeReceive {
-                    action,
-                    receive,
-                    at: self.excerpt(action),
-                });
+                return Err(CheckError::UseBeforeReceive { action, receive, at: self.excerpt(action) });
             }
         }
         Ok(())
@@ -430,11 +356,7 @@ impl<'a> Places<'a> {
         if self.before(producer, action) {
             return Ok(());
         }
-        Err(CheckError::UseBeforeProduce {
-            action,
-            producer,
-            at: self.excerpt(action),
-        })
+        Err(CheckError::UseBeforeProduce { action, producer, at: self.excerpt(action) })
     }
 
     fn between(&self, action: Action) -> Result<(), CheckError> {
@@ -443,12 +365,7 @@ impl<'a> Places<'a> {
         if self.before(forward, action) && self.before(action, backward) {
             return Ok(());
         }
-        Err(CheckError::MisplacedRecompute {
-            action,
-            forward,
-            backward,
-            at: self.excerpt(action),
-        })
+        Err(CheckError::MisplacedRecompute { action, forward, backward, at: self.excerpt(action) })
     }
 
     /// Both are on one worker, and rule 3 found both.
@@ -457,11 +374,7 @@ impl<'a> Places<'a> {
     }
 
     fn excerpt(&self, action: Action) -> Excerpt {
-        Excerpt::new(
-            self.plan,
-            self.plan.placement().worker_of(action.partition),
-            self.index[&action],
-        )
+        Excerpt::new(self.plan, self.plan.placement().worker_of(action.partition), self.index[&action])
     }
 
     fn worker_name(&self, partition: PartitionId) -> String {
@@ -472,15 +385,8 @@ impl<'a> Places<'a> {
 
 /// What rule 1 found, before it is known where.
 enum Fault {
-    Stray {
-        action: Action,
-        expected: String,
-        got: String,
-    },
-    WrongWorker {
-        action: Action,
-        expected: WorkerId,
-    },
+    Stray { action: Action, expected: String, got: String },
+    WrongWorker { action: Action, expected: WorkerId },
 }
 
 impl Fault {
@@ -488,41 +394,20 @@ impl Fault {
         let at = Excerpt::new(plan, worker, index);
         let name = |worker| plan.placement().name(worker).to_string();
         match self {
-            Self::Stray {
-                action,
-                expected,
-                got,
-            } => CheckError::Stray {
-                action,
-                expected,
-                got,
-                at,
-            },
-            Self::WrongWorker { action, expected } => CheckError::WrongWorker {
-                action,
-                expected: name(expected),
-                got: name(worker),
-                at,
-            },
+            Self::Stray { action, expected, got } => CheckError::Stray { action, expected, got, at },
+            Self::WrongWorker { action, expected } => {
+                CheckError::WrongWorker { action, expected: name(expected), got: name(worker), at }
+            }
         }
     }
 }
 
 /// Rule 1 for one action.
 fn possible(plan: &Plan, worker: WorkerId, action: Action) -> Result<(), Fault> {
-    let stray = |expected: String, got: String| {
-        Err(Fault::Stray {
-            action,
-            expected,
-            got,
-        })
-    };
+    let stray = |expected: String, got: String| Err(Fault::Stray { action, expected, got });
     let partitions = plan.partitions();
     let Some(expected) = plan.worker_of(action.partition) else {
-        return stray(
-            format!("a partition below {partitions}"),
-            format!("partition {}", action.partition),
-        );
+        return stray(format!("a partition below {partitions}"), format!("partition {}", action.partition));
     };
     if action.micro_batch.index() >= plan.micro_batches() {
         let expected = format!("a micro-batch below {}", plan.micro_batches());
@@ -536,10 +421,7 @@ fn possible(plan: &Plan, worker: WorkerId, action: Action) -> Result<(), Fault> 
         (op, None) => op != Op::Forward,
     };
     if backward && plan.mode() == Mode::Evaluate {
-        return stray(
-            "forwards only in evaluation".to_string(),
-            "a part of the backward".to_string(),
-        );
+        return stray("forwards only in evaluation".to_string(), "a part of the backward".to_string());
     }
     let Some(message) = action.message() else {
         return Ok(());
@@ -551,10 +433,7 @@ fn possible(plan: &Plan, worker: WorkerId, action: Action) -> Result<(), Fault> 
     let edge = upper.index() < partitions && plan.out_edges(upper).binary_search(&lower).is_ok();
     if !edge {
         let got = format!("no such edge as {} to {}", message.from, message.to);
-        return stray(
-            "a message between neighbours or along a skip".to_string(),
-            got,
-        );
+        return stray("a message between neighbours or along a skip".to_string(), got);
     }
     if plan.same_worker(upper, lower) {
         return stray(
@@ -592,8 +471,16 @@ b: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
         for (from, to, expected) in [
             ("0F0 ", "0F0 3F0 ", "stray action `3F0`: expected a partition below 3, got partition 3"),
             ("0F0 ", "0F0 0F1 ", "stray action `0F1`: expected a micro-batch below 1, got micro-batch 1"),
-            ("0F0 ", "0F0 1F0 ", "`1F0` on the wrong worker: expected it on `b`, which holds its partition, got it on `a`"),
-            ("0F0 ", "0F0 0F0>2 ", "stray action `0F0>2`: expected messages between different workers only, got two partitions of `a`"),
+            (
+                "0F0 ",
+                "0F0 1F0 ",
+                "`1F0` on the wrong worker: expected it on `b`, which holds its partition, got it on `a`",
+            ),
+            (
+                "0F0 ",
+                "0F0 0F0>2 ",
+                "stray action `0F0>2`: expected messages between different workers only, got two partitions of `a`",
+            ),
             ("0F0 ", "0F0 0F0>9 ", "no such edge as 0 to 9"),
             ("0F0 ", "0F0 0B0>1 ", "no such edge as 0 to 1"),
             ("0F0 ", "0F0 2F0>1 ", "no such edge as 2 to 1"),

@@ -20,11 +20,8 @@ pub(super) fn order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
     let mut orders = forward_order(shape);
     // Mirrored: what the forward did last, the backward undoes first.
     for order in &mut orders {
-        let backwards: Vec<_> = order
-            .iter()
-            .rev()
-            .map(|action| Action::backward(action.partition, action.micro_batch))
-            .collect();
+        let backwards: Vec<_> =
+            order.iter().rev().map(|action| Action::backward(action.partition, action.micro_batch)).collect();
         order.extend(backwards);
     }
     orders
@@ -38,10 +35,7 @@ pub(super) fn forward_order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
     for clock in 0..partitions + shape.micro_batches - 1 {
         let first = (clock + 1).saturating_sub(shape.micro_batches);
         for partition in first..partitions.min(clock + 1) {
-            let action = Action::forward(
-                PartitionId::new(partition),
-                MicroBatchId::new(clock - partition),
-            );
+            let action = Action::forward(PartitionId::new(partition), MicroBatchId::new(clock - partition));
             orders[shape.placement.worker_of(action.partition).index()].push(action);
         }
     }
@@ -54,42 +48,21 @@ mod tests {
     use crate::placement::Placement;
 
     fn text(orders: &[Vec<Action>]) -> Vec<String> {
-        let line = |order: &Vec<Action>| {
-            order
-                .iter()
-                .map(ToString::to_string)
-                .collect::<Vec<_>>()
-                .join(" ")
-        };
+        let line = |order: &Vec<Action>| order.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         orders.iter().map(line).collect()
     }
 
     #[test]
     fn forwards_by_clock_then_backwards_newest_first() {
         let placement = Placement::one_worker_each(2);
-        let orders = order(&Shape {
-            placement: &placement,
-            micro_batches: 3,
-        });
-        assert_eq!(
-            text(&orders),
-            ["0F0 0F1 0F2 0B2 0B1 0B0", "1F0 1F1 1F2 1B2 1B1 1B0"]
-        );
+        let orders = order(&Shape { placement: &placement, micro_batches: 3 });
+        assert_eq!(text(&orders), ["0F0 0F1 0F2 0B2 0B1 0B0", "1F0 1F1 1F2 1B2 1B1 1B0"]);
     }
 
     #[test]
     fn a_client_with_both_ends_keeps_feeding_the_server() {
         let placement: Placement = "client,server,client".parse().unwrap();
-        let orders = order(&Shape {
-            placement: &placement,
-            micro_batches: 3,
-        });
-        assert_eq!(
-            text(&orders),
-            [
-                "0F0 0F1 0F2 2F0 2F1 2F2 2B2 2B1 2B0 0B2 0B1 0B0",
-                "1F0 1F1 1F2 1B2 1B1 1B0"
-            ]
-        );
+        let orders = order(&Shape { placement: &placement, micro_batches: 3 });
+        assert_eq!(text(&orders), ["0F0 0F1 0F2 2F0 2F1 2F2 2B2 2B1 2B0 0B2 0B1 0B0", "1F0 1F1 1F2 1B2 1B1 1B0"]);
     }
 }

@@ -67,11 +67,7 @@ fn grouped(shape: &Shape<'_>) -> Vec<Vec<Action>> {
     let in_flight_max = |partition: PartitionId| 2 * (partitions - partition.index()) - 1;
     list::order(
         shape,
-        &Policy {
-            in_flight_max: &in_flight_max,
-            rank: &rank,
-            message_ticks: one_f_one_b::MESSAGE_TICKS,
-        },
+        &Policy { in_flight_max: &in_flight_max, rank: &rank, message_ticks: one_f_one_b::MESSAGE_TICKS },
     )
 }
 
@@ -84,52 +80,21 @@ mod tests {
     #[test]
     fn two_workers_with_two_partitions_each_follow_megatron() {
         let placement: Placement = "a,b,a,b".parse().unwrap();
-        let orders = order(&Shape {
-            placement: &placement,
-            micro_batches: 4,
-        });
-        let text = |index: usize| {
-            orders[index]
-                .iter()
-                .map(ToString::to_string)
-                .collect::<Vec<_>>()
-                .join(" ")
-        };
+        let orders = order(&Shape { placement: &placement, micro_batches: 4 });
+        let text = |index: usize| orders[index].iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         // Warm-up of 4 and 2 forwards; micro-batches in groups of two.
-        assert_eq!(
-            text(0),
-            "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
-        );
-        assert_eq!(
-            text(1),
-            "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
-        );
+        assert_eq!(text(0), "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3");
+        assert_eq!(text(1), "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3");
     }
 
     #[test]
     fn other_placements_beat_one_f_one_b_on_a_slow_link() {
-        for placement in [
-            "client,server,client",
-            "a,b,c,a",
-            "c,b,a,b,c",
-            "a,b,b,a,c,b",
-            "a,b,a",
-        ] {
+        for placement in ["client,server,client", "a,b,c,a", "c,b,a,b,c", "a,b,b,a,c,b", "a,b,a"] {
             let request = Request::new(placement.parse().unwrap(), 12);
             let mut costs = Costs::equal(request.placement.partitions());
-            costs.other_links = LinkCost {
-                latency: 2.0,
-                transfer: 0.5,
-            };
-            let makespan = |schedule: Schedule| {
-                simulate(&schedule.plan(&request).unwrap(), &costs)
-                    .unwrap()
-                    .makespan
-            };
-            assert!(
-                makespan(Schedule::Interleaved) < makespan(Schedule::OneFOneB),
-                "{placement}"
-            );
+            costs.other_links = LinkCost { latency: 2.0, transfer: 0.5 };
+            let makespan = |schedule: Schedule| simulate(&schedule.plan(&request).unwrap(), &costs).unwrap().makespan;
+            assert!(makespan(Schedule::Interleaved) < makespan(Schedule::OneFOneB), "{placement}");
         }
     }
 }

@@ -22,11 +22,8 @@ pub(super) struct Policy<'a, Rank: Ord> {
 
 /// See [`super::Order`].
 pub(super) fn order<Rank: Ord>(shape: &Shape<'_>, policy: &Policy<'_, Rank>) -> Vec<Vec<Action>> {
-    let held: Vec<Vec<PartitionId>> = shape
-        .placement
-        .worker_ids()
-        .map(|worker| shape.placement.partitions_of(worker))
-        .collect();
+    let held: Vec<Vec<PartitionId>> =
+        shape.placement.worker_ids().map(|worker| shape.placement.partitions_of(worker)).collect();
     let mut orders = vec![Vec::new(); held.len()];
     let mut paper = Paper::new(shape, policy.message_ticks);
     let mut left = 2 * shape.placement.partitions() * shape.micro_batches;
@@ -38,9 +35,8 @@ pub(super) fn order<Rank: Ord>(shape: &Shape<'_>, policy: &Policy<'_, Rank>) -> 
         let taken: Vec<Option<Action>> = held
             .iter()
             .map(|own| {
-                let ready = own.iter().flat_map(|&partition| {
-                    paper.ready(now, partition, (policy.in_flight_max)(partition))
-                });
+                let ready =
+                    own.iter().flat_map(|&partition| paper.ready(now, partition, (policy.in_flight_max)(partition)));
                 ready.min_by_key(|action| (policy.rank)(action))
             })
             .collect();
@@ -52,10 +48,7 @@ pub(super) fn order<Rank: Ord>(shape: &Shape<'_>, policy: &Policy<'_, Rank>) -> 
             left -= 1;
             last_progress = now;
         }
-        assert!(
-            now <= last_progress + policy.message_ticks,
-            "the oldest micro-batch is never held up"
-        );
+        assert!(now <= last_progress + policy.message_ticks, "the oldest micro-batch is never held up");
     }
     orders
 }
@@ -71,50 +64,29 @@ struct Paper<'a> {
 impl<'a> Paper<'a> {
     fn new(shape: &'a Shape<'a>, message_ticks: usize) -> Self {
         let none = || vec![Vec::with_capacity(shape.micro_batches); shape.placement.partitions()];
-        Self {
-            shape,
-            message_ticks,
-            forwards: none(),
-            backwards: none(),
-        }
+        Self { shape, message_ticks, forwards: none(), backwards: none() }
     }
 
     /// The next forward and the next backward of a partition, where their inputs are there.
-    fn ready(
-        &self,
-        now: usize,
-        partition: PartitionId,
-        in_flight_max: usize,
-    ) -> impl Iterator<Item = Action> {
+    fn ready(&self, now: usize, partition: PartitionId, in_flight_max: usize) -> impl Iterator<Item = Action> {
         let here = partition.index();
         let (forward, backward) = (self.forwards[here].len(), self.backwards[here].len());
         let forward_ready = forward < self.shape.micro_batches
             && forward - backward < in_flight_max
             && (here == 0 || self.arrived(now, &self.forwards, here - 1, partition, forward));
         let backward_ready = backward < forward
-            && (here + 1 == self.backwards.len()
-                || self.arrived(now, &self.backwards, here + 1, partition, backward));
+            && (here + 1 == self.backwards.len() || self.arrived(now, &self.backwards, here + 1, partition, backward));
         let forward = forward_ready.then(|| Action::forward(partition, MicroBatchId::new(forward)));
-        let backward =
-            backward_ready.then(|| Action::backward(partition, MicroBatchId::new(backward)));
+        let backward = backward_ready.then(|| Action::backward(partition, MicroBatchId::new(backward)));
         forward.into_iter().chain(backward)
     }
 
     /// Whether what partition `from` computes for a micro-batch has reached partition `to`.
-    fn arrived(
-        &self,
-        now: usize,
-        pass: &[Vec<usize>],
-        from: usize,
-        to: PartitionId,
-        micro_batch: usize,
-    ) -> bool {
+    fn arrived(&self, now: usize, pass: &[Vec<usize>], from: usize, to: PartitionId, micro_batch: usize) -> bool {
         let placement = self.shape.placement;
         let local = placement.worker_of(PartitionId::new(from)) == placement.worker_of(to);
         let ticks = if local { 0 } else { self.message_ticks };
-        pass[from]
-            .get(micro_batch)
-            .is_some_and(|&finished| finished + ticks <= now)
+        pass[from].get(micro_batch).is_some_and(|&finished| finished + ticks <= now)
     }
 
     fn finish(&mut self, at: usize, action: Action) {

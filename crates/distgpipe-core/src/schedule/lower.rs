@@ -18,9 +18,7 @@ pub(super) fn lower(plan: Plan, order: Vec<Vec<Action>>, recompute: Recompute) -
         .into_iter()
         .map(|computes| {
             let mut actions = Vec::new();
-            computes
-                .into_iter()
-                .for_each(|compute| surround(&plan, compute, recompute, &mut actions));
+            computes.into_iter().for_each(|compute| surround(&plan, compute, recompute, &mut actions));
             actions
         })
         .collect();
@@ -29,22 +27,10 @@ pub(super) fn lower(plan: Plan, order: Vec<Vec<Action>>, recompute: Recompute) -
 
 /// Appends one forward or backward with everything it needs around it.
 fn surround(plan: &Plan, compute: Action, recompute: Recompute, actions: &mut Vec<Action>) {
-    let Action {
-        partition,
-        op,
-        micro_batch,
-    } = compute;
+    let Action { partition, op, micro_batch } = compute;
     let (pass, sources, targets) = match op {
-        Op::Forward => (
-            Pass::Forward,
-            plan.in_edges(partition),
-            plan.out_edges(partition),
-        ),
-        Op::Backward => (
-            Pass::Backward,
-            plan.out_edges(partition),
-            plan.in_edges(partition),
-        ),
+        Op::Forward => (Pass::Forward, plan.in_edges(partition), plan.out_edges(partition)),
+        Op::Backward => (Pass::Backward, plan.out_edges(partition), plan.in_edges(partition)),
         _ => unreachable!("a schedule orders forwards and backwards only, got {compute}"),
     };
     let again = match recompute {
@@ -55,34 +41,12 @@ fn surround(plan: &Plan, compute: Action, recompute: Recompute, actions: &mut Ve
     if op == Op::Backward && again {
         actions.push(Action::recompute(partition, micro_batch));
     }
-    for &from in sources
-        .iter()
-        .filter(|&&source| !plan.same_worker(source, partition))
-    {
-        actions.push(
-            Message {
-                pass,
-                micro_batch,
-                from,
-                to: partition,
-            }
-            .receive(),
-        );
+    for &from in sources.iter().filter(|&&source| !plan.same_worker(source, partition)) {
+        actions.push(Message { pass, micro_batch, from, to: partition }.receive());
     }
     actions.push(compute);
-    for &to in targets
-        .iter()
-        .filter(|&&target| !plan.same_worker(target, partition))
-    {
-        actions.push(
-            Message {
-                pass,
-                micro_batch,
-                from: partition,
-                to,
-            }
-            .send(),
-        );
+    for &to in targets.iter().filter(|&&target| !plan.same_worker(target, partition)) {
+        actions.push(Message { pass, micro_batch, from: partition, to }.send());
     }
 }
 
@@ -97,19 +61,12 @@ mod tests {
         let placement: Placement = "client,server,client".parse().unwrap();
         let request = Request {
             recompute: super::Recompute::Always,
-            skips: vec![
-                (PartitionId(0), PartitionId(2)),
-                (PartitionId(0), PartitionId(1)),
-            ],
+            skips: vec![(PartitionId(0), PartitionId(2)), (PartitionId(0), PartitionId(1))],
             ..Request::new(placement, 1)
         };
         let plan = Schedule::GPipe.plan(&request).unwrap();
         let text = |worker| {
-            let actions: Vec<_> = plan
-                .actions(WorkerId(worker))
-                .iter()
-                .map(ToString::to_string)
-                .collect();
+            let actions: Vec<_> = plan.actions(WorkerId(worker)).iter().map(ToString::to_string).collect();
             actions.join(" ")
         };
         // The skip from 0 to 2 stays on the client.
@@ -118,10 +75,7 @@ mod tests {
         assert_eq!(plan.messages(WorkerId(0), WorkerId(1)), 2);
         assert_eq!(plan.messages(WorkerId(1), WorkerId(0)), 2);
         assert_eq!(plan.receives(WorkerId(0)), 2);
-        assert_eq!(
-            plan.in_edges(PartitionId(2)),
-            [PartitionId(0), PartitionId(1)]
-        );
+        assert_eq!(plan.in_edges(PartitionId(2)), [PartitionId(0), PartitionId(1)]);
         assert!(plan.recomputes(PartitionId(1), MicroBatchId(0)));
         assert!(!plan.recomputes(PartitionId(1), MicroBatchId(1)));
     }

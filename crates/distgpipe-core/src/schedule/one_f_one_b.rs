@@ -30,9 +30,7 @@ pub(super) fn order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
     let placement = shape.placement;
     let partitions = placement.partitions();
     let waited_for = |from: PartitionId, to: Option<PartitionId>| {
-        to.is_some_and(|to| {
-            to.index() < partitions && placement.worker_of(from) != placement.worker_of(to)
-        })
+        to.is_some_and(|to| to.index() < partitions && placement.worker_of(from) != placement.worker_of(to))
     };
     // Backwards before forwards, since they free memory. Among forwards first those whose result another
     // worker waits for, nearest to the input, which is what needs no message itself; otherwise
@@ -46,30 +44,14 @@ pub(super) fn order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
             }
             _ => {
                 let feeds = waited_for(here, Some(PartitionId(here.0 + 1)));
-                (
-                    1,
-                    !feeds,
-                    if feeds { here.0 } else { action.micro_batch.0 },
-                    Reverse(here.0),
-                )
+                (1, !feeds, if feeds { here.0 } else { action.micro_batch.0 }, Reverse(here.0))
             }
         }
     };
     let in_flight_max = |partition: PartitionId| partitions - partition.index();
     // With one partition per worker there is nothing to reorder: the limits alone give the textbook order.
-    let message_ticks = if placement.workers() == partitions {
-        0
-    } else {
-        MESSAGE_TICKS
-    };
-    list::order(
-        shape,
-        &Policy {
-            in_flight_max: &in_flight_max,
-            rank: &rank,
-            message_ticks,
-        },
-    )
+    let message_ticks = if placement.workers() == partitions { 0 } else { MESSAGE_TICKS };
+    list::order(shape, &Policy { in_flight_max: &in_flight_max, rank: &rank, message_ticks })
 }
 
 #[cfg(test)]
@@ -101,15 +83,8 @@ mod tests {
         for partitions in 1..8 {
             for micro_batches in 1..20 {
                 let placement = Placement::one_worker_each(partitions);
-                let orders = order(&Shape {
-                    placement: &placement,
-                    micro_batches,
-                });
-                assert_eq!(
-                    orders,
-                    textbook(partitions, micro_batches),
-                    "{partitions} × {micro_batches}"
-                );
+                let orders = order(&Shape { placement: &placement, micro_batches });
+                assert_eq!(orders, textbook(partitions, micro_batches), "{partitions} × {micro_batches}");
             }
         }
     }

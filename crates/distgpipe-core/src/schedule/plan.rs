@@ -44,19 +44,11 @@ impl Plan {
         }
         let partitions = placement.partitions();
         within("partitions", PARTITIONS_MAX, partitions)?;
-        within(
-            "partitions × micro-batches",
-            CELLS_MAX,
-            partitions.saturating_mul(micro_batches),
-        )?;
+        within("partitions × micro-batches", CELLS_MAX, partitions.saturating_mul(micro_batches))?;
         let mut beyond = Vec::new();
         for &(from, to) in skips {
             if from >= to || to.index() >= partitions {
-                return Err(ScheduleError::BadSkip {
-                    from,
-                    to,
-                    partitions,
-                });
+                return Err(ScheduleError::BadSkip { from, to, partitions });
             }
             if to.0 - from.0 > 1 {
                 beyond.push((from, to));
@@ -76,10 +68,7 @@ impl Plan {
             out_edges[from.index()].push(to);
             in_edges[to.index()].push(from);
         }
-        in_edges
-            .iter_mut()
-            .chain(&mut out_edges)
-            .for_each(|edges| edges.sort());
+        in_edges.iter_mut().chain(&mut out_edges).for_each(|edges| edges.sort());
         Ok(Self {
             actions: vec![Vec::new(); placement.workers()],
             recomputes: vec![false; partitions * micro_batches],
@@ -94,17 +83,9 @@ impl Plan {
 
     /// The plan with these actions, by worker, in place of its own.
     pub(super) fn with_actions(mut self, actions: Vec<Vec<Action>>) -> Self {
-        assert_eq!(
-            actions.len(),
-            self.placement.workers(),
-            "a list of actions per worker"
-        );
+        assert_eq!(actions.len(), self.placement.workers(), "a list of actions per worker");
         self.recomputes.fill(false);
-        for action in actions
-            .iter()
-            .flatten()
-            .filter(|action| action.op == Op::Recompute)
-        {
+        for action in actions.iter().flatten().filter(|action| action.op == Op::Recompute) {
             if let Some(cell) = self.cell(action.partition, action.micro_batch) {
                 self.recomputes[cell] = true;
             }
@@ -149,8 +130,7 @@ impl Plan {
     /// Whether the plan computes this forward a second time, so that the first need not keep its
     /// activations.
     pub fn recomputes(&self, partition: PartitionId, micro_batch: MicroBatchId) -> bool {
-        self.cell(partition, micro_batch)
-            .is_some_and(|cell| self.recomputes[cell])
+        self.cell(partition, micro_batch).is_some_and(|cell| self.recomputes[cell])
     }
 
     /// Messages that one worker sends another per step: a queue with this capacity never fills.
@@ -164,10 +144,7 @@ impl Plan {
 
     /// Messages that a worker receives per step, from all others together.
     pub fn receives(&self, worker: WorkerId) -> usize {
-        self.actions(worker)
-            .iter()
-            .filter(|action| matches!(action.op, Op::Receive { .. }))
-            .count()
+        self.actions(worker).iter().filter(|action| matches!(action.op, Op::Receive { .. })).count()
     }
 
     /// The partitions whose forward tensors a partition takes: the one before it and where its skips
@@ -195,8 +172,7 @@ impl Plan {
 
     /// Where a table over partitions × micro-batches keeps this pair, if it is one of the plan's.
     pub(super) fn cell(&self, partition: PartitionId, micro_batch: MicroBatchId) -> Option<usize> {
-        let inside =
-            partition.index() < self.partitions() && micro_batch.index() < self.micro_batches;
+        let inside = partition.index() < self.partitions() && micro_batch.index() < self.micro_batches;
         inside.then(|| partition.index() * self.micro_batches + micro_batch.index())
     }
 

@@ -24,55 +24,29 @@ impl Simulation {
         let width = width.max(WIDTH_MIN);
         let several = self.labels_need_partition();
         // A peer or a file may name workers at any length; the chart keeps half of the width.
-        let name_width = self
-            .workers
-            .iter()
-            .map(|worker| worker.name.len())
-            .max()
-            .unwrap_or(0)
-            .min(width / 3);
+        let name_width = self.workers.iter().map(|worker| worker.name.len()).max().unwrap_or(0).min(width / 3);
         let columns = width - name_width - 2;
-        let cells: Vec<&Event> = self
-            .events
-            .iter()
-            .filter(|event| event.action.is_compute() && event.end > event.start)
-            .collect();
-        let label_width = cells
-            .iter()
-            .map(|event| label(event, several).len())
-            .max()
-            .unwrap_or(0);
-        let shortest = cells
-            .iter()
-            .map(|event| event.end - event.start)
-            .fold(f64::INFINITY, f64::min);
+        let cells: Vec<&Event> =
+            self.events.iter().filter(|event| event.action.is_compute() && event.end > event.start).collect();
+        let label_width = cells.iter().map(|event| label(event, several).len()).max().unwrap_or(0);
+        let shortest = cells.iter().map(|event| event.end - event.start).fold(f64::INFINITY, f64::min);
         let mut text = String::new();
         if !cells.is_empty() {
             // Columns per unit of time: the shortest cell fits its label and a space, if the panels suffice.
-            let scale = ((label_width + 1) as f64 / shortest)
-                .min((columns * PANELS_MAX) as f64 / self.makespan);
+            let scale = ((label_width + 1) as f64 / shortest).min((columns * PANELS_MAX) as f64 / self.makespan);
             let column = |time: f64| (time * scale).round() as usize;
             let rows: Vec<Vec<char>> = (0..self.workers.len())
                 .map(|worker| {
                     let mut row = vec!['.'; column(self.makespan)];
                     for event in cells.iter().filter(|event| event.worker.index() == worker) {
-                        draw(
-                            &mut row,
-                            column(event.start),
-                            column(event.end),
-                            &label(event, several),
-                        );
+                        draw(&mut row, column(event.start), column(event.end), &label(event, several));
                     }
                     row
                 })
                 .collect();
             // Panels end where a shortest cell would, so that charts of equal costs are not cut inside a cell.
             let step = (shortest * scale).round().max(1.0) as usize;
-            let panel = if step < columns {
-                columns - columns % step
-            } else {
-                columns
-            };
+            let panel = if step < columns { columns - columns % step } else { columns };
             for start in (0..column(self.makespan)).step_by(panel) {
                 if start > 0 {
                     text.push('\n');
@@ -84,11 +58,7 @@ impl Simulation {
                 }
             }
         }
-        let partition = if several {
-            "2F0: partition 2, "
-        } else {
-            "F0: "
-        };
+        let partition = if several { "2F0: partition 2, " } else { "F0: " };
         let _ = writeln!(
             text,
             "\n{partition}forward of micro-batch 0; R recomputation, B backward, . idle\n\
@@ -101,9 +71,7 @@ impl Simulation {
 
     /// Whether a cell's worker leaves open which partition it is about.
     pub(super) fn labels_need_partition(&self) -> bool {
-        self.workers
-            .iter()
-            .any(|worker| worker.partitions.len() > 1)
+        self.workers.iter().any(|worker| worker.partitions.len() > 1)
     }
 }
 
@@ -137,9 +105,7 @@ fn draw(row: &mut [char], start: usize, end: usize, label: &str) {
         cell[body] = ' ';
     }
     if label.len() <= body {
-        cell.iter_mut()
-            .zip(label.chars())
-            .for_each(|(slot, char)| *slot = char);
+        cell.iter_mut().zip(label.chars()).for_each(|(slot, char)| *slot = char);
     } else if let Some(kind) = label.chars().find(char::is_ascii_alphabetic) {
         // Too narrow for the whole label: what it is, at least.
         cell.fill(kind);
@@ -171,12 +137,7 @@ mod tests {
     use crate::placement::Placement;
     use proptest::prelude::*;
 
-    fn simulation(
-        schedule: Schedule,
-        placement: &str,
-        micro_batches: usize,
-        costs: &Costs,
-    ) -> Simulation {
+    fn simulation(schedule: Schedule, placement: &str, micro_batches: usize, costs: &Costs) -> Simulation {
         let request = Request::new(placement.parse().unwrap(), micro_batches);
         simulate(&schedule.plan(&request).unwrap(), costs).unwrap()
     }

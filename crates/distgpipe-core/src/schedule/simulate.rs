@@ -50,42 +50,20 @@ impl Costs {
 
     /// Recomputation costs what the forward does, and messages nothing.
     pub fn new(forward: Vec<f64>, backward: Vec<f64>) -> Self {
-        Self {
-            recompute: forward.clone(),
-            forward,
-            backward,
-            links: BTreeMap::new(),
-            other_links: LinkCost::default(),
-        }
+        Self { recompute: forward.clone(), forward, backward, links: BTreeMap::new(), other_links: LinkCost::default() }
     }
 
     fn check(&self, partitions: usize) -> Result<(), CheckError> {
         let wrong = |expected: String, got: String| Err(CheckError::Costs { expected, got });
-        for (what, costs) in [
-            ("forward", &self.forward),
-            ("backward", &self.backward),
-            ("recompute", &self.recompute),
-        ] {
+        for (what, costs) in [("forward", &self.forward), ("backward", &self.backward), ("recompute", &self.recompute)]
+        {
             if costs.len() != partitions {
-                return wrong(
-                    format!("a {what} cost for each of {partitions} partitions"),
-                    costs.len().to_string(),
-                );
+                return wrong(format!("a {what} cost for each of {partitions} partitions"), costs.len().to_string());
             }
         }
-        let links = self
-            .links
-            .values()
-            .chain([&self.other_links])
-            .flat_map(|link| [link.latency, link.transfer]);
-        let computes = [&self.forward, &self.backward, &self.recompute]
-            .into_iter()
-            .flatten()
-            .copied();
-        match computes
-            .chain(links)
-            .find(|cost| !(cost.is_finite() && *cost >= 0.0))
-        {
+        let links = self.links.values().chain([&self.other_links]).flat_map(|link| [link.latency, link.transfer]);
+        let computes = [&self.forward, &self.backward, &self.recompute].into_iter().flatten().copied();
+        match computes.chain(links).find(|cost| !(cost.is_finite() && *cost >= 0.0)) {
             Some(bad) => wrong("finite costs of at least 0".to_string(), bad.to_string()),
             None => Ok(()),
         }
@@ -102,10 +80,7 @@ impl Costs {
     }
 
     fn link(&self, message: Message) -> LinkCost {
-        *self
-            .links
-            .get(&(message.from, message.to, message.pass))
-            .unwrap_or(&self.other_links)
+        *self.links.get(&(message.from, message.to, message.pass)).unwrap_or(&self.other_links)
     }
 }
 
@@ -171,9 +146,7 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
         let (start, end) = match (action.op, action.message()) {
             (Op::Send { .. }, Some(message)) => {
                 let cost = costs.link(message);
-                let free = link_free
-                    .entry((worker, placement.worker_of(message.to)))
-                    .or_insert(0.0);
+                let free = link_free.entry((worker, placement.worker_of(message.to))).or_insert(0.0);
                 let start = free.max(*now);
                 *free = start + cost.transfer;
                 arrival.insert(message, *free + cost.latency);
@@ -191,12 +164,7 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
                 (start, *now)
             }
         };
-        events.push(Event {
-            worker,
-            action,
-            start,
-            end,
-        });
+        events.push(Event { worker, action, start, end });
     });
     walked.expect("a checked plan walks to its end");
     // Stable: what one worker does at one time stays in its order.
@@ -223,16 +191,8 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
         }
     });
     let workers: Vec<WorkerUse> = workers.collect();
-    let bubble = idle(
-        workers.iter().map(|worker| worker.busy).sum(),
-        workers.len(),
-    );
-    Ok(Simulation {
-        makespan,
-        bubble,
-        workers,
-        events,
-    })
+    let bubble = idle(workers.iter().map(|worker| worker.busy).sum(), workers.len());
+    Ok(Simulation { makespan, bubble, workers, events })
 }
 
 /// The most whole graphs and the most lone inputs that a worker holds. Only its order matters, not
@@ -267,31 +227,19 @@ mod tests {
     use crate::schedule::{evaluate_plan, Recompute, Request, Schedule};
 
     fn plan(schedule: Schedule, placement: Placement, micro_batches: usize) -> Plan {
-        schedule
-            .plan(&Request::new(placement, micro_batches))
-            .unwrap()
+        schedule.plan(&Request::new(placement, micro_batches)).unwrap()
     }
 
     #[test]
     fn gpipe_has_the_bubble_of_the_paper() {
         for partitions in 1..9 {
             for micro_batches in 1..33 {
-                let plan = plan(
-                    Schedule::GPipe,
-                    Placement::one_worker_each(partitions),
-                    micro_batches,
-                );
+                let plan = plan(Schedule::GPipe, Placement::one_worker_each(partitions), micro_batches);
                 let simulation = simulate(&plan, &Costs::equal(partitions)).unwrap();
                 let (n, m) = (partitions as f64, micro_batches as f64);
-                assert!(
-                    (simulation.bubble - (n - 1.0) / (m + n - 1.0)).abs() < 1e-12,
-                    "{n} {m}"
-                );
+                assert!((simulation.bubble - (n - 1.0) / (m + n - 1.0)).abs() < 1e-12, "{n} {m}");
                 assert_eq!(simulation.makespan, 2.0 * (m + n - 1.0));
-                assert!(simulation
-                    .workers
-                    .iter()
-                    .all(|worker| worker.live_peak == micro_batches));
+                assert!(simulation.workers.iter().all(|worker| worker.live_peak == micro_batches));
             }
         }
     }
@@ -300,16 +248,9 @@ mod tests {
     fn one_f_one_b_has_gpipes_bubble_and_fewer_live_activations() {
         for partitions in 1..9 {
             for micro_batches in 1..33 {
-                let plan = plan(
-                    Schedule::OneFOneB,
-                    Placement::one_worker_each(partitions),
-                    micro_batches,
-                );
+                let plan = plan(Schedule::OneFOneB, Placement::one_worker_each(partitions), micro_batches);
                 let simulation = simulate(&plan, &Costs::equal(partitions)).unwrap();
-                assert_eq!(
-                    simulation.makespan,
-                    2.0 * (micro_batches + partitions - 1) as f64
-                );
+                assert_eq!(simulation.makespan, 2.0 * (micro_batches + partitions - 1) as f64);
                 for (partition, worker) in simulation.workers.iter().enumerate() {
                     assert_eq!(worker.live_peak, micro_batches.min(partitions - partition));
                 }
@@ -323,31 +264,18 @@ mod tests {
             for chunks in 2..4 {
                 for rounds in 1..5 {
                     let micro_batches = rounds * workers;
-                    let round_robin: Vec<_> = (0..workers * chunks)
-                        .map(|partition| partition % workers)
-                        .collect();
+                    let round_robin: Vec<_> = (0..workers * chunks).map(|partition| partition % workers).collect();
                     let placement = Placement::from_workers(&round_robin).unwrap();
                     let interleaved = plan(Schedule::Interleaved, placement, micro_batches);
-                    let interleaved =
-                        simulate(&interleaved, &Costs::equal(workers * chunks)).unwrap();
+                    let interleaved = simulate(&interleaved, &Costs::equal(workers * chunks)).unwrap();
                     // The same model in as many partitions as workers: each is as long as `chunks` of the others.
-                    let plain = plan(
-                        Schedule::OneFOneB,
-                        Placement::one_worker_each(workers),
-                        micro_batches,
-                    );
+                    let plain = plan(Schedule::OneFOneB, Placement::one_worker_each(workers), micro_batches);
                     let costs = vec![chunks as f64; workers];
                     let plain = simulate(&plain, &Costs::new(costs.clone(), costs)).unwrap();
-                    assert!(
-                        interleaved.bubble < plain.bubble,
-                        "{workers} {chunks} {micro_batches}"
-                    );
+                    assert!(interleaved.bubble < plain.bubble, "{workers} {chunks} {micro_batches}");
                     // Bubble time is (W − 1)(forward + backward) / v.
                     let expected = 2.0 * (chunks * micro_batches + workers - 1) as f64;
-                    assert_eq!(
-                        interleaved.makespan, expected,
-                        "{workers} {chunks} {micro_batches}"
-                    );
+                    assert_eq!(interleaved.makespan, expected, "{workers} {chunks} {micro_batches}");
                 }
             }
         }
@@ -358,13 +286,7 @@ mod tests {
         let request = Request::new(Placement::one_worker_each(2), 3);
         let plan = evaluate_plan(&request).unwrap();
         let mut costs = Costs::equal(2);
-        costs.links.insert(
-            (PartitionId(0), PartitionId(1), Pass::Forward),
-            LinkCost {
-                latency: 10.0,
-                transfer: 2.0,
-            },
-        );
+        costs.links.insert((PartitionId(0), PartitionId(1), Pass::Forward), LinkCost { latency: 10.0, transfer: 2.0 });
         let simulation = simulate(&plan, &costs).unwrap();
         let messages: Vec<_> = simulation
             .events
@@ -380,10 +302,7 @@ mod tests {
 
     #[test]
     fn recomputation_trades_live_graphs_for_inputs() {
-        let request = |recompute| Request {
-            recompute,
-            ..Request::new(Placement::one_worker_each(2), 4)
-        };
+        let request = |recompute| Request { recompute, ..Request::new(Placement::one_worker_each(2), 4) };
         let peak = |recompute| {
             let plan = Schedule::GPipe.plan(&request(recompute)).unwrap();
             let worker = simulate(&plan, &Costs::equal(2)).unwrap().workers[0].clone();
@@ -397,25 +316,16 @@ mod tests {
     #[test]
     fn bad_costs_and_plans_are_refused() {
         let plan = plan(Schedule::GPipe, Placement::one_worker_each(2), 1);
-        assert!(matches!(
-            simulate(&plan, &Costs::equal(3)),
-            Err(CheckError::Costs { .. })
-        ));
+        assert!(matches!(simulate(&plan, &Costs::equal(3)), Err(CheckError::Costs { .. })));
         for bad in [f64::NAN, f64::INFINITY, -1.0] {
             let mut costs = Costs::equal(2);
             costs.other_links.latency = bad;
-            assert!(matches!(
-                simulate(&plan, &costs),
-                Err(CheckError::Costs { .. })
-            ));
+            assert!(matches!(simulate(&plan, &costs), Err(CheckError::Costs { .. })));
             assert!(simulate(&plan, &Costs::new(vec![1.0, bad], vec![1.0; 2])).is_err());
         }
         let free = simulate(&plan, &Costs::new(vec![0.0; 2], vec![0.0; 2])).unwrap();
         assert_eq!((free.makespan, free.bubble), (0.0, 0.0));
         let broken: Plan = plan.to_string().replace("0F0>1", "").parse().unwrap();
-        assert!(matches!(
-            simulate(&broken, &Costs::equal(2)),
-            Err(CheckError::MissingSend { .. })
-        ));
+        assert!(matches!(simulate(&broken, &Costs::equal(2)), Err(CheckError::MissingSend { .. })));
     }
 }

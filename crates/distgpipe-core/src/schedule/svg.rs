@@ -16,16 +16,8 @@ const NAME_CHARS_MAX: usize = 24;
 impl Simulation {
     /// The computations as a self-contained SVG picture with a time axis and a legend.
     pub fn to_svg(&self) -> String {
-        let names: Vec<String> = self
-            .workers
-            .iter()
-            .map(|worker| shown(&worker.name))
-            .collect();
-        let longest = names
-            .iter()
-            .map(|name| name.chars().count())
-            .max()
-            .unwrap_or(0);
+        let names: Vec<String> = self.workers.iter().map(|worker| shown(&worker.name)).collect();
+        let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
         let left = MARGIN + longest as f64 * LETTER_WIDTH + 12.0;
         let right = left + CHART_WIDTH + 86.0;
         let top = MARGIN + 30.0;
@@ -117,48 +109,22 @@ impl Simulation {
     fn legend(&self, svg: &mut String, left: f64, y: f64) {
         let partitions = self.partitions();
         let mut x = left;
-        let words = [
-            (Kind::Forward, "forward"),
-            (Kind::Recompute, "recomputation"),
-            (Kind::Backward, "backward"),
-        ];
-        let occurs = |wanted: Kind| {
-            self.events
-                .iter()
-                .any(|event| kind(event.action.op) == Some(wanted))
-        };
+        let words = [(Kind::Forward, "forward"), (Kind::Recompute, "recomputation"), (Kind::Backward, "backward")];
+        let occurs = |wanted: Kind| self.events.iter().any(|event| kind(event.action.op) == Some(wanted));
         for (kind, word) in words.into_iter().filter(|&(kind, _)| occurs(kind)) {
             // One swatch per partition, from the input on; of many, the first and the last say it.
-            let shown = if partitions <= 8 {
-                (0..partitions).collect()
-            } else {
-                vec![0, partitions - 1]
-            };
+            let shown = if partitions <= 8 { (0..partitions).collect() } else { vec![0, partitions - 1] };
             for partition in shown {
                 let (fill, _) = self.colour(kind, partition);
-                let _ = write!(
-                    svg,
-                    r##"<rect x="{x:.1}" y="{y:.1}" width="12" height="12" fill="{fill}"/>"##
-                );
+                let _ = write!(svg, r##"<rect x="{x:.1}" y="{y:.1}" width="12" height="12" fill="{fill}"/>"##);
                 x += 13.0;
             }
-            let _ = writeln!(
-                svg,
-                r##"<text x="{:.1}" y="{:.1}" fill="#444">{word}</text>"##,
-                x + 5.0,
-                y + 10.5
-            );
+            let _ = writeln!(svg, r##"<text x="{:.1}" y="{:.1}" fill="#444">{word}</text>"##, x + 5.0, y + 10.5);
             x += word.len() as f64 * LETTER_WIDTH + 28.0;
         }
-        let _ = write!(
-            svg,
-            r##"<rect x="{x:.1}" y="{y:.1}" width="24" height="12" fill="url(#idle)" stroke="#dcdcd6"/>"##
-        );
-        let note = if partitions > 1 {
-            "idle    darker: later partition"
-        } else {
-            "idle"
-        };
+        let _ =
+            write!(svg, r##"<rect x="{x:.1}" y="{y:.1}" width="24" height="12" fill="url(#idle)" stroke="#dcdcd6"/>"##);
+        let note = if partitions > 1 { "idle    darker: later partition" } else { "idle" };
         let _ = writeln!(
             svg,
             r##"<text x="{:.1}" y="{:.1}" fill="#444" xml:space="preserve">{note}</text>"##,
@@ -168,10 +134,7 @@ impl Simulation {
     }
 
     fn partitions(&self) -> usize {
-        self.workers
-            .iter()
-            .map(|worker| worker.partitions.len())
-            .sum()
+        self.workers.iter().map(|worker| worker.partitions.len()).sum()
     }
 
     /// The cell's colour and the ink that can be read on it.
@@ -189,11 +152,7 @@ impl Simulation {
         let lightness = light + (dark - light) * depth;
         let channels = rgb(hue, saturation, lightness);
         let [red, green, blue] = channels.map(f64::from);
-        let ink = if 0.299 * red + 0.587 * green + 0.114 * blue > 135.0 {
-            "#1a1a1a"
-        } else {
-            "#ffffff"
-        };
+        let ink = if 0.299 * red + 0.587 * green + 0.114 * blue > 135.0 { "#1a1a1a" } else { "#ffffff" };
         (hex(channels), ink)
     }
 }
@@ -218,20 +177,14 @@ fn fitting(event: &Event, partition: bool, width: f64) -> Option<(String, u32)> 
     let full = label(event, partition);
     let micro_batch = event.action.micro_batch.to_string();
     let room = |text: &str, size: u32| text.len() as f64 * f64::from(size) * 0.62 + 2.0 <= width;
-    [(full.clone(), 12), (full, 10), (micro_batch, 10)]
-        .into_iter()
-        .find(|(text, size)| room(text, *size))
+    [(full.clone(), 12), (full, 10), (micro_batch, 10)].into_iter().find(|(text, size)| room(text, *size))
 }
 
 /// 1, 2 or 5 times a power of ten, so that there are about ten ticks.
 fn tick(makespan: f64) -> f64 {
     let rough = makespan / 10.0;
     let power = 10f64.powf(rough.log10().floor());
-    [1.0, 2.0, 5.0, 10.0]
-        .into_iter()
-        .map(|factor| factor * power)
-        .find(|&step| step >= rough * 0.999)
-        .unwrap_or(rough)
+    [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power).find(|&step| step >= rough * 0.999).unwrap_or(rough)
 }
 
 /// A tick's time with the digits that its step has.
@@ -268,10 +221,8 @@ mod tests {
 
     #[test]
     fn every_computation_is_drawn_and_names_are_escaped() {
-        let request = Request {
-            recompute: Recompute::Always,
-            ..Request::new("client,server,client".parse().unwrap(), 4)
-        };
+        let request =
+            Request { recompute: Recompute::Always, ..Request::new("client,server,client".parse().unwrap(), 4) };
         let plan = Schedule::OneFOneB.plan(&request).unwrap();
         let mut simulation = simulate(&plan, &Costs::equal(3)).unwrap();
         // A placement refuses such a name; the picture does not rely on it.

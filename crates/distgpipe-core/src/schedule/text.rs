@@ -33,9 +33,7 @@ const FIRST_LINE: &str = "distgpipe plan 1";
 #[non_exhaustive]
 pub enum PlanParseError {
     /// The text does not start like a plan of a version that this program reads.
-    #[error(
-        "line 1: expected `{FIRST_LINE}`, got `{got}`: this is no plan, or one of another version"
-    )]
+    #[error("line 1: expected `{FIRST_LINE}`, got `{got}`: this is no plan, or one of another version")]
     FirstLine {
         /// What stands there, shortened.
         got: String,
@@ -87,9 +85,7 @@ pub enum PlanParseError {
         source: ScheduleError,
     },
     /// There are more actions than a plan may have.
-    #[error(
-        "line {line}: expected at most {ACTIONS_MAX} actions, got more: use fewer micro-batches"
-    )]
+    #[error("line {line}: expected at most {ACTIONS_MAX} actions, got more: use fewer micro-batches")]
     TooManyActions {
         /// Where the first one too many is.
         line: usize,
@@ -104,26 +100,19 @@ impl fmt::Display for Plan {
         writeln!(f, "partitions {}", self.partitions())?;
         writeln!(f, "micro_batches {}", self.micro_batches())?;
         // Worker numbers are ranks: they must survive even where the placement mentions them in another order.
-        let workers: Vec<&str> = placement
-            .worker_ids()
-            .map(|worker| placement.name(worker))
-            .collect();
+        let workers: Vec<&str> = placement.worker_ids().map(|worker| placement.name(worker)).collect();
         if placement.to_string().parse::<Placement>().as_ref() != Ok(placement) {
             writeln!(f, "workers {}", workers.join(" "))?;
         }
         writeln!(f, "placement {}", placement.to_string().replace(',', " "))?;
         if !self.skips().is_empty() {
             write!(f, "skips")?;
-            self.skips()
-                .iter()
-                .try_for_each(|(from, to)| write!(f, " {from}>{to}"))?;
+            self.skips().iter().try_for_each(|(from, to)| write!(f, " {from}>{to}"))?;
             writeln!(f)?;
         }
         for worker in placement.worker_ids() {
             write!(f, "{}:", placement.name(worker))?;
-            self.actions(worker)
-                .iter()
-                .try_for_each(|action| write!(f, " {action}"))?;
+            self.actions(worker).iter().try_for_each(|action| write!(f, " {action}"))?;
             writeln!(f)?;
         }
         Ok(())
@@ -140,9 +129,7 @@ impl FromStr for Plan {
         });
         let first = lines.next().map_or("", |(_, line)| line);
         if first != FIRST_LINE {
-            return Err(PlanParseError::FirstLine {
-                got: shorten(first),
-            });
+            return Err(PlanParseError::FirstLine { got: shorten(first) });
         }
         let mut header = Header::default();
         let mut workers: Vec<(usize, &str, &str)> = Vec::new();
@@ -158,14 +145,9 @@ impl FromStr for Plan {
     }
 }
 
-fn read_actions(
-    placement: &Placement,
-    lines: Vec<(usize, &str, &str)>,
-) -> Result<Vec<Vec<Action>>, PlanParseError> {
-    let numbers: HashMap<&str, usize> = placement
-        .worker_ids()
-        .map(|worker| (placement.name(worker), worker.index()))
-        .collect();
+fn read_actions(placement: &Placement, lines: Vec<(usize, &str, &str)>) -> Result<Vec<Vec<Action>>, PlanParseError> {
+    let numbers: HashMap<&str, usize> =
+        placement.worker_ids().map(|worker| (placement.name(worker), worker.index())).collect();
     let mut actions = vec![Vec::new(); placement.workers()];
     let mut count = 0;
     for (line, name, text) in lines {
@@ -175,9 +157,7 @@ fn read_actions(
             got: shorten(name),
         })?;
         for piece in text.split_whitespace() {
-            let action = piece
-                .parse()
-                .map_err(|source| PlanParseError::Action { line, source })?;
+            let action = piece.parse().map_err(|source| PlanParseError::Action { line, source })?;
             count += 1;
             if count > ACTIONS_MAX {
                 return Err(PlanParseError::TooManyActions { line });
@@ -201,9 +181,7 @@ struct Header<'a> {
 
 impl<'a> Header<'a> {
     fn read(&mut self, line: usize, content: &'a str) -> Result<(), PlanParseError> {
-        let (key, value) = content
-            .split_once(char::is_whitespace)
-            .unwrap_or((content, ""));
+        let (key, value) = content.split_once(char::is_whitespace).unwrap_or((content, ""));
         let value = value.trim();
         let bad = |expected: &str, got: &str| PlanParseError::Line {
             line,
@@ -214,9 +192,7 @@ impl<'a> Header<'a> {
         let names = || value.split_whitespace().collect::<Vec<_>>();
         match key {
             "mode" => {
-                let mode = value
-                    .parse()
-                    .map_err(|_| bad("`train` or `evaluate`", value))?;
+                let mode = value.parse().map_err(|_| bad("`train` or `evaluate`", value))?;
                 set(&mut self.mode, mode, line, "mode")
             }
             "partitions" => set(&mut self.partitions, number()?, line, "partitions"),
@@ -226,20 +202,12 @@ impl<'a> Header<'a> {
             "skips" => {
                 let edge = |piece: &str| {
                     let (from, to) = piece.split_once('>')?;
-                    Some((
-                        PartitionId(from.parse().ok()?),
-                        PartitionId(to.parse().ok()?),
-                    ))
+                    Some((PartitionId(from.parse().ok()?), PartitionId(to.parse().ok()?)))
                 };
                 let edges = value
                     .split_whitespace()
                     .map(|piece| edge(piece).ok_or_else(|| bad("an edge such as `0>2`", piece)));
-                set(
-                    &mut self.skips,
-                    edges.collect::<Result<_, _>>()?,
-                    line,
-                    "skips",
-                )
+                set(&mut self.skips, edges.collect::<Result<_, _>>()?, line, "skips")
             }
             _ => {
                 let expected = "`mode`, `partitions`, `micro_batches`, `workers`, `placement`, `skips` or a worker's line `name: 0F0 …`";
@@ -262,58 +230,33 @@ impl<'a> Header<'a> {
             });
         }
         if partitions > PARTITIONS_MAX {
-            let source = ScheduleError::TooLarge {
-                what: "partitions",
-                max: PARTITIONS_MAX,
-                got: partitions,
-            };
+            let source = ScheduleError::TooLarge { what: "partitions", max: PARTITIONS_MAX, got: partitions };
             return Err(PlanParseError::Header { source });
         }
         let placement = placement(line, &names, self.workers)?;
-        Plan::empty(
-            placement,
-            micro_batches,
-            mode,
-            &self.skips.unwrap_or_default(),
-        )
-        .map_err(|source| PlanParseError::Header { source })
+        Plan::empty(placement, micro_batches, mode, &self.skips.unwrap_or_default())
+            .map_err(|source| PlanParseError::Header { source })
     }
 }
 
-fn placement(
-    line: usize,
-    names: &[&str],
-    workers: Option<Vec<&str>>,
-) -> Result<Placement, PlanParseError> {
+fn placement(line: usize, names: &[&str], workers: Option<Vec<&str>>) -> Result<Placement, PlanParseError> {
     let wrong = |source| PlanParseError::Placement { line, source };
     let Some(workers) = workers else {
         return names.join(",").parse().map_err(wrong);
     };
-    let numbers: HashMap<&str, usize> = workers
-        .iter()
-        .enumerate()
-        .map(|(number, &name)| (name, number))
-        .collect();
+    let numbers: HashMap<&str, usize> = workers.iter().enumerate().map(|(number, &name)| (name, number)).collect();
     let placed = names.iter().map(|name| {
-        numbers
-            .get(name)
-            .copied()
-            .ok_or_else(|| PlanParseError::Line {
-                line,
-                expected: "only names from the `workers` line".to_string(),
-                got: shorten(name),
-            })
+        numbers.get(name).copied().ok_or_else(|| PlanParseError::Line {
+            line,
+            expected: "only names from the `workers` line".to_string(),
+            got: shorten(name),
+        })
     });
     let placed = placed.collect::<Result<Vec<_>, _>>()?;
     Placement::with_names(workers.iter().map(ToString::to_string).collect(), &placed).map_err(wrong)
 }
 
-fn set<T>(
-    slot: &mut Option<T>,
-    value: T,
-    line: usize,
-    key: &'static str,
-) -> Result<(), PlanParseError> {
+fn set<T>(slot: &mut Option<T>, value: T, line: usize, key: &'static str) -> Result<(), PlanParseError> {
     if slot.replace(value).is_some() {
         return Err(PlanParseError::Repeated { line, key });
     }
@@ -357,35 +300,22 @@ server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
         let plan = Schedule::GPipe.plan(&request).unwrap();
         assert_eq!(plan.to_string(), GOOD);
         assert_eq!(GOOD.parse(), Ok(plan.clone()));
-        let by_hand = GOOD
-            .replace(
-                "server: 1F0<0",
-                "  # the big machine\n\nserver : 1F0<0\nserver:",
-            )
-            .replace('\n', " \r\n");
+        let by_hand =
+            GOOD.replace("server: 1F0<0", "  # the big machine\n\nserver : 1F0<0\nserver:").replace('\n', " \r\n");
         assert_eq!(by_hand.parse(), Ok(plan));
     }
 
     #[test]
     fn worker_numbers_survive() {
         let placement = Placement::from_workers(&[1, 0]).unwrap();
-        let plan = Schedule::OneFOneB
-            .plan(&Request::new(placement, 2))
-            .unwrap();
-        assert!(plan
-            .to_string()
-            .contains("workers w0 w1\nplacement w1 w0\n"));
+        let plan = Schedule::OneFOneB.plan(&Request::new(placement, 2)).unwrap();
+        assert!(plan.to_string().contains("workers w0 w1\nplacement w1 w0\n"));
         assert_eq!(plan.to_string().parse(), Ok(plan));
     }
 
     #[test]
     fn errors_give_the_line_and_what_was_expected() {
-        let error = |from: &str, to: &str| {
-            GOOD.replace(from, to)
-                .parse::<Plan>()
-                .unwrap_err()
-                .to_string()
-        };
+        let error = |from: &str, to: &str| GOOD.replace(from, to).parse::<Plan>().unwrap_err().to_string();
         let huge = format!("micro_batches {}", usize::MAX);
         for (from, to, expected) in [
             ("plan 1", "plan 2", "line 1: expected `distgpipe plan 1`, got `distgpipe plan 2`"),

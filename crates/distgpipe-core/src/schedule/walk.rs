@@ -10,10 +10,7 @@ use std::collections::{HashMap, HashSet};
 
 /// Calls `visit` with every action after all that it waits for, each worker's actions in order. If
 /// some workers never finish, returns where each of them is stuck.
-pub(super) fn walk(
-    plan: &Plan,
-    mut visit: impl FnMut(WorkerId, Action),
-) -> Result<(), Vec<(WorkerId, usize)>> {
+pub(super) fn walk(plan: &Plan, mut visit: impl FnMut(WorkerId, Action)) -> Result<(), Vec<(WorkerId, usize)>> {
     let mut next: Vec<usize> = vec![0; plan.placement().workers()];
     let mut sent: HashSet<Message> = HashSet::new();
     let mut waiting: HashMap<Message, WorkerId> = HashMap::new();
@@ -36,12 +33,8 @@ pub(super) fn walk(
         }
     }
     let unfinished = |&worker: &WorkerId| next[worker.index()] < plan.actions(worker).len();
-    let stuck: Vec<_> = plan
-        .placement()
-        .worker_ids()
-        .filter(unfinished)
-        .map(|worker| (worker, next[worker.index()]))
-        .collect();
+    let stuck: Vec<_> =
+        plan.placement().worker_ids().filter(unfinished).map(|worker| (worker, next[worker.index()])).collect();
     if stuck.is_empty() {
         Ok(())
     } else {

@@ -42,21 +42,13 @@ impl AbortNotice {
         let phase = fields.text("phase", Self::NAME_BYTES_MAX)?;
         let message = fields.text("message", Self::MESSAGE_BYTES_MAX)?;
         fields.end()?;
-        Ok(Self {
-            worker,
-            phase,
-            message,
-        })
+        Ok(Self { worker, phase, message })
     }
 }
 
 impl std::fmt::Display for AbortNotice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self {
-            worker,
-            phase,
-            message,
-        } = self;
+        let Self { worker, phase, message } = self;
         write!(f, "{worker} failed in {phase}: {message}")
     }
 }

@@ -84,15 +84,7 @@ numbered! {
 impl Kind {
     /// Whether frames of this kind describe tensors. The others are one frame with a body of another sort.
     pub const fn carries_tensors(self) -> bool {
-        matches!(
-            self,
-            Kind::Input
-                | Kind::Target
-                | Kind::Activation
-                | Kind::Gradient
-                | Kind::Output
-                | Kind::State
-        )
+        matches!(self, Kind::Input | Kind::Target | Kind::Activation | Kind::Gradient | Kind::Output | Kind::State)
     }
 }
 
@@ -326,10 +318,7 @@ impl Header {
         }
         let theirs = from.u16();
         if theirs != VERSION {
-            return Err(WireError::Version {
-                ours: VERSION,
-                theirs,
-            });
+            return Err(WireError::Version { ours: VERSION, theirs });
         }
         let [kind, reserved] = from.take();
         let kind = known("kind", kind, Kind::from_number, Kind::NUMBER_MAX)?;
@@ -354,24 +343,12 @@ impl Header {
     /// before sending, to fail on the side where the cause is.
     pub fn check(&self, limits: &Limits) -> Result<(), WireError> {
         self.check_slots(limits)?;
-        self.check_limit(
-            "body_bytes",
-            self.body_bytes,
-            limits.body_bytes_of(self.kind),
-        )?;
+        self.check_limit("body_bytes", self.body_bytes, limits.body_bytes_of(self.kind))?;
         match &self.tensor {
-            Some(_) if !self.kind.carries_tensors() => {
-                Err(WireError::TensorUnexpected { kind: self.kind })
-            }
+            Some(_) if !self.kind.carries_tensors() => Err(WireError::TensorUnexpected { kind: self.kind }),
             Some(tensor) => self.check_tensor(tensor, limits),
-            None if self.kind.carries_tensors()
-                && self.kind != Kind::State
-                && self.body_bytes != 0 =>
-            {
-                Err(WireError::AbsentBody {
-                    kind: self.kind,
-                    got: self.body_bytes,
-                })
+            None if self.kind.carries_tensors() && self.kind != Kind::State && self.body_bytes != 0 => {
+                Err(WireError::AbsentBody { kind: self.kind, got: self.body_bytes })
             }
             None => Ok(()),
         }
@@ -379,28 +356,18 @@ impl Header {
 
     fn check_slots(&self, limits: &Limits) -> Result<(), WireError> {
         if self.slot >= self.slots {
-            return Err(WireError::Slot {
-                slot: self.slot,
-                slots: self.slots,
-            });
+            return Err(WireError::Slot { slot: self.slot, slots: self.slots });
         }
         match limits.slots_of(self.kind) {
-            Some((allowed, limit)) => {
-                self.check_limit("slots", self.slots.into(), (allowed.into(), limit))
-            }
-            None if self.slots != 1 => Err(WireError::Slots {
-                kind: self.kind,
-                slots: self.slots,
-            }),
+            Some((allowed, limit)) => self.check_limit("slots", self.slots.into(), (allowed.into(), limit)),
+            None if self.slots != 1 => Err(WireError::Slots { kind: self.kind, slots: self.slots }),
             None => Ok(()),
         }
     }
 
     fn check_tensor(&self, tensor: &TensorMeta, limits: &Limits) -> Result<(), WireError> {
         if tensor.layout == Layout::ChannelsLast && tensor.shape.rank() != 4 {
-            return Err(WireError::ChannelsLast {
-                got: tensor.shape.rank(),
-            });
+            return Err(WireError::ChannelsLast { got: tensor.shape.rank() });
         }
         // The receiver allocates this much, however little was sent.
         let decoded = tensor.decoded_bytes();
@@ -425,13 +392,7 @@ impl Header {
         if got <= allowed {
             return Ok(());
         }
-        Err(WireError::Limit {
-            kind: self.kind,
-            what,
-            got,
-            limit,
-            allowed,
-        })
+        Err(WireError::Limit { kind: self.kind, what, got, limit, allowed })
     }
 
     /// The seed of the body's hash: the hash of the header with checksum 0.
@@ -445,20 +406,14 @@ impl Header {
         if got == self.body_bytes {
             return Ok(());
         }
-        Err(WireError::BodyLength {
-            expected: self.body_bytes,
-            got,
-        })
+        Err(WireError::BodyLength { expected: self.body_bytes, got })
     }
 
     fn verify_checksum(&self, got: u64) -> Result<(), WireError> {
         if got == self.checksum {
             return Ok(());
         }
-        Err(WireError::Checksum {
-            expected: self.checksum,
-            got,
-        })
+        Err(WireError::Checksum { expected: self.checksum, got })
     }
 }
 
@@ -474,11 +429,7 @@ pub struct BodyHasher {
 impl BodyHasher {
     /// For a body of this header. `header.body_bytes` must already be right, because the checksum covers it.
     pub fn new(header: &Header) -> Self {
-        Self {
-            header: *header,
-            hash: Xxh3::with_seed(header.seed()),
-            bytes: 0,
-        }
+        Self { header: *header, hash: Xxh3::with_seed(header.seed()), bytes: 0 }
     }
 
     /// Takes the next piece.
@@ -490,10 +441,7 @@ impl BodyHasher {
     /// The header sealed with the pieces, or an error if they are not `body_bytes` long together.
     pub fn seal(self) -> Result<Header, WireError> {
         self.header.verify_length(self.bytes)?;
-        Ok(Header {
-            checksum: self.hash.digest(),
-            ..self.header
-        })
+        Ok(Header { checksum: self.hash.digest(), ..self.header })
     }
 
     /// Whether the pieces are the body that the header was sealed with.
@@ -505,10 +453,7 @@ impl BodyHasher {
 
 impl std::fmt::Debug for BodyHasher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("BodyHasher")
-            .field("header", &self.header)
-            .field("bytes", &self.bytes)
-            .finish_non_exhaustive()
+        f.debug_struct("BodyHasher").field("header", &self.header).field("bytes", &self.bytes).finish_non_exhaustive()
     }
 }
 
@@ -520,19 +465,13 @@ fn read_tensor(from: &mut Reader<'_>) -> Result<Option<TensorMeta>, WireError> {
         *dim = from.u64();
     }
     if dtype == 0 {
-        zero(
-            "layout, codec and rank without a tensor",
-            &[layout, codec, rank],
-        )?;
+        zero("layout, codec and rank without a tensor", &[layout, codec, rank])?;
         zero("dimensions without a tensor", &dims)?;
         return Ok(None);
     }
     let rank = usize::from(rank);
     // Shape::from_parts refuses a rank beyond the array; there is no padding to look at then.
-    zero(
-        "dimensions beyond the rank",
-        dims.get(rank..).unwrap_or(&[]),
-    )?;
+    zero("dimensions beyond the rank", dims.get(rank..).unwrap_or(&[]))?;
     Ok(Some(TensorMeta {
         dtype: known("dtype", dtype, DType::from_number, DType::NUMBER_MAX)?,
         layout: known("layout", layout, Layout::from_number, Layout::NUMBER_MAX)?,
@@ -547,11 +486,7 @@ fn known<T>(
     from_number: impl Fn(u8) -> Option<T>,
     expected_max: u8,
 ) -> Result<T, WireError> {
-    from_number(got).ok_or(WireError::Unknown {
-        field,
-        expected_max,
-        got,
-    })
+    from_number(got).ok_or(WireError::Unknown { field, expected_max, got })
 }
 
 fn zero<T: Default + PartialEq>(field: &'static str, values: &[T]) -> Result<(), WireError> {
@@ -566,9 +501,8 @@ struct Writer<'a>(&'a mut [u8]);
 
 impl Writer<'_> {
     fn put<const N: usize>(&mut self, field: [u8; N]) {
-        let (to, rest) = std::mem::take(&mut self.0)
-            .split_first_chunk_mut()
-            .expect("the header has room for its fields");
+        let (to, rest) =
+            std::mem::take(&mut self.0).split_first_chunk_mut().expect("the header has room for its fields");
         *to = field;
         self.0 = rest;
     }
@@ -579,10 +513,7 @@ struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
     fn take<const N: usize>(&mut self) -> [u8; N] {
-        let (field, rest) = self
-            .0
-            .split_first_chunk()
-            .expect("the header has all its fields");
+        let (field, rest) = self.0.split_first_chunk().expect("the header has all its fields");
         self.0 = rest;
         *field
     }

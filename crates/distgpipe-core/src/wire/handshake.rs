@@ -84,12 +84,7 @@ impl Hello {
         };
         let build = fields.text("build", BUILD_BYTES_MAX)?;
         fields.end()?;
-        Ok(Self {
-            run,
-            token,
-            role,
-            build,
-        })
+        Ok(Self { run, token, role, build })
     }
 
     /// Whether to let this peer in. The token is compared first and in constant time: a stranger learns neither how
@@ -99,10 +94,7 @@ impl Hello {
             return Err(HandshakeError::Token);
         }
         if self.run != *run {
-            return Err(HandshakeError::Run {
-                expected: *run,
-                got: self.run,
-            });
+            return Err(HandshakeError::Run { expected: *run, got: self.run });
         }
         Ok(())
     }
@@ -201,12 +193,7 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        Hello {
-            run: [0xab; 16],
-            token: [0x5e; 32],
-            role: Role::Worker(WorkerId(3)),
-            build: "distgpipe 0.1.0".into(),
-        }
+        Hello { run: [0xab; 16], token: [0x5e; 32], role: Role::Worker(WorkerId(3)), build: "distgpipe 0.1.0".into() }
     }
 
     #[test]
@@ -232,10 +219,7 @@ mod tests {
 
     #[test]
     fn another_run_is_named() {
-        let error = hello()
-            .check(&[1; 16], &[0x5e; 32])
-            .unwrap_err()
-            .to_string();
+        let error = hello().check(&[1; 16], &[0x5e; 32]).unwrap_err().to_string();
         assert!(error.contains(&"01".repeat(16)), "{error}");
         assert!(error.contains(&"ab".repeat(16)), "{error}");
     }

@@ -41,22 +41,14 @@ impl Limits {
     /// The most bytes the body of a frame of this kind may have, and the name of the field that says so.
     pub fn body_bytes_of(&self, kind: Kind) -> (u64, &'static str) {
         match kind {
-            Kind::Hello | Kind::Welcome | Kind::Refuse => {
-                (self.handshake_bytes_max, "handshake_bytes_max")
-            }
+            Kind::Hello | Kind::Welcome | Kind::Refuse => (self.handshake_bytes_max, "handshake_bytes_max"),
             Kind::Job => (self.job_bytes_max, "job_bytes_max"),
-            Kind::Ready
-            | Kind::Command
-            | Kind::Report
-            | Kind::Abort
-            | Kind::Ping
-            | Kind::Goodbye => (self.text_bytes_max, "text_bytes_max"),
-            Kind::Input
-            | Kind::Target
-            | Kind::Activation
-            | Kind::Gradient
-            | Kind::Output
-            | Kind::State => (self.body_bytes_max, "body_bytes_max"),
+            Kind::Ready | Kind::Command | Kind::Report | Kind::Abort | Kind::Ping | Kind::Goodbye => {
+                (self.text_bytes_max, "text_bytes_max")
+            }
+            Kind::Input | Kind::Target | Kind::Activation | Kind::Gradient | Kind::Output | Kind::State => {
+                (self.body_bytes_max, "body_bytes_max")
+            }
         }
     }
 

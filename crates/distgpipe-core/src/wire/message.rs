@@ -102,16 +102,10 @@ pub(super) struct Fields<'a> {
 
 impl<'a> Fields<'a> {
     pub(super) fn new(message: &'static str, bytes: &'a [u8]) -> Self {
-        Self {
-            message,
-            rest: bytes,
-        }
+        Self { message, rest: bytes }
     }
 
-    pub(super) fn array<const N: usize>(
-        &mut self,
-        field: &'static str,
-    ) -> Result<[u8; N], MessageError> {
+    pub(super) fn array<const N: usize>(&mut self, field: &'static str) -> Result<[u8; N], MessageError> {
         let Some((head, rest)) = self.rest.split_first_chunk() else {
             return Err(self.truncated(field, N));
         };
@@ -119,19 +113,10 @@ impl<'a> Fields<'a> {
         Ok(*head)
     }
 
-    pub(super) fn text(
-        &mut self,
-        field: &'static str,
-        bytes_max: usize,
-    ) -> Result<String, MessageError> {
+    pub(super) fn text(&mut self, field: &'static str, bytes_max: usize) -> Result<String, MessageError> {
         let length = usize::from(u16::from_le_bytes(self.array(field)?));
         if length > bytes_max {
-            return Err(MessageError::TooLong {
-                message: self.message,
-                field,
-                expected_max: bytes_max,
-                got: length,
-            });
+            return Err(MessageError::TooLong { message: self.message, field, expected_max: bytes_max, got: length });
         }
         let Some((head, rest)) = self.rest.split_at_checked(length) else {
             return Err(self.truncated(field, length));
@@ -146,26 +131,14 @@ impl<'a> Fields<'a> {
     }
 
     /// A byte that says whether there is a worker, and its number, 0 if not.
-    pub(super) fn optional_worker(
-        &mut self,
-        field: &'static str,
-    ) -> Result<Option<WorkerId>, MessageError> {
+    pub(super) fn optional_worker(&mut self, field: &'static str) -> Result<Option<WorkerId>, MessageError> {
         let [present] = self.array(field)?;
         let number = u32::from_le_bytes(self.array(field)?);
         match (present, number) {
             (0, 0) => Ok(None),
             (1, number) => Ok(Some(WorkerId(number))),
-            (0, _) => Err(MessageError::NotZero {
-                message: self.message,
-                field,
-                got: number,
-            }),
-            (got, _) => Err(MessageError::Unknown {
-                message: self.message,
-                field,
-                expected_max: 1,
-                got,
-            }),
+            (0, _) => Err(MessageError::NotZero { message: self.message, field, got: number }),
+            (got, _) => Err(MessageError::Unknown { message: self.message, field, expected_max: 1, got }),
         }
     }
 
@@ -173,19 +146,11 @@ impl<'a> Fields<'a> {
         if self.rest.is_empty() {
             return Ok(());
         }
-        Err(MessageError::Trailing {
-            message: self.message,
-            got: self.rest.len(),
-        })
+        Err(MessageError::Trailing { message: self.message, got: self.rest.len() })
     }
 
     fn truncated(&self, field: &'static str, expected: usize) -> MessageError {
-        MessageError::Truncated {
-            message: self.message,
-            field,
-            expected,
-            got: self.rest.len(),
-        }
+        MessageError::Truncated { message: self.message, field, expected, got: self.rest.len() }
     }
 }
 

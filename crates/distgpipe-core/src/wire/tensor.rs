@@ -108,10 +108,7 @@ impl Shape {
             .try_fold(1u64, |product, &dim| product.checked_mul(dim.max(1)))
             .filter(|&product| product <= ELEMENTS_MAX)
             .ok_or(ShapeError::Elements)?;
-        Ok(Self {
-            rank: rank as u8,
-            dims,
-        })
+        Ok(Self { rank: rank as u8, dims })
     }
 
     /// The dimensions.
@@ -174,22 +171,13 @@ mod tests {
 
     #[test]
     fn a_shape_counts_its_elements() {
-        for (dims, elements) in [
-            (&[][..], 1),
-            (&[0], 0),
-            (&[7], 7),
-            (&[2, 3, 4], 24),
-            (&[2, 0, 4], 0),
-            (&[1, 1, 1, 1, 1, 1, 1, 5], 5),
-        ] {
+        for (dims, elements) in
+            [(&[][..], 1), (&[0], 0), (&[7], 7), (&[2, 3, 4], 24), (&[2, 0, 4], 0), (&[1, 1, 1, 1, 1, 1, 1, 5], 5)]
+        {
             let shape = Shape::new(dims).unwrap();
             assert_eq!(shape.elements(), elements, "{dims:?}");
             assert_eq!(shape.rank(), dims.len());
-            assert!(shape
-                .dims()
-                .iter()
-                .map(|&dim| dim as usize)
-                .eq(dims.iter().copied()));
+            assert!(shape.dims().iter().map(|&dim| dim as usize).eq(dims.iter().copied()));
         }
     }
 
@@ -201,14 +189,8 @@ mod tests {
         assert_eq!(Shape::new(&[max + 1]), Err(ShapeError::Elements));
         assert_eq!(Shape::new(&[1 << 32, 1 << 32]), Err(ShapeError::Elements));
         // The product is 0, whichever way round, but the strides are not.
-        assert_eq!(
-            Shape::new(&[0, 1 << 32, 1 << 32]),
-            Err(ShapeError::Elements)
-        );
-        assert_eq!(
-            Shape::new(&[1 << 32, 1 << 32, 0]),
-            Err(ShapeError::Elements)
-        );
+        assert_eq!(Shape::new(&[0, 1 << 32, 1 << 32]), Err(ShapeError::Elements));
+        assert_eq!(Shape::new(&[1 << 32, 1 << 32, 0]), Err(ShapeError::Elements));
         // As a signed number this dimension would be −1.
         assert_eq!(Shape::new(&[usize::MAX, 0]), Err(ShapeError::Elements));
     }

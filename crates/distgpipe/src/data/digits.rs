@@ -66,7 +66,8 @@ impl Digits {
         let is_test = |i: usize| i % TEST_EVERY == 0;
         let (mean, deviation) = statistics(records.iter().enumerate().filter(|(i, _)| !is_test(*i)).map(|(_, r)| r.0));
         let mine = || records.iter().enumerate().filter(|(i, _)| is_test(*i) == (part == Part::Test)).map(|(_, r)| r);
-        let pixels: Vec<f32> = mine().flat_map(|(pixels, _)| *pixels).map(|&p| ((f64::from(p) - mean) / deviation) as f32).collect();
+        let pixels: Vec<f32> =
+            mine().flat_map(|(pixels, _)| *pixels).map(|&p| ((f64::from(p) - mean) / deviation) as f32).collect();
         let labels: Vec<i64> = mine().map(|(_, label)| i64::from(*label)).collect();
         let (channels, side) = (options.channels as i64, options.side as i64);
         Ok(Digits { pixels, labels, options, input: vec![SampleShape::float(&[channels, side, side])] })

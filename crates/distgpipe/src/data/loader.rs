@@ -95,7 +95,9 @@ impl Loader {
     /// Rows of an epoch's shortest batch.
     pub fn rows_min(&self) -> usize {
         match self.options.last {
-            LastBatch::Keep if self.data.len() % self.options.batch_rows != 0 => self.data.len() % self.options.batch_rows,
+            LastBatch::Keep if self.data.len() % self.options.batch_rows != 0 => {
+                self.data.len() % self.options.batch_rows
+            }
             _ => self.options.batch_rows,
         }
     }
@@ -199,7 +201,8 @@ mod tests {
 
     #[test]
     fn the_order_depends_on_seed_and_epoch_alone() {
-        let loader = |seed| Loader::new(numbers(20, false), LoaderOptions { seed, ..options(6, LastBatch::Drop) }).unwrap();
+        let loader =
+            |seed| Loader::new(numbers(20, false), LoaderOptions { seed, ..options(6, LastBatch::Drop) }).unwrap();
         let a = loader(3);
         let asked_before = (a.rows(1), a.rows(0));
         assert_eq!((a.rows(0), a.rows(1)), (asked_before.1.clone(), asked_before.0));

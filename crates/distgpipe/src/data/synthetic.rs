@@ -11,6 +11,12 @@ use crate::layer::SampleShape;
 use crate::pipeline::Batch;
 use tch::{Kind, Tensor};
 
+/// How many threads fill a batch at the most.
+const THREADS_MAX: usize = 4;
+
+/// A thread is not worth starting for fewer values than this.
+const ROW_VALUES_PER_THREAD: usize = 1 << 20;
+
 /// Different rows of noise.
 const BANK: usize = 64;
 /// Numbers in the pattern of a class.
@@ -68,7 +74,10 @@ pub struct Synthetic {
 #[derive(Debug)]
 enum Source {
     /// [`BANK`] rows of noise, and [`PATTERN`] numbers for each class.
-    Numbers { noise: Vec<f32>, patterns: Vec<f32> },
+    Numbers {
+        noise: Vec<f32>,
+        patterns: Vec<f32>,
+    },
     Tokens,
 }
 
@@ -93,7 +102,9 @@ impl Synthetic {
                 let patterns = normal(stream.named("patterns"), (classes * PATTERN) as i64)?;
                 Source::Numbers { noise, patterns }
             }
-            [SampleShape { dims, kind: Kind::Int64 }, mask] if dims.len() == 1 && mask.kind == Kind::Int64 && mask.dims == *dims => {
+            [SampleShape { dims, kind: Kind::Int64 }, mask]
+                if dims.len() == 1 && mask.kind == Kind::Int64 && mask.dims == *dims =>
+            {
                 if options.vocabulary < WORDS + classes as i64 || dims[0] < 2 {
                     let expected = format!("at least 2 tokens and a vocabulary of at least {}", WORDS + classes as i64);
                     return Err(unsuitable(&expected, format!("{} and {}", dims[0], options.vocabulary)));
@@ -124,16 +135,27 @@ impl Synthetic {
 
     fn numbers(&self, rows: &[usize], noise: &[f32], patterns: &[f32]) -> Result<Tensor, DataError> {
         let width = noise.len() / BANK;
-        let mut values = Vec::with_capacity(rows.len() * width);
-        for &row in rows {
-            let start = values.len();
+        let mut values = vec![0.0; rows.len() * width];
+        let fill = |row: usize, into: &mut [f32]| {
             let bank = self.draw(row, "bank", 0, BANK as u64) as usize;
-            values.extend_from_slice(&noise[bank * width..][..width]);
+            into.copy_from_slice(&noise[bank * width..][..width]);
             if self.options.pattern == Pattern::Learnable {
-                let pattern = &patterns[self.class(row) as usize * PATTERN..][..PATTERN];
-                add_repeated(&mut values[start..], pattern);
+                add_repeated(into, &patterns[self.class(row) as usize * PATTERN..][..PATTERN]);
             }
-        }
+        };
+        // A GPU takes large images faster than one core makes them up.
+        let share = rows.len().div_ceil(THREADS_MAX).max(ROW_VALUES_PER_THREAD.div_ceil(width.max(1)));
+        std::thread::scope(|scope| {
+            for (rows, into) in rows.chunks(share).zip(values.chunks_mut(share * width)) {
+                let fill = &fill;
+                let mut part = move || rows.iter().zip(into.chunks_mut(width)).for_each(|(&row, into)| fill(row, into));
+                if rows.len() < share {
+                    part();
+                } else {
+                    scope.spawn(part);
+                }
+            }
+        });
         Ok(Tensor::f_from_slice(&values)?)
     }
 
@@ -144,10 +166,10 @@ impl Synthetic {
             let shortest = (length_max / 2).max(2);
             let length = shortest + self.draw(row, "length", 0, (length_max - shortest + 1) as u64) as i64;
             for position in 0..length_max {
-                let word = || WORDS + self.draw(row, "word", position as u64, (self.options.vocabulary - WORDS) as u64) as i64;
-                let tells = || {
-                    self.options.pattern == Pattern::Learnable && self.draw(row, "tells", position as u64, 2) == 0
-                };
+                let word =
+                    || WORDS + self.draw(row, "word", position as u64, (self.options.vocabulary - WORDS) as u64) as i64;
+                let tells =
+                    || self.options.pattern == Pattern::Learnable && self.draw(row, "tells", position as u64, 2) == 0;
                 ids.push(match position {
                     _ if position >= length => PADDING,
                     0 => 0,
@@ -257,7 +279,10 @@ mod tests {
             for (a, b) in a.inputs.iter().zip(&b.inputs) {
                 assert_eq!((a.get(1), a.get(2)), (b.get(1), b.get(0)));
             }
-            assert_eq!(a.inputs.iter().map(|t| t.size()[1..].to_vec()).collect::<Vec<_>>(), input.iter().map(|s| s.dims.clone()).collect::<Vec<_>>());
+            assert_eq!(
+                a.inputs.iter().map(|t| t.size()[1..].to_vec()).collect::<Vec<_>>(),
+                input.iter().map(|s| s.dims.clone()).collect::<Vec<_>>()
+            );
             assert!(matches!(whole.batch(&[50]), Err(DataError::NoSuchRow { .. })));
         }
     }
@@ -276,7 +301,8 @@ mod tests {
     #[test]
     fn targets_have_the_shape_asked_for() {
         let target = Target::Tensor(SampleShape::float(&[1, 4, 4]));
-        let data = Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
+        let data =
+            Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
         assert_eq!(data.batch(&[1, 2]).unwrap().target.size(), [2, 1, 4, 4]);
         assert_eq!(data.classes(), None);
         let classes = Synthetic::new(options(vec![SampleShape::float(&[4])])).unwrap();

@@ -5,6 +5,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <atomic>
@@ -207,6 +208,19 @@ int64_t dg_meter_take_peak(int meter) {
     return 0;
   int64_t now = meters[meter].now.load(std::memory_order_relaxed);
   return meters[meter].peak.exchange(now, std::memory_order_relaxed);
+}
+
+// The most bytes that tensors held on a CUDA device since the process began, or 0 where that is unknown.
+int64_t dg_cuda_peak(int device) {
+  try {
+    auto *allocator = dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(c10::DeviceType::CUDA));
+    if (!allocator || !allocator->initialized())
+      return 0;
+    auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+    return stats.allocated_bytes[0].peak;
+  } catch (...) {
+    return 0;
+  }
 }
 
 void dg_free_message(char *text) { std::free(text); }

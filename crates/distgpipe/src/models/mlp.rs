@@ -65,8 +65,14 @@ impl Layer for Dense {
 
     fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
         match &input[..] {
-            [x] if x.dims.iter().product::<i64>() == self.linear.from => Ok(vec![SampleShape::float(&[self.linear.to])]),
-            _ => Err(ShapeError { layer: self.name.clone(), expected: format!("{} values", self.linear.from), got: input }),
+            [x] if x.dims.iter().product::<i64>() == self.linear.from => {
+                Ok(vec![SampleShape::float(&[self.linear.to])])
+            }
+            _ => Err(ShapeError {
+                layer: self.name.clone(),
+                expected: format!("{} values", self.linear.from),
+                got: input,
+            }),
         }
     }
 

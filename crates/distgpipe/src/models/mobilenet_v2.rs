@@ -30,7 +30,14 @@ pub struct MobileNetV2 {
 
 impl Default for MobileNetV2 {
     fn default() -> Self {
-        MobileNetV2 { classes: 10, width: 1.0, dropout: 0.2, image: 224, channels: 3, strides: [2, 1, 2, 2, 2, 1, 2, 1] }
+        MobileNetV2 {
+            classes: 10,
+            width: 1.0,
+            dropout: 0.2,
+            image: 224,
+            channels: 3,
+            strides: [2, 1, 2, 2, 2, 1, 2, 1],
+        }
     }
 }
 
@@ -52,7 +59,11 @@ impl MobileNetV2 {
     /// The list of layers.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "mobilenet_v2";
-        require(self.classes > 0 && self.channels > 0 && self.image > 0, name, "classes, channels and image must be positive")?;
+        require(
+            self.classes > 0 && self.channels > 0 && self.image > 0,
+            name,
+            "classes, channels and image must be positive",
+        )?;
         require(self.width > 0.0 && self.width <= 16.0, name, "width must be above 0 and at most 16")?;
         require((0.0..1.0).contains(&self.dropout), name, "dropout must be at least 0 and below 1")?;
         require(self.strides.iter().all(|s| (1..=4).contains(s)), name, "strides must be 1 to 4")?;
@@ -147,7 +158,10 @@ impl Layer for InvertedResidual {
 
     fn tensors(&self) -> Vec<TensorSpec> {
         let name = &self.name;
-        self.blocks.iter().flat_map(|(block, conv, norm)| block.tensors(&format!("{name}.{conv}"), &format!("{name}.{norm}"))).collect()
+        self.blocks
+            .iter()
+            .flat_map(|(block, conv, norm)| block.tensors(&format!("{name}.{conv}"), &format!("{name}.{norm}")))
+            .collect()
     }
 
     fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
@@ -156,7 +170,12 @@ impl Layer for InvertedResidual {
         Ok(vec![output])
     }
 
-    fn forward(&self, own: &mut Own<'_>, mut input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(
+        &self,
+        own: &mut Own<'_>,
+        mut input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
         let x = input.swap_remove(0);
         let mut y = x.shallow_clone();
         for (block, ..) in &self.blocks {

@@ -69,7 +69,8 @@ impl Transformer {
         require((0.0..1.0).contains(&self.dropout), name, "dropout must be at least 0 and below 1")?;
         let settings = Arc::new(self.clone());
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
-        let mut push = |name: String, part: Part| layers.push(Arc::new(Piece { name, part, settings: settings.clone() }));
+        let mut push =
+            |name: String, part: Part| layers.push(Arc::new(Piece { name, part, settings: settings.clone() }));
         push("embeddings".to_owned(), Part::Embeddings);
         for i in 0..self.layers {
             push(format!("encoder.layer.{i}.attention"), Part::Attention);
@@ -114,7 +115,8 @@ impl Layer for Piece {
 
     fn tensors(&self) -> Vec<TensorSpec> {
         let (s, name) = (&self.settings, &self.name);
-        let table = |what: &str, rows| TensorSpec::parameter(format!("{name}.{what}.weight"), &[rows, s.hidden], WEIGHT);
+        let table =
+            |what: &str, rows| TensorSpec::parameter(format!("{name}.{what}.weight"), &[rows, s.hidden], WEIGHT);
         match self.part {
             Part::Embeddings => {
                 let mut all = vec![
@@ -164,7 +166,12 @@ impl Layer for Piece {
         })
     }
 
-    fn forward(&self, own: &mut Own<'_>, mut input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(
+        &self,
+        own: &mut Own<'_>,
+        mut input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
         let mask = input.swap_remove(1);
         let x = input.swap_remove(0);
         let y = match self.part {
@@ -189,7 +196,13 @@ impl Layer for Piece {
 }
 
 impl Piece {
-    fn embed(&self, own: &mut Own<'_>, ids: &Tensor, mask: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+    fn embed(
+        &self,
+        own: &mut Own<'_>,
+        ids: &Tensor,
+        mask: &Tensor,
+        context: &mut Context<'_>,
+    ) -> Result<Tensor, Fault> {
         let (words, positions, types) = (own.next(), own.next(), own.next());
         // Tokens count up from 2, the padding stays at 1.
         let place = mask.f_cumsum(1, Kind::Int64)?.f_mul(mask)?.f_add_scalar(PADDING_POSITION)?;

@@ -40,10 +40,18 @@ impl UNet {
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "unet";
         require((1..=1000).contains(&self.convolutions), name, "convolutions must be 1 to 1000")?;
-        require(self.channels > 0 && self.channels % 2 == 0 && self.channels <= 4096, name, "channels must be even, 2 to 4096")?;
+        require(
+            self.channels > 0 && self.channels % 2 == 0 && self.channels <= 4096,
+            name,
+            "channels must be even, 2 to 4096",
+        )?;
         require((1..=8).contains(&self.depth), name, "depth must be 1 to 8")?;
         require((0.0..1.0).contains(&self.dropout), name, "dropout must be at least 0 and below 1")?;
-        require(self.image >> self.depth >= 2, name, "the image must keep at least 2 pixels a side at the deepest level")?;
+        require(
+            self.image >> self.depth >= 2,
+            name,
+            "the image must keep at least 2 pixels a side at the deepest level",
+        )?;
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
         let c = self.channels;
         let mut from = 3;
@@ -143,7 +151,12 @@ impl Layer for Step {
         Ok(vec![x])
     }
 
-    fn forward(&self, own: &mut Own<'_>, mut input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(
+        &self,
+        own: &mut Own<'_>,
+        mut input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
         let mut x = input.swap_remove(0);
         let y = match &self.operation {
             Operation::Conv(conv) => conv.forward(own, &x)?,

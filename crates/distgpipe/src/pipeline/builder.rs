@@ -213,7 +213,8 @@ impl Builder {
             return Err(BuildError::Settings("threads: a worker needs at least 1".to_owned()));
         }
         if !matches!(self.workers, Workers::Threads) && self.model.recipe.is_none() {
-            let text = "a model of your own layers has no recipe by which another process could make it: run the workers \
+            let text =
+                "a model of your own layers has no recipe by which another process could make it: run the workers \
                         as threads, or give the model a `recipe` and serve it from a worker program that knows it";
             return Err(BuildError::Settings(text.to_owned()));
         }

@@ -28,6 +28,9 @@ use std::time::{Duration, Instant};
 /// How often an idle writer says that it is alive.
 pub const HEARTBEAT: Duration = Duration::from_millis(250);
 
+/// Puts something around a sending end.
+pub type Wrap = Box<dyn FnOnce(Box<dyn Outgoing>) -> Box<dyn Outgoing> + Send>;
+
 /// What a connection needs to know besides its socket.
 pub struct Options {
     /// The name of this end, for faults that are its own.
@@ -45,7 +48,7 @@ pub struct Options {
     /// The text of a sign of life.
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Wraps the socket's sending end, to break it in tests.
-    pub wrap: Box<dyn FnOnce(Box<dyn Outgoing>) -> Box<dyn Outgoing> + Send>,
+    pub wrap: Wrap,
     /// Takes what arrives.
     pub deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
     /// Takes the peer's signs of life.
@@ -82,6 +85,7 @@ impl Connection {
         };
         let writer = Writer {
             here: options.here,
+            peer: options.peer.clone(),
             fate: options.fate.clone(),
             heartbeat: options.heartbeat,
             link: (options.wrap)(Box::new(socket)),
@@ -215,6 +219,7 @@ impl Outgoing for Socket {
 
 struct Writer {
     here: String,
+    peer: String,
     fate: Fate,
     heartbeat: Box<dyn Fn() -> String + Send>,
     link: Box<dyn Outgoing>,
@@ -227,7 +232,7 @@ impl Writer {
         match self.pump(&waiting) {
             Ok(()) => self.last_words(Kind::Goodbye, &[]),
             Err(fault) => {
-                let first = self.fate.fail(Failure::new(&self.here, "sending", fault));
+                let first = self.fate.fail(self.blame(fault));
                 self.last_words(Kind::Abort, &first.notice().encode());
                 let _ = self.farewell.shutdown(Shutdown::Both);
             }
@@ -252,6 +257,19 @@ impl Writer {
                 Err(RecvTimeoutError::Disconnected) => return self.fate.check(),
             }
         }
+    }
+
+    /// Whose fault it is that sending failed. A peer that has closed may have said why: the reader finds its last words
+    /// in the socket, and is given the time to.
+    fn blame(&self, fault: Fault) -> Failure {
+        if !matches!(fault, Fault::Lost) {
+            return Failure::new(&self.here, "sending", fault);
+        }
+        let deadline = Instant::now() + 4 * POLL;
+        while self.fate.failure().is_none() && Instant::now() < deadline {
+            std::thread::sleep(POLL / 10);
+        }
+        Failure::new(&self.peer, "talking to it", fault)
     }
 
     /// Best effort: the peer may be gone already.

@@ -78,4 +78,3 @@ pub fn actions(plan: &Plan) -> Vec<(String, Action)> {
     let of = |w: WorkerId| plan.actions(w).iter().map(move |a| (plan.placement().name(w).to_owned(), *a));
     plan.placement().worker_ids().flat_map(of).collect()
 }
-

@@ -38,7 +38,9 @@ pub fn check_model(name: &str, workers: impl Fn(usize) -> Workers) {
     for batch in BATCHES {
         for backward_first in [Schedule::GPipe, Schedule::OneFOneB] {
             let truth = truth(subject, batch, backward_first);
-            for schedule in Schedule::ALL.into_iter().filter(|&s| (s == Schedule::GPipe) == (backward_first == Schedule::GPipe)) {
+            for schedule in
+                Schedule::ALL.into_iter().filter(|&s| (s == Schedule::GPipe) == (backward_first == Schedule::GPipe))
+            {
                 for placement in PLACEMENTS {
                     for recompute in RECOMPUTES {
                         let what = format!("{name} {schedule} {placement} {recompute} {batch:?}");
@@ -68,7 +70,12 @@ fn check_one(subject: &Subject, truth: &Truth, what: &str, case: Case<'_>, worke
         .build()
         .unwrap_or_else(|e| panic!("{what}: {e}"));
     let (outcome, gradients) = pipeline.gradients(&subject.batch(rows, 1)).unwrap_or_else(|e| panic!("{what}: {e}"));
-    assert!((outcome.loss - truth.loss).abs() <= 1e-12 * truth.loss.abs(), "{what}: loss {} {}", outcome.loss, truth.loss);
+    assert!(
+        (outcome.loss - truth.loss).abs() <= 1e-12 * truth.loss.abs(),
+        "{what}: loss {} {}",
+        outcome.loss,
+        truth.loss
+    );
     assert_identical(&format!("{what}: gradient"), &gradients, &truth.gradients);
     pipeline.train_step(&subject.batch(rows, 2)).unwrap_or_else(|e| panic!("{what}: {e}"));
     let state = pipeline.state().unwrap_or_else(|e| panic!("{what}: {e}"));

@@ -111,10 +111,10 @@ impl OneDevice {
         for m in order {
             let range = rows.range(m);
             let slice = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
-            let input = batch.inputs.iter().map(|t| distgpipe::recompute::for_convolutions(slice(t)).unwrap()).collect();
+            let input =
+                batch.inputs.iter().map(|t| distgpipe::recompute::for_convolutions(slice(t)).unwrap()).collect();
             let stream = self.stream.at(self.step).at(u64::from(m.0));
-            let (output, _) =
-                self.partition.forward(Passing::Train, m, stream, input, BTreeMap::new()).unwrap();
+            let (output, _) = self.partition.forward(Passing::Train, m, stream, input, BTreeMap::new()).unwrap();
             let loss = self.loss.compute(&output[0], &slice(&batch.target)).unwrap();
             losses.insert(m, f64::try_from(&loss).unwrap() * range.len() as f64);
             (loss * rows.share(m)).backward();
@@ -160,7 +160,11 @@ pub fn assert_identical(what: &str, got: &Tensors, expected: &Tensors) {
         if !bool::try_from(&same).unwrap() {
             let gap = (got.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs().max();
             let size = expected.to_kind(Kind::Double).abs().max();
-            panic!("{what}: {name} differs by up to {} of {}", f64::try_from(&gap).unwrap(), f64::try_from(&size).unwrap());
+            panic!(
+                "{what}: {name} differs by up to {} of {}",
+                f64::try_from(&gap).unwrap(),
+                f64::try_from(&size).unwrap()
+            );
         }
     }
 }

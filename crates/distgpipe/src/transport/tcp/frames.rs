@@ -110,7 +110,8 @@ pub fn read_frame(stream: &mut impl Read, limits: &Limits, patience: &Patience<'
     read_exact(stream, &mut head, patience)?;
     let header = Header::decode(&head, limits)?;
     let Some(meta) = header.tensor else {
-        let length = usize::try_from(header.body_bytes).map_err(|_| Fault::protocol("a body that fits memory", "more"))?;
+        let length =
+            usize::try_from(header.body_bytes).map_err(|_| Fault::protocol("a body that fits memory", "more"))?;
         let mut body = vec![0; length];
         read_exact(stream, &mut body, patience)?;
         header.verify(&body)?;
@@ -123,7 +124,8 @@ pub fn read_frame(stream: &mut impl Read, limits: &Limits, patience: &Patience<'
         read_exact(stream, room, patience)?;
         header.verify(room)?;
     } else {
-        let length = usize::try_from(header.body_bytes).map_err(|_| Fault::protocol("a body that fits memory", "more"))?;
+        let length =
+            usize::try_from(header.body_bytes).map_err(|_| Fault::protocol("a body that fits memory", "more"))?;
         let mut body = vec![0; length];
         read_exact(stream, &mut body, patience)?;
         header.verify(&body)?;
@@ -273,7 +275,11 @@ fn slots(message: &Message) -> usize {
 
 /// The tensor on the CPU, without gaps, in the layout it has.
 fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
-    let tensor = if tensor.device() == tch::Device::Cpu { tensor.shallow_clone() } else { tensor.f_to_device(tch::Device::Cpu)? };
+    let tensor = if tensor.device() == tch::Device::Cpu {
+        tensor.shallow_clone()
+    } else {
+        tensor.f_to_device(tch::Device::Cpu)?
+    };
     match engine::layout(&tensor) {
         Some(_) => Ok(tensor),
         None => Ok(tensor.f_contiguous()?),

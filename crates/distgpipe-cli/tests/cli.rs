@@ -1,0 +1,349 @@
+//! The command as its users meet it: what it prints, how it ends, and that it does what it says.
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+fn distgpipe(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
+    command.args(arguments).env_remove("DISTGPIPE_TOKEN").stdin(Stdio::null());
+    command.output().expect("the binary was built with this test")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Standard output of a command that must succeed.
+fn fine(arguments: &[&str]) -> String {
+    let output = distgpipe(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&fine(arguments)).expect("--json prints JSON and nothing else")
+}
+
+/// Standard error of a command that must end with this status.
+fn refused(status: i32, arguments: &[&str]) -> String {
+    let output = distgpipe(arguments);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {said}");
+    assert!(output.stdout.is_empty(), "{arguments:?}: {}", text(&output.stdout));
+    said
+}
+
+/// A directory of one test, empty.
+fn directory(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir_all(&path).expect("the target directory can be written");
+    path
+}
+
+#[test]
+fn help_teaches_every_command() {
+    let all = fine(&["--help"]);
+    for command in ["demo", "train", "schedule", "models", "balance", "worker"] {
+        assert!(all.contains(command), "{all}");
+        let help = fine(&[command, "--help"]);
+        assert!(help.contains("Usage: distgpipe"), "{help}");
+    }
+    for command in ["train", "schedule", "models", "balance", "worker"] {
+        assert!(fine(&[command, "--help"]).contains("Examples:"), "{command}");
+    }
+    let train = fine(&["train", "--help"]);
+    assert!(train.contains("Micro-batches per batch [default: 4]"), "{train}");
+    assert!(!train.contains("--faults"), "{train}");
+}
+
+#[test]
+fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["train", "--batch", "4", "--chunks", "8"], &["--batch 4", "use --batch 8 or more"]),
+        (&["train", "--balance", "1,2"], &["--balance", "use for example 2,2"]),
+        (&["train", "--balance", "1,3", "--place", "a,b,a"], &["--balance makes 2", "--place names workers for 3"]),
+        (&["train", "--partitions", "9"], &["--partitions", "use fewer partitions"]),
+        (&["train", "--partitions", "2", "--balance", "2,2"], &["--partitions and --balance", "keep one"]),
+        (&["train", "--model", "resnet"], &["--model", "expected one of mobilenet_v2"]),
+        (&["train", "--set", "clases=3"], &["--set clases=3", "classes=10"]),
+        (&["train", "--workers", "process"], &["--workers process", "expected `threads`, `processes`"]),
+        (&["train", "--partitions", "2", "--workers", "h:1"], &["--workers", "--token-file"]),
+        (&["train", "--partitions", "2", "--workers", "h:1,h:2"], &["--workers", "expected 1 address"]),
+        (&["train", "--schedule", "zb"], &["--schedule", "`gpipe`, `1f1b`, `interleaved`"]),
+        (&["train", "--trace"], &["--trace", "add --log DIR"]),
+        (&["train", "--device", "tpu"], &["--device", "`cpu`, `cuda:N` or `auto`"]),
+        (&["train", "--optimizer", "adamw", "--momentum", "0.5"], &["--momentum", "remove it"]),
+        (&["train", "--batch", "2000"], &["--batch 2000", "use a smaller batch"]),
+        (&["train", "--model", "unet"], &["--data digits", "use --data synthetic"]),
+        (&["train", "--weights", "missing.safetensors"], &["--weights missing.safetensors"]),
+        (&["train", "--config", "missing.toml"], &["--config missing.toml"]),
+        (&["schedule", "--chunks", "0"], &["--chunks", "use 1 to run the batch in one piece"]),
+        (&["schedule", "--forward", "1,2,3"], &["--forward", "each of 2 partitions"]),
+        (&["balance", "mlp", "--partitions", "5"], &["--partitions", "use fewer partitions"]),
+        (&["worker", "--listen", "0.0.0.0:0"], &["--listen", "--expose"]),
+        (&["worker", "--listen", "nowhere"], &["--listen nowhere", "such as 127.0.0.1:7000"]),
+    ];
+    for (arguments, words) in cases {
+        let said = refused(2, arguments);
+        for word in *words {
+            assert!(said.contains(word), "{arguments:?}: expected `{word}` in: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_schedule_goes_through_its_own_check_and_a_broken_one_does_not() {
+    let directory = directory("schedule");
+    let file = directory.join("plan.txt");
+    let name = file.to_str().expect("a plain path");
+    for schedule in ["gpipe", "1f1b", "interleaved"] {
+        let flags =
+            ["schedule", "--schedule", schedule, "--place", "a,b,a,b", "--recompute", "except-last", "--skip", "0>2"];
+        let plan = fine(&flags);
+        std::fs::write(&file, &plan).expect("written");
+        assert!(fine(&["schedule", "--check", name]).starts_with("sound: 4 partitions on 2 workers, 4 micro-batches"));
+        assert_eq!(
+            fine(&["schedule", "--check", name, "--text"]).split_once('\n').map(|(_, plan)| plan),
+            Some(&plan[..])
+        );
+    }
+    let plan = fine(&["schedule", "--partitions", "2", "--chunks", "2"]);
+    std::fs::write(&file, plan.replace("0F1>1 ", "")).expect("written");
+    let said = refused(1, &["schedule", "--check", name]);
+    assert!(said.contains("plan.txt") && said.contains("missing send `0F1>1`"), "{said}");
+    std::fs::write(&file, "no plan").expect("written");
+    assert!(refused(1, &["schedule", "--check", name]).contains("expected `distgpipe plan 1`"));
+    // The same broken plan stops a run before it starts.
+    assert!(refused(2, &["train", "--plan", name]).contains("--plan"));
+}
+
+#[test]
+fn a_schedule_is_simulated_and_drawn() {
+    let drawn =
+        fine(&["schedule", "--partitions", "2", "--chunks", "3", "--schedule", "gpipe", "--backward", "1", "--draw"]);
+    assert!(drawn.starts_with("w0  F0 F1 F2 ......B2 B1 B0\nw1  ...F0 F1 F2 B2 B1 B0 ...\n"), "{drawn}");
+    let file = directory("drawn").join("plan.svg");
+    let name = file.to_str().expect("a plain path");
+    fine(&["schedule", "--place", "client,server,client", "--forward", "1,4,1", "--link", "0.5", "--svg", name]);
+    assert!(std::fs::read_to_string(&file).expect("written").starts_with("<svg"));
+    // (n − 1) / (m + n − 1) for GPipe with equal costs.
+    let value = json(&["schedule", "--partitions", "4", "--chunks", "8", "--schedule", "gpipe", "--json"]);
+    assert!((value["bubble"].as_f64().expect("a number") - 3.0 / 11.0).abs() < 1e-9);
+}
+
+#[test]
+fn models_are_listed_and_counted() {
+    let value = json(&["models", "mobilenet_v2", "--set", "classes=1000", "--json"]);
+    assert_eq!(value["parameters"], 3_504_872);
+    assert_eq!(value["layers"].as_array().map(Vec::len), Some(20));
+    let all = json(&["models", "--json"]);
+    assert_eq!(all.as_array().map(Vec::len), Some(4));
+    assert!(fine(&["models", "mlp", "--profile", "--rows", "4"]).contains("backward"));
+    let profiled = json(&["models", "mlp", "--profile", "--json"]);
+    assert!(profiled["layers"][0]["forward_s"].as_f64().expect("a number") > 0.0);
+}
+
+#[test]
+fn a_balance_comes_from_costs_measured_or_given() {
+    let directory = directory("balance");
+    let file = directory.join("costs.json");
+    let name = file.to_str().expect("a plain path");
+    std::fs::write(&file, "[1, 1, 1, 5]").expect("written");
+    let value = json(&["balance", "mlp", "--partitions", "2", "--costs", name, "--json"]);
+    assert_eq!(value["balance"], serde_json::json!([3, 1]));
+    assert!(value["step_s"].as_f64() < value["even"]["step_s"].as_f64());
+    std::fs::write(&file, fine(&["models", "mlp", "--profile", "--json"])).expect("written");
+    assert!(fine(&["balance", "mlp", "--partitions", "2", "--costs", name]).contains("use it: --balance "));
+    std::fs::write(&file, "[1, 2]").expect("written");
+    assert!(refused(2, &["balance", "mlp", "--partitions", "2", "--costs", name]).contains("each of 4 layers, got 2"));
+    assert!(fine(&["balance", "mlp", "--partitions", "3", "--rows", "4"]).contains("use it: --balance "));
+}
+
+/// The losses of every epoch and test: what must not change with how it was run.
+fn losses(report: &Value) -> Vec<(f64, f64)> {
+    let epochs = report["epochs"].as_array().expect("epochs");
+    let number = |value: &Value| value.as_f64().expect("a number");
+    epochs.iter().map(|epoch| (number(&epoch["train_loss"]), number(&epoch["test_loss"]))).collect()
+}
+
+const SPLIT: [&str; 11] = [
+    "train",
+    "--balance",
+    "1,2,1",
+    "--place",
+    "client,server,client",
+    "--chunks",
+    "3",
+    "--batch",
+    "50",
+    "--epochs",
+    "2",
+];
+
+#[test]
+fn threads_and_processes_learn_the_same() {
+    let with = |more: &[&str]| json(&[&SPLIT[..], &["--json"], more].concat());
+    let threads = with(&["--workers", "threads"]);
+    let processes = with(&["--workers", "processes"]);
+    assert_eq!(losses(&threads).len(), 2);
+    assert_eq!(losses(&threads), losses(&processes));
+    let link = &processes["links"][0];
+    assert!(link["wire_bytes"].as_u64() > link["payload_bytes"].as_u64(), "headers count: {link}");
+    assert_eq!(threads["links"][0]["wire_bytes"], 0);
+}
+
+#[test]
+fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
+    let directory = directory("config");
+    let file = directory.join("run.toml");
+    let name = file.to_str().expect("a plain path");
+    let toml = "balance = [1, 2, 1]\nplace = \"client,server,client\"\nmicro-batches = 3\nbatch = 50\nepochs = 7\n[set]\ndropout = 0.0\n";
+    std::fs::write(&file, toml).expect("written");
+    let log = directory.join("log");
+    let log_name = log.to_str().expect("a plain path");
+    let flags = json(&[&SPLIT[..], &["--set", "dropout=0.0", "--json", "--log", log_name, "--trace"]].concat());
+    let from_file = json(&["train", "--config", name, "--epochs", "2", "--json"]);
+    assert_eq!(losses(&flags), losses(&from_file));
+    let logged = log.join("config.toml");
+    let again = json(&["train", "--config", logged.to_str().expect("a plain path"), "--json"]);
+    assert_eq!(losses(&flags), losses(&again));
+    let lines = |name: &str| std::fs::read_to_string(log.join(name)).expect("written");
+    assert_eq!(lines("steps.jsonl").lines().count(), 2 * (1437 / 50));
+    let spans: Vec<Value> =
+        lines("trace.jsonl").lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert!(spans.iter().any(|span| span["action"] == "1B2"), "every action is there");
+    let chrome: Value = serde_json::from_str(&lines("trace.json")).expect("JSON");
+    // Each span, and a name for each of two workers.
+    assert_eq!(chrome["traceEvents"].as_array().map(Vec::len), Some(spans.len() + 2));
+    assert_eq!(losses(&serde_json::from_str(&lines("summary.json")).expect("JSON")), losses(&flags));
+    std::fs::write(&file, "chonks = 3").expect("written");
+    assert!(refused(2, &["train", "--config", name]).contains("unknown key `chonks`: the nearest is `chunks`"));
+}
+
+#[test]
+fn a_plan_file_trains_as_the_schedule_it_came_from() {
+    let file = directory("plan").join("plan.txt");
+    let name = file.to_str().expect("a plain path");
+    std::fs::write(&file, fine(&["schedule", "--place", "client,server,client", "--chunks", "3"])).expect("written");
+    let common = ["--balance", "1,2,1", "--batch", "50", "--epochs", "1", "--json"];
+    let by_plan = json(&[&["train", "--plan", name], &common[..]].concat());
+    let by_schedule = json(&[&["train", "--place", "client,server,client", "--chunks", "3"], &common[..]].concat());
+    assert_eq!(losses(&by_plan), losses(&by_schedule));
+}
+
+#[test]
+fn made_up_data_serves_every_model() {
+    let small: [(&str, &[&str]); 3] = [
+        ("unet", &["--set", "image=16", "--set", "channels=4", "--set", "convolutions=1", "--set", "depth=2"]),
+        (
+            "transformer",
+            &[
+                "--set",
+                "layers=1",
+                "--set",
+                "hidden=16",
+                "--set",
+                "heads=2",
+                "--set",
+                "tokens=8",
+                "--set",
+                "vocabulary=40",
+            ],
+        ),
+        ("mobilenet_v2", &["--set", "image=32", "--set", "width=0.1"]),
+    ];
+    for (model, set) in small {
+        let more =
+            ["--data", "synthetic", "--samples", "16", "--batch", "8", "--steps", "2", "--auto-balance", "2", "--json"];
+        let report = json(&[&["train", "--model", model], set, &more].concat());
+        assert_eq!(report["steps"], 2, "{model}");
+        assert_eq!(report["placement"], serde_json::json!(["w0", "w1"]));
+    }
+}
+
+#[test]
+fn a_failed_run_ends_with_1_and_names_the_cause() {
+    let said = {
+        let output = distgpipe(&[&SPLIT[..], &["--faults", "server:error@1F1"]].concat());
+        assert_eq!(output.status.code(), Some(1));
+        text(&output.stderr)
+    };
+    assert!(said.contains("server failed in 1F1"), "{said}");
+}
+
+/// A worker's end used to run libtorch's destructors under its computing stage, and one in three crashed.
+#[test]
+fn a_worker_whose_driver_is_gone_ends_by_itself_and_does_not_crash() {
+    let token = "5a".repeat(32);
+    for _ in 0..3 {
+        let mut worker = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+            .args(["worker", "--child"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary was built with this test");
+        let mut input = worker.stdin.take().expect("piped");
+        writeln!(input, "{token}").expect("it reads");
+        let mut line = String::new();
+        let mut output = BufReader::new(worker.stdout.take().expect("piped"));
+        output.read_line(&mut line).expect("it says where it listens");
+        let address = line.trim().strip_prefix("listening ").expect("listening ADDRESS");
+        let mut driver = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+            .args(["train", "--model", "mobilenet_v2", "--set", "image=32", "--partitions", "2", "--workers", address])
+            .args([
+                "--data",
+                "synthetic",
+                "--samples",
+                "16",
+                "--batch",
+                "8",
+                "--no-evaluate",
+                "--epochs",
+                "10000",
+                "--lr",
+                "0",
+            ])
+            .env("DISTGPIPE_TOKEN", &token)
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary was built with this test");
+        let mut said = BufReader::new(driver.stderr.take().expect("piped"));
+        // What it does, and then a line each epoch: many are to come when the driver is gone.
+        for _ in 0..4 {
+            said.read_line(&mut line).expect("it says how far it is");
+        }
+        drop(input);
+        assert_eq!(worker.wait().expect("it ends").code(), Some(1));
+        assert_eq!(driver.wait().expect("it ends").code(), Some(1));
+        said.read_to_string(&mut line).expect("it says why");
+        assert!(line.contains("error: w1 failed"), "{line}");
+    }
+}
+
+#[test]
+fn a_closed_output_is_no_panic() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+        .args(["schedule", "--partitions", "8", "--chunks", "200"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary was built with this test");
+    // As `head` does, only at once.
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()));
+}
+
+#[test]
+fn the_demo_learns_the_digits_over_tcp() {
+    let report = json(&["demo", "--json"]);
+    assert_eq!(report["placement"], serde_json::json!(["client", "server", "client"]));
+    let accuracy = report["epochs"].as_array().and_then(|epochs| epochs.last()?["test_accuracy"].as_f64());
+    assert!(accuracy.expect("a number") > 0.95, "{accuracy:?}");
+    assert!(report["links"].as_array().is_some_and(|links| links.len() == 2));
+    assert!(report["links"][0]["wire_bytes"].as_u64() > Some(1_000_000));
+}
