@@ -31,7 +31,7 @@ NAMES = [
     "pipelining-gpipe",
     "pipelining-1f1b",
 ]
-# Layers in the first of two partitions, of 23; the best of the cuts tried with `--cut` (see bench/README.md).
+# Layers in the first of two partitions, of 23; bench/README.md says why 4.
 PIPELINING_CUT = 4
 LEARNING_RATE = 0.005
 CLASSES = 10

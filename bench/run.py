@@ -113,7 +113,7 @@ def main():
         for measure, table in ((measure_ours, OURS), (measure_peer, PEERS)):
             for name, arguments in table.items():
                 if options.only in name:
-                    figures = {"name": name, "round": round_number, **measure(arguments, options.steps)}
+                    figures = {**measure(arguments, options.steps), "name": name, "round": round_number}
                     rows.append(figures)
                     rate = 32 / statistics.median(figures["step_s"])
                     print(f"round {round_number}  {name:40} {rate:6.2f} samples/s", flush=True)

@@ -4,11 +4,15 @@
 mod mishaps;
 mod servers;
 
+use distgpipe::core::codec::CodecId;
+use distgpipe::core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
 use distgpipe::core::WorkerId;
-use distgpipe::{StepError, WorkerProgram, Workers};
+use distgpipe::models::Mlp;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::{Batch, Pipeline, StepError, WorkerProgram, Workers};
 use mishaps::{actions, assert_named, batch, plan, run_until_failure, BOUND, SILENCE_S};
 use servers::Servers;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -92,6 +96,30 @@ fn a_broken_connection_is_found_at_any_message() {
     }
 }
 
+/// The cause must not get lost behind, or inside, a large tensor that is under way when the peer fails.
+#[test]
+fn the_cause_survives_large_messages() {
+    let _alone = alone();
+    let model = Mlp { hidden: vec![300_000, 8], dropout: 0.0, ..Mlp::default() }.model().expect("a model");
+    for scenario in ["server:panic@1F1", "server:error@1B0", "client:panic@2F1"] {
+        let mut pipeline = Pipeline::builder(model.clone())
+            .place("client,server,client")
+            .micro_batches(3)
+            .workers(processes())
+            .faults(scenario)
+            .build()
+            .unwrap_or_else(|e| panic!("{scenario}: {e}"));
+        let x = Tensor::ones([60, 1, 8, 8], (Kind::Float, Device::Cpu));
+        let batch = Batch::new(x, Tensor::zeros([60], (Kind::Int64, Device::Cpu)));
+        let failure = pipeline.train_step(&batch).expect_err("the scenario").to_string();
+        let (who, action) =
+            (scenario.split(':').next().expect("a worker"), scenario.rsplit('@').next().expect("an action"));
+        assert!(failure.starts_with(&format!("{who} failed in {action}")), "{scenario}: {failure}");
+        drop(pipeline);
+        assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+    }
+}
+
 /// SIGSTOP: the process is there, its sockets are open, and it says nothing.
 #[test]
 fn a_worker_process_that_is_stopped_is_given_up() {
@@ -129,9 +157,24 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
         drop(stream);
     }
     serves("garbage");
+    // Somebody who connects and says nothing is sent away before the driver loses patience.
+    let silent = TcpStream::connect(address).expect("it listens");
+    serves("a silent stranger");
+    drop(silent);
+    // A frame that asks for a gigabyte before any token was shown.
+    let mut header = Header { slots: 1, ..Header::new(WireKind::Activation) };
+    let shape = Shape::new(&[1 << 28]).expect("a shape");
+    header.tensor = Some(TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: CodecId::Raw });
+    header.body_bytes = 1 << 30;
+    let mut greedy = TcpStream::connect(address).expect("it listens");
+    greedy.write_all(&header.encode()).expect("it reads");
+    let mut answer = Vec::new();
+    greedy.set_read_timeout(Some(Duration::from_secs(2))).expect("a time-out");
+    assert!(matches!(greedy.read_to_end(&mut answer), Ok(0)), "it is sent away at once, not read from");
+    serves("a greedy stranger");
     let wrong: distgpipe::link::Token = "f".repeat(64).parse().expect("a token");
-    let model = distgpipe::models::Mlp::default().model().expect("a model");
-    let refused = distgpipe::Pipeline::builder(model)
+    let model = Mlp::default().model().expect("a model");
+    let refused = Pipeline::builder(model)
         .place("client,server")
         .workers(Workers::Remote { addresses: vec![address.clone()], token: wrong })
         .build();
@@ -159,8 +202,8 @@ fn a_worker_that_cannot_be_started_says_so() {
     let missing = WorkerProgram { program: PathBuf::from("no-such-program"), arguments: vec![] };
     let mute = WorkerProgram { program: PathBuf::from("true"), arguments: vec![] };
     for (program, expected) in [(missing, "no-such-program"), (mute, "listening")] {
-        let model = distgpipe::models::Mlp::default().model().expect("a model");
-        let built = distgpipe::Pipeline::builder(model).place("a,b").workers(Workers::Processes(program)).build();
+        let model = Mlp::default().model().expect("a model");
+        let built = Pipeline::builder(model).place("a,b").workers(Workers::Processes(program)).build();
         let error = built.err().expect("an error").to_string();
         assert!(error.contains(expected), "{error}");
         assert_eq!(children(), Vec::<u32>::new(), "a process is left");

@@ -83,6 +83,8 @@ impl DeferredBatchNorm {
                 momentum,
                 gathered: BTreeMap::new(),
             });
+            // A single value has no variance of its own; libtorch says NaN, but it adds nothing.
+            let var = if count > 1.0 { var } else { var.f_zeros_like()? };
             norm.gathered.insert(micro_batch, Gathered { count, mean, var });
         }
         Ok(y)
@@ -122,8 +124,7 @@ fn commit_together(norms: &mut [&mut Norm]) -> Result<(), Fault> {
     for m in &micro_batches {
         let count = per_channel(&|n| n.gathered[m].count)?;
         let mean = join(&|n| &n.gathered[m].mean)?;
-        // A micro-batch of a single value has no variance of its own (libtorch says NaN): it adds nothing within.
-        let within = join(&|n| &n.gathered[m].var)?.f_nan_to_num(0.0, 0.0, 0.0)?.f_mul(&count.f_sub_scalar(1.0)?)?;
+        let within = join(&|n| &n.gathered[m].var)?.f_mul(&count.f_sub_scalar(1.0)?)?;
         shares.push((count, mean, within));
     }
     let total = per_channel(&|n| n.gathered.values().map(|g| g.count).sum())?;

@@ -6,7 +6,8 @@ mod ffi;
 mod random;
 
 pub use device::{Device, DeviceError};
-pub use ffi::{bytes, bytes_mut, Layout};
+pub use ffi::Layout;
+pub(crate) use ffi::{bytes, bytes_mut};
 pub use random::Stream;
 
 use crate::failure::Fault;
@@ -20,8 +21,6 @@ pub fn start() {
     ONCE.call_once(|| {
         ffi::keep_memory();
         ffi::meter_install();
-        // Pools of operators that run side by side only steal cores from the stages.
-        tch::set_num_interop_threads(1);
     });
 }
 
@@ -57,6 +56,11 @@ pub fn grad(tensor: &Tensor) -> Option<Tensor> {
 /// Forgets a leaf's gradient and its memory; the next backward pass starts a new one.
 pub fn clear_grad(tensor: &Tensor) {
     ffi::clear_grad(tensor)
+}
+
+/// Changes whenever the tensor's values are changed in place.
+pub fn version(tensor: &Tensor) -> i64 {
+    ffi::version(tensor)
 }
 
 /// How a dense tensor lies in memory, or `None` if it has gaps or other strides.

@@ -1,12 +1,14 @@
 //! What a worker is told: the job once, then one command after the other; and what it answers.
 
 use crate::engine::Device;
+use crate::failure::Fault;
 use crate::loss::Loss;
 use crate::model::Recipe;
 use crate::optim::Optim;
 use crate::trace::{PhaseTimes, Span};
 use crate::transport::{Timeouts, Traffic};
 use distgpipe_core::partition::Balance;
+use distgpipe_core::schedule::{check, Mode, Plan};
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +45,28 @@ pub struct Job {
     pub addresses: Vec<Option<String>>,
 }
 
+impl Job {
+    /// The plan, if it and everything else that a peer may have sent wrongly is sound.
+    pub fn checked_plan(&self) -> Result<Plan, Fault> {
+        let plan: Plan = self.plan.parse().map_err(|e| Fault::protocol("a plan", format!("{e}")))?;
+        check(&plan).map_err(|e| Fault::protocol("a sound plan", e.to_string()))?;
+        if plan.mode() != Mode::Train {
+            return Err(Fault::protocol("a plan for training", "one for evaluation"));
+        }
+        if self.balance.partitions() != plan.partitions() {
+            let expected = format!("a balance of {} partitions", plan.partitions());
+            return Err(Fault::protocol(expected, self.balance.to_string()));
+        }
+        if !(1..=THREADS_MAX).contains(&self.threads) {
+            return Err(Fault::protocol(format!("1 to {THREADS_MAX} threads"), self.threads.to_string()));
+        }
+        Ok(plan)
+    }
+}
+
+/// More threads than any machine has cores; libtorch's pool ends the process at absurd numbers.
+pub const THREADS_MAX: usize = 1024;
+
 /// What a step is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -60,8 +84,10 @@ pub enum Purpose {
 /// One step.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Step {
-    /// Its number: names messages and random streams.
+    /// Its number: names messages.
     pub number: u64,
+    /// How many batches were learned from before: names random streams, so that evaluating in between changes nothing.
+    pub learned: u64,
     /// What it is for.
     pub purpose: Purpose,
     /// Rows of the batch.

@@ -80,7 +80,7 @@ pub struct Team {
     /// What each worker does.
     pub statuses: Vec<Arc<Status>>,
     threads: Vec<JoinHandle<()>>,
-    connections: Vec<Connection>,
+    connections: BTreeMap<WorkerId, Connection>,
     children: Vec<Child>,
 }
 
@@ -97,7 +97,7 @@ pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result
         fate,
         statuses,
         threads: vec![],
-        connections: vec![],
+        connections: BTreeMap::new(),
         children: vec![],
     };
     // On failure the team is dropped, which ends whatever has started.
@@ -148,28 +148,28 @@ impl Team {
             .parse()
             .map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
 
-        let mut connections = BTreeMap::new();
         if let Some(token) = token {
             let run = link::random().map_err(driver("starting"))?;
             let streams = self.dial_all(&job, plan, &remote, &addresses, &Credentials { run, token })?;
             for (&worker, stream) in remote.iter().zip(streams) {
                 let name = plan.placement().name(worker);
                 let connection = self.connect(stream, worker, &job, plan, &locals, &scenario);
-                connections.insert(worker, connection.map_err(|fault| Failure::new(name, "connecting", fault))?);
+                let connection = connection.map_err(|fault| Failure::new(name, "connecting", fault))?;
+                // Kept at once, so that whatever fails after this is told to the worker.
+                self.connections.insert(worker, connection);
             }
         }
         for (&worker, mailbox) in &locals {
-            let thread = self.start_thread(worker, mailbox, &job, plan, model, &locals, &connections, &scenario);
+            let thread = self.start_thread(worker, mailbox, &job, plan, model, &locals, &scenario);
             self.threads.push(thread.map_err(driver("starting a worker thread"))?);
         }
         for (&worker, mailbox) in &locals {
             self.ports.insert(worker, Box::new(Memory::new(mailbox.clone(), Counters::default())));
         }
-        for (worker, connection) in connections {
+        for (&worker, connection) in &self.connections {
             if let Some(port) = connection.port() {
                 self.ports.insert(worker, Box::new(port));
             }
-            self.connections.push(connection);
         }
         Ok(())
     }
@@ -209,12 +209,13 @@ impl Team {
         locals: &BTreeMap<WorkerId, Arc<Mailbox>>,
         scenario: &Scenario,
     ) -> Result<Connection, Fault> {
-        let delivery = Delivery {
+        let delivery = Arc::new(Delivery {
             plan: plan.clone(),
             peer: Peer::Worker(worker),
             workers: locals.clone(),
             driver: Some(self.mailbox.clone()),
-        };
+        });
+        let admission = delivery.clone();
         let here = plan.placement().name(WorkerId(0)).to_owned();
         let there = plan.placement().name(worker).to_owned();
         let (scenario, fate, status) = (scenario.clone(), self.fate.clone(), self.statuses[worker.index()].clone());
@@ -227,6 +228,7 @@ impl Team {
             meter: meter(WorkerId(0)),
             heartbeat: Box::new(String::new),
             wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
+            admit: Box::new(move |header| admission.admit(header)),
             deliver: Box::new(move |message| delivery.deliver(message)),
             alive: Box::new(move |text| {
                 if let Ok(state) = text.parse() {
@@ -246,7 +248,6 @@ impl Team {
         plan: &Plan,
         model: &Model,
         locals: &BTreeMap<WorkerId, Arc<Mailbox>>,
-        connections: &BTreeMap<WorkerId, Connection>,
         scenario: &Scenario,
     ) -> Result<JoinHandle<()>, Fault> {
         let name = |w: WorkerId| plan.placement().name(w);
@@ -258,7 +259,7 @@ impl Team {
                 let memory = Box::new(Memory::new(mailbox.clone(), counters.clone()));
                 ports.insert(other, scenario.wrap(name(worker), name(other), &self.fate, memory));
                 links.push((other, counters));
-            } else if let Some(connection) = connections.get(&other) {
+            } else if let Some(connection) = self.connections.get(&other) {
                 ports.insert(other, Box::new(connection.port().ok_or(Fault::Lost)?));
                 links.push((other, connection.counters().clone()));
             }
@@ -315,14 +316,14 @@ impl Team {
         }
     }
 
-    /// Ends everything. Returns what did not end by itself.
+    /// Ends everything, by force what does not end by itself.
     fn end(&mut self) {
         self.ports.clear();
         let deadline = Instant::now() + GRACE;
         for thread in self.threads.drain(..) {
             join_until(thread, deadline);
         }
-        for connection in self.connections.drain(..) {
+        for connection in std::mem::take(&mut self.connections).into_values() {
             connection.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
         }
         for mut child in self.children.drain(..) {

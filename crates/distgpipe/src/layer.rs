@@ -176,7 +176,8 @@ pub trait Layer: Send + Sync {
     /// The shapes it makes of these. A stashed skip is added to `skips`, a popped one is taken from it.
     fn shapes(&self, input: Vec<SampleShape>, skips: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError>;
 
-    /// Computes. Everything random must come from `context`, so that recomputation replays it.
+    /// Computes. Everything random must come from `context`, so that recomputation replays it. The input must not be
+    /// changed in place: it may be needed for another pass, or be another worker's too.
     fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault>;
 
     /// Multiply-adds for one sample of this input, where that says something about its cost.

@@ -1,10 +1,10 @@
 //! Who may send what to whom: the way of a message into the right mailbox, and the first words of a connection.
 
 use crate::failure::{Fate, Fault, POLL};
-use crate::mailbox::{Mailbox, Message};
-use crate::transport::tcp::{read_frame, write_frame, Frame, Patience};
+use crate::mailbox::{Mailbox, Message, Tag};
+use crate::transport::tcp::{limits, read_frame, write_frame, Frame, Patience};
 use distgpipe_core::schedule::Plan;
-use distgpipe_core::wire::{Header, Hello, Kind, Limits, Refuse, Role, Welcome};
+use distgpipe_core::wire::{Header, Hello, Kind, Refuse, Role, Welcome};
 use distgpipe_core::{PartitionId, WorkerId};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -54,36 +54,50 @@ pub struct Delivery {
 }
 
 impl Delivery {
+    /// Whether a frame with this header may come from this peer: asked before its body is read.
+    pub fn admit(&self, header: &Header) -> Result<(), Fault> {
+        match header.kind {
+            Kind::Ping | Kind::Abort | Kind::Goodbye => Ok(()),
+            kind => self.mailbox_of(kind, header.micro_batch, header.from, header.to).map(drop),
+        }
+    }
+
     /// Delivers, or says what is wrong with it.
     pub fn deliver(&self, message: Message) -> Result<(), Fault> {
-        let tag = message.tag;
-        let refuse = || Fault::protocol("a message this peer may send to this process", tag.to_string());
-        let mailbox = match (tag.kind, self.peer) {
-            (Kind::Activation | Kind::Gradient, peer) => {
-                let from = self.worker_of(tag.from).ok_or_else(refuse)?;
-                let right = match peer {
-                    Peer::Driver => from.index() == 0,
-                    Peer::Worker(worker) => from == worker,
-                };
-                let to = self.worker_of(tag.to).filter(|_| right).ok_or_else(refuse)?;
-                self.workers.get(&to)
-            }
-            (Kind::Input | Kind::Target, Peer::Driver) => self.worker_of(tag.to).and_then(|to| self.workers.get(&to)),
-            (Kind::Command | Kind::State, Peer::Driver) => self.workers.get(&WorkerId(tag.from)),
-            (Kind::Ready | Kind::Report | Kind::State, Peer::Worker(worker)) => {
-                self.driver.as_ref().filter(|_| tag.from == worker.0)
-            }
-            (Kind::Output, Peer::Worker(worker)) => {
-                self.driver.as_ref().filter(|_| self.worker_of(tag.from) == Some(worker))
+        let Tag { kind, micro_batch, from, to, .. } = message.tag;
+        self.mailbox_of(kind, micro_batch, from, to)?.put(message)
+    }
+
+    /// The mailbox that a message of this name is for, if the plan has such a message from this peer.
+    fn mailbox_of(&self, kind: Kind, micro_batch: u32, from: u32, to: u32) -> Result<&Mailbox, Fault> {
+        let plan = &self.plan;
+        let partition = |p: u32| Some(PartitionId(p)).filter(|p| p.index() < plan.partitions());
+        let worker_of = |p: PartitionId| plan.placement().worker_of(p);
+        let last = PartitionId::new(plan.partitions() - 1);
+        let timely = (micro_batch as usize) < plan.micro_batches();
+        let from_peer = |worker: WorkerId| match self.peer {
+            Peer::Driver => worker.index() == 0,
+            Peer::Worker(peer) => worker == peer,
+        };
+        let mailbox = match (kind, self.peer) {
+            (Kind::Activation | Kind::Gradient, _) => partition(from).zip(partition(to)).and_then(|(from, to)| {
+                let edges = if kind == Kind::Activation { plan.out_edges(from) } else { plan.in_edges(from) };
+                let planned = timely && edges.contains(&to) && from_peer(worker_of(from));
+                self.workers.get(&worker_of(to)).filter(|_| planned)
+            }),
+            (Kind::Input, Peer::Driver) if timely && to == 0 => self.workers.get(&worker_of(PartitionId(0))),
+            (Kind::Target, Peer::Driver) if timely && to == last.0 => self.workers.get(&worker_of(last)),
+            (Kind::Command | Kind::State, Peer::Driver) => self.workers.get(&WorkerId(from)),
+            (Kind::Ready | Kind::Report | Kind::State, Peer::Worker(peer)) if from == peer.0 => self.driver.as_ref(),
+            (Kind::Output, Peer::Worker(_)) if timely && from == last.0 && from_peer(worker_of(last)) => {
+                self.driver.as_ref()
             }
             _ => None,
         };
-        mailbox.ok_or_else(refuse)?.put(message)
-    }
-
-    fn worker_of(&self, partition: u32) -> Option<WorkerId> {
-        let partition = PartitionId(partition);
-        (partition.index() < self.plan.partitions()).then(|| self.plan.placement().worker_of(partition))
+        mailbox.map(Arc::as_ref).ok_or_else(|| {
+            let got = format!("{kind:?} of micro-batch {micro_batch} from {from} to {to}");
+            Fault::protocol("a message that the plan has this peer send to this process", got)
+        })
     }
 }
 
@@ -154,14 +168,18 @@ pub fn send_text(stream: &mut TcpStream, kind: Kind, body: &[u8], limit: Duratio
     let fate = Fate::default();
     let mut header = Header::new(kind);
     header.seal(body);
-    header.check(&Limits::default())?;
+    header.check(&limits())?;
     write_frame(stream, &header, body, &Patience::new(&fate, limit))
 }
 
-/// Reads one frame.
-pub fn receive(stream: &mut TcpStream, limit: Duration) -> Result<Frame, Fault> {
+/// Reads one frame of one of these kinds, within so long in all: whoever is at the other end may not have shown a token.
+pub fn receive(stream: &mut TcpStream, kinds: &[Kind], limit: Duration) -> Result<Frame, Fault> {
     let fate = Fate::default();
-    read_frame(stream, &Limits::default(), &Patience::new(&fate, limit))
+    let patience = Patience::new(&fate, limit).in_all(limit);
+    read_frame(stream, &limits(), &patience, |header| match kinds.contains(&header.kind) {
+        true => Ok(()),
+        false => Err(Fault::protocol(format!("one of {kinds:?}"), format!("{:?}", header.kind))),
+    })
 }
 
 /// Gives a socket the short time-outs that all our reads and writes expect.
@@ -177,28 +195,34 @@ pub fn prepare(stream: &TcpStream) -> Result<(), Fault> {
 /// Connects to a worker and introduces itself.
 pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duration) -> Result<TcpStream, Fault> {
     let doing = || format!("connecting to {address}");
-    let resolved = address.to_socket_addrs().map_err(|e| Fault::io(doing(), e))?.next();
-    let resolved = resolved.ok_or_else(|| Fault::protocol("an address such as 127.0.0.1:7000", address))?;
-    let mut stream = TcpStream::connect_timeout(&resolved, limit).map_err(|e| Fault::io(doing(), e))?;
+    let mut refused = Fault::protocol("an address such as 127.0.0.1:7000", address);
+    let mut connected = None;
+    // A name may stand for several addresses, of which only some are listened on.
+    for resolved in address.to_socket_addrs().map_err(|e| Fault::io(doing(), e))? {
+        match TcpStream::connect_timeout(&resolved, limit) {
+            Ok(stream) => {
+                connected = Some(stream);
+                break;
+            }
+            Err(e) => refused = Fault::io(doing(), e),
+        }
+    }
+    let mut stream = connected.ok_or(refused)?;
     prepare(&stream)?;
     let hello = Hello { run: credentials.run, token: credentials.token.0, role, build: BUILD.to_owned() };
     send_text(&mut stream, Kind::Hello, &hello.encode(), limit)?;
-    let answer = receive(&mut stream, limit)?;
+    let answer = receive(&mut stream, &[Kind::Welcome, Kind::Refuse], limit)?;
     let text = |e: distgpipe_core::wire::MessageError| Fault::protocol("an answer to our hello", e.to_string());
     match answer.header.kind {
-        Kind::Welcome => Welcome::decode(&answer.body).map(|_| stream).map_err(text),
         Kind::Refuse => Err(Fault::protocol("to be let in", Refuse::decode(&answer.body).map_err(text)?.reason)),
-        other => Err(Fault::protocol("an answer to our hello", format!("{other:?}"))),
+        _ => Welcome::decode(&answer.body).map(|_| stream).map_err(text),
     }
 }
 
 /// Answers somebody who connected: lets them in if they know the token (and the run, if one is under way).
 pub fn answer(stream: &mut TcpStream, token: &Token, run: Option<[u8; 16]>, limit: Duration) -> Result<Hello, Fault> {
     prepare(stream)?;
-    let first = receive(stream, limit)?;
-    if first.header.kind != Kind::Hello {
-        return Err(Fault::protocol("a hello", format!("{:?}", first.header.kind)));
-    }
+    let first = receive(stream, &[Kind::Hello], limit)?;
     let hello = Hello::decode(&first.body).map_err(|e| Fault::protocol("a hello", e.to_string()))?;
     let mut verdict = hello.check(&run.unwrap_or(hello.run), &token.0).map_err(|e| e.to_string());
     if verdict.is_ok() && hello.build != BUILD {

@@ -9,7 +9,6 @@ use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
 use tch::Tensor;
 
 /// The name of a message: unique within a run.
@@ -79,10 +78,15 @@ impl Message {
         Message { tag, tensors: Vec::new(), text: text.into() }
     }
 
-    /// The bytes of its tensors and text, as they lie in memory.
+    /// Whether it is one of the model's, and not one about the run.
+    pub fn carries_tensors(&self) -> bool {
+        self.tag.kind.carries_tensors()
+    }
+
+    /// The bytes of its tensors, as they lie in memory.
     pub fn payload_bytes(&self) -> u64 {
-        let tensors: usize = self.tensors.iter().flatten().map(|t| t.numel() * t.kind().elt_size_in_bytes()).sum();
-        (tensors + self.text.len()) as u64
+        let bytes: usize = self.tensors.iter().flatten().map(|t| t.numel() * t.kind().elt_size_in_bytes()).sum();
+        bytes as u64
     }
 }
 
@@ -116,29 +120,21 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Takes the message of this name, after waiting for it for at most `limit`.
-    pub fn take(&self, tag: &Tag, limit: Duration) -> Result<Message, Fault> {
-        self.take_while(tag, limit, || Ok(()))
+    /// Takes the message of this name, after waiting for it until it comes or the run fails. How long is too long is
+    /// not for the one who waits to say: he does not know whether the others are making headway.
+    pub fn take(&self, tag: &Tag) -> Result<Message, Fault> {
+        self.take_while(tag, || Ok(()))
     }
 
     /// As [`take`](Self::take), calling `watch` about every [`POLL`] while waiting; its error ends the wait.
-    pub fn take_while(
-        &self,
-        tag: &Tag,
-        limit: Duration,
-        mut watch: impl FnMut() -> Result<(), Fault>,
-    ) -> Result<Message, Fault> {
+    pub fn take_while(&self, tag: &Tag, mut watch: impl FnMut() -> Result<(), Fault>) -> Result<Message, Fault> {
         let mut waiting = self.lock();
-        let start = Instant::now();
         loop {
             if let Some(message) = waiting.remove(tag) {
                 self.changed.notify_all();
                 return Ok(message);
             }
             self.fate.check()?;
-            if start.elapsed() >= limit {
-                return Err(Fault::TimedOut { what: format!("waiting for {tag}"), limit_s: limit.as_secs_f64() });
-            }
             let (guard, wait) = self.changed.wait_timeout(waiting, POLL).unwrap_or_else(|e| e.into_inner());
             waiting = guard;
             if wait.timed_out() {

@@ -1,4 +1,4 @@
-//! Optimizers: each worker steps the parameters it holds. The formulas and their order are PyTorch's.
+//! Optimizers: each worker steps the parameters it holds. The formulas are PyTorch's.
 
 use crate::engine;
 use crate::failure::Fault;
@@ -96,7 +96,7 @@ impl Optim {
                 }
                 let buffer = match memory.first.take() {
                     Some(mut buffer) => buffer.f_mul_scalar_(momentum)?.f_add_(&gradient)?,
-                    None => gradient.f_clone(&gradient)?,
+                    None => engine::copy(&gradient)?,
                 };
                 let direction =
                     if nesterov { gradient.f_add(&buffer.f_mul_scalar(momentum)?)? } else { buffer.shallow_clone() };

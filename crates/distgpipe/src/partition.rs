@@ -3,7 +3,7 @@
 use crate::deferred_batch_norm::DeferredBatchNorm;
 use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
-use crate::layer::{Context, Layer, Own, Passing, Role, TensorSpec};
+use crate::layer::{Context, Layer, Own, Passing, Role, SampleShape, TensorSpec};
 use crate::model::Model;
 use crate::portal::{Parcel, Portals};
 use distgpipe_core::partition::Balance;
@@ -26,6 +26,8 @@ struct Built {
 pub struct Partition {
     layers: Vec<Built>,
     portals: Portals,
+    /// What its first layer takes, for one sample.
+    input: Vec<SampleShape>,
     first: bool,
     last: bool,
     norms: DeferredBatchNorm,
@@ -63,7 +65,13 @@ impl Partition {
             Ok(Built { index, layer, specs, tensors })
         });
         let partitions = how.balance.partitions();
+        let summary = model.summary().map_err(|e| Fault::protocol("layers that fit each other", e.to_string()))?;
+        let input = match how.balance.range(id).start.checked_sub(1) {
+            Some(before) => summary[before].output.clone(),
+            None => model.input.clone(),
+        };
         Ok(Partition {
+            input,
             layers: layers.collect::<Result<_, Fault>>()?,
             portals: Portals::new(id, partitions, how.skips),
             first: id.index() == 0,
@@ -90,7 +98,17 @@ impl Partition {
     pub(crate) fn unpack(&self, parcels: &[Parcel]) -> Result<(Vec<Tensor>, BTreeMap<String, Tensor>), Fault> {
         match parcels {
             [(_, tensors)] if self.first => Ok((tensors.iter().map(Tensor::shallow_clone).collect(), BTreeMap::new())),
-            parcels => self.portals.unpack(parcels),
+            parcels => {
+                let (input, skips) = self.portals.unpack(parcels)?;
+                let fits = |(tensor, shape): (&Tensor, &SampleShape)| {
+                    tensor.kind() == shape.kind && tensor.size().get(1..) == Some(&shape.dims[..])
+                };
+                if input.len() != self.input.len() || !input.iter().zip(&self.input).all(fits) {
+                    let got: Vec<_> = input.iter().map(|t| (t.size(), t.kind())).collect();
+                    return Err(Fault::protocol(format!("activations {:?} per row", self.input), format!("{got:?}")));
+                }
+                Ok((input, skips))
+            }
         }
     }
 
@@ -127,6 +145,12 @@ impl Partition {
             })?;
         }
         Ok((x, skips))
+    }
+
+    /// A fault in the name of the layer that takes the partition's input.
+    pub(crate) fn fault_of_first_layer(&self, why: &str) -> Fault {
+        let layer = self.layers.first().map(|built| built.layer.name().to_owned()).unwrap_or_default();
+        Fault::Layer { layer, why: why.to_owned() }
     }
 
     /// Its tensors with their names and roles.

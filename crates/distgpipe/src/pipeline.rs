@@ -15,11 +15,11 @@ use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
 use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
 use distgpipe_core::partition::Balance;
-use distgpipe_core::schedule::Plan;
+use distgpipe_core::schedule::{evaluate_plan, Plan, Request};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::{PartitionId, WorkerId};
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tch::Tensor;
 
 /// Rows of input and what should come out.
@@ -54,6 +54,12 @@ pub enum StepError {
         expected: String,
         /// What it was given.
         got: String,
+    },
+    /// The learning rate is no number to learn with.
+    #[error("the learning rate is {got}; it must be a finite number")]
+    LearningRate {
+        /// What it is.
+        got: f64,
     },
     /// The batch cannot be cut into the plan's micro-batches.
     #[error(transparent)]
@@ -98,10 +104,16 @@ impl StepOutcome {
 
     /// What each link has carried since the run began: from, to, traffic.
     pub fn links(&self, plan: &Plan) -> Vec<(String, String, Traffic)> {
-        let name = |w: WorkerId| plan.placement().name(w).to_owned();
-        let links =
-            self.workers.iter().flat_map(|w| w.report.links.iter().map(move |(to, t)| (w.name.clone(), name(*to), *t)));
-        links.collect()
+        let names: Vec<&str> = plan.placement().worker_ids().map(|w| plan.placement().name(w)).collect();
+        let mut links = Vec::new();
+        for worker in &self.workers {
+            for (to, traffic) in &worker.report.links {
+                if let Some(to) = names.get(to.index()) {
+                    links.push((worker.name.clone(), (*to).to_owned(), *traffic));
+                }
+            }
+        }
+        links
     }
 
     /// The events of the step, if the pipeline traces.
@@ -121,6 +133,10 @@ pub struct Pipeline {
     command: u64,
     /// The number of the next step.
     step: u64,
+    /// How many batches it has learned from.
+    learned: u64,
+    /// The forward-only plan that the workers follow, if it is not the training plan: for the watchdog.
+    evaluating: Option<Plan>,
     learning_rate: f64,
 }
 
@@ -221,12 +237,23 @@ impl Pipeline {
         micro_batches: usize,
     ) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
         self.check(batch)?;
+        if !self.learning_rate.is_finite() {
+            return Err(StepError::LearningRate { got: self.learning_rate });
+        }
         let rows = MicroBatches::split(batch.rows(), micro_batches)?;
+        self.follow(purpose, micro_batches);
         let start = Instant::now();
         let number = self.next_command();
-        let step =
-            Step { number: self.step, purpose, rows: rows.rows(), micro_batches, learning_rate: self.learning_rate };
+        let step = Step {
+            number: self.step,
+            learned: self.learned,
+            purpose,
+            rows: rows.rows(),
+            micro_batches,
+            learning_rate: self.learning_rate,
+        };
         self.step += 1;
+        self.learned += u64::from(purpose == Purpose::Train);
         for worker in self.plan.placement().worker_ids() {
             self.command(number, worker, &Command::Step(step))?;
         }
@@ -258,6 +285,18 @@ impl Pipeline {
         Ok((outcome, outputs))
     }
 
+    /// Remembers the plan that the workers make for themselves where they do not learn.
+    fn follow(&mut self, purpose: Purpose, micro_batches: usize) {
+        let learning = matches!(purpose, Purpose::Train | Purpose::Gradients);
+        if learning {
+            self.evaluating = None;
+        } else if self.evaluating.as_ref().is_none_or(|plan| plan.micro_batches() != micro_batches) {
+            let mut request = Request::new(self.plan.placement().clone(), micro_batches);
+            request.skips = self.plan.skips().to_vec();
+            self.evaluating = evaluate_plan(&request).ok();
+        }
+    }
+
     /// Sends each micro-batch's input to the first partition and its target to the last. They are views: nothing is
     /// copied unless a link carries them.
     fn feed(&mut self, batch: &Batch, rows: &MicroBatches, step: Step) -> Result<(), StepError> {
@@ -265,7 +304,8 @@ impl Pipeline {
         for m in rows.ids() {
             let range = rows.range(m);
             let (from, len) = (range.start as i64, range.len() as i64);
-            let slice = |t: &Tensor| t.f_narrow(0, from, len);
+            // Detached: a graph the user has behind his batch is his.
+            let slice = |t: &Tensor| t.f_detach()?.f_narrow(0, from, len);
             let mut parts = vec![(Kind::Input, first, batch.inputs.iter().collect::<Vec<_>>())];
             if step.purpose != Purpose::Predict {
                 parts.push((Kind::Target, last, vec![&batch.target]));
@@ -282,6 +322,9 @@ impl Pipeline {
 
     fn check(&self, batch: &Batch) -> Result<(), StepError> {
         let rows = batch.rows() as i64;
+        if rows == 0 {
+            return Err(StepError::Batch { expected: "at least one".to_owned(), got: "no rows".to_owned() });
+        }
         let fits = batch.inputs.len() == self.model.input.len()
             && batch.inputs.iter().zip(&self.model.input).all(|(tensor, spec)| {
                 tensor.kind() == spec.kind
@@ -350,14 +393,13 @@ impl Pipeline {
                 seen = now;
                 since = Instant::now();
             } else if since.elapsed() >= self.timeouts.stall() {
-                let (who, what) = blame(&self.plan, &seen);
+                let (who, what) = blame(self.evaluating.as_ref().unwrap_or(&self.plan), &seen);
                 let fault = Fault::TimedOut { what: "it".to_owned(), limit_s: self.timeouts.stall_s };
                 return Err(Fault::Elsewhere(Failure::new(who, what, fault)));
             }
             Ok(())
         };
-        let forever = Duration::from_secs(u64::MAX / 4);
-        let waited = self.team.mailbox.take_while(tag, forever, watch);
+        let waited = self.team.mailbox.take_while(tag, watch);
         waited.map_err(|fault| self.failed("waiting for the workers", fault))
     }
 

@@ -154,7 +154,8 @@ fn measure_one(
     name: &str,
 ) -> Result<(LayerCost, Vec<Parcel>), Fault> {
     let leaf = |t: &Tensor| -> Result<Tensor, Fault> {
-        let float = engine::is_float(t);
+        // As in a run: the gradient of the data itself is not computed.
+        let float = engine::is_float(t) && !partition.is_first();
         Ok(t.f_detach()?.f_set_requires_grad(float)?)
     };
     let arrived = arrived

@@ -34,8 +34,6 @@ pub struct Score {
     pub loss: Tensor,
     /// How many rows are right, where that can be said.
     pub correct: Option<Tensor>,
-    /// The output itself.
-    pub output: Tensor,
 }
 
 /// What a forward pass leaves for the backward pass.
@@ -179,7 +177,15 @@ fn run(
     goal: Option<&Goal>,
 ) -> Result<(Vec<Parcel>, Forwarded), Fault> {
     let (input, skips) = partition.unpack(arrived)?;
+    let versions = || arrived.iter().flat_map(|(_, tensors)| tensors).map(engine::version).collect::<Vec<_>>();
+    let before = versions();
     let (output, skips) = partition.forward(passing, micro_batch, stream, input, skips)?;
+    if versions() != before {
+        // libtorch cannot notice: without a graph, recomputation would start from the changed values.
+        return Err(
+            partition.fault_of_first_layer("it changes its input in place, which another pass or worker still needs")
+        );
+    }
     let last = partition.is_last();
     let mut score = None;
     let graph = match goal {
@@ -188,12 +194,12 @@ fn run(
             let loss = goal.loss.compute(&output, &goal.target)?;
             if passing != Passing::Replay {
                 let correct = tch::no_grad(|| goal.loss.correct(&output, &goal.target))?;
-                score = Some(Score { loss: loss.f_detach()?, correct, output: output.f_detach()? });
+                score = Some(Score { loss: loss.f_detach()?, correct });
             }
             vec![(LOSS, vec![loss])]
         }
         None if last => vec![(LOSS, output)],
-        None => partition.pack(output, skips)?,
+        None => partition.pack(dense(output)?, skips)?,
     };
     let detach = |tensors: &[Tensor]| tensors.iter().map(Tensor::f_detach).collect::<Result<Vec<_>, _>>();
     let mut parcels = Vec::new();
@@ -206,6 +212,12 @@ fn run(
         return Ok((Vec::new(), Forwarded { parcels, score }));
     }
     Ok((graph, Forwarded { parcels, score }))
+}
+
+/// Tensors without gaps, so that they are laid out alike whichever transport carries them.
+fn dense(tensors: Vec<Tensor>) -> Result<Vec<Tensor>, Fault> {
+    let dense = |t: Tensor| if engine::layout(&t).is_some() { Ok(t) } else { Ok(t.f_contiguous()?) };
+    tensors.into_iter().map(dense).collect()
 }
 
 /// An image in the layout that convolutions are fastest on; anything else as it is.

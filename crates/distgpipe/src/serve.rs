@@ -12,16 +12,20 @@ use crate::transport::faulty::Scenario;
 use crate::transport::tcp::{join_until, Connection, Options};
 use crate::transport::Outgoing;
 use crate::worker::{meter, Worker};
-use distgpipe_core::schedule::{check, Plan};
+use distgpipe_core::schedule::Plan;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long a first frame may take to come.
 const HANDSHAKE: Duration = Duration::from_secs(5);
+
+/// How long a driver with the right token may take to send the job: it dials all workers first.
+const JOB: Duration = Duration::from_secs(60);
 
 /// How long threads may take to end after a run.
 const GRACE: Duration = Duration::from_secs(3);
@@ -73,15 +77,13 @@ impl Server {
     /// [`ServeOptions::once`]; otherwise `tell` is given the failure and the next job is waited for.
     pub fn run(&self, stop: impl Fn() -> bool, tell: impl Fn(&Failure)) -> Result<(), Failure> {
         engine::start();
-        while let Some((mut stream, from)) = self.accept(&stop, None)? {
+        while let Some((mut stream, from)) = self.accept(&stop) {
             // Whoever cannot introduce himself is no reason to stop serving others.
             let hello = match link::answer(&mut stream, &self.options.token, None, HANDSHAKE) {
                 Ok(hello) if hello.role == Role::Driver => hello,
                 Ok(hello) => {
-                    tell(&failure(
-                        "a hello of a driver",
-                        Fault::protocol("a driver first", format!("{:?}", hello.role)),
-                    ));
+                    let fault = Fault::protocol("a driver first", format!("{:?}", hello.role));
+                    tell(&Failure::new(from.to_string(), "introducing itself", fault));
                     continue;
                 }
                 Err(fault) => {
@@ -100,62 +102,64 @@ impl Server {
         Ok(())
     }
 
-    fn accept(
-        &self,
-        stop: &impl Fn() -> bool,
-        deadline: Option<Instant>,
-    ) -> Result<Option<(TcpStream, SocketAddr)>, Failure> {
+    /// The next connection, or `None` once it is time to stop.
+    fn accept(&self, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
         loop {
-            match self.listener.accept() {
-                Ok(accepted) => return Ok(Some(accepted)),
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(e) => return Err(failure("accepting a connection", Fault::io("accepting a connection", e))),
+            // Whatever goes wrong with one connection, or for want of file handles, is no reason to stop listening.
+            if let Ok(accepted) = self.listener.accept() {
+                return Some(accepted);
             }
-            if stop() || deadline.is_some_and(|d| Instant::now() >= d) {
-                return Ok(None);
+            if stop() {
+                return None;
             }
             std::thread::sleep(POLL);
         }
     }
 
     fn session(&self, mut driver: TcpStream, run: [u8; 16]) -> Result<(), Failure> {
-        let (job, plan) = read_job(&mut driver).map_err(|fault| failure("reading the job", fault))?;
-        let name = plan.placement().name(job.worker).to_owned();
-        let failed = |phase: &'static str| {
-            let name = name.clone();
-            move |fault| Failure::new(name, phase, fault)
-        };
-        let result = self.connect_peers(&job, &plan, run).and_then(|peers| {
-            let model = job.recipe.as_ref().ok_or_else(|| Fault::protocol("a model's recipe", "none"))?;
-            let model = (self.options.models)(model)
-                .map_err(|e| Fault::protocol("a model this worker knows", e.to_string()))?;
-            Ok((peers, model))
-        });
-        let (peers, model) = match result {
-            Ok(ready) => ready,
+        let (job, plan) = match read_job(&mut driver) {
+            Ok(read) => read,
             Err(fault) => {
                 // No connection runs yet, so the driver is told by hand.
-                let failure = failed("joining the run")(fault);
+                let failure = Failure::new("a worker", "reading the job", fault);
                 let _ = link::send_text(&mut driver, Kind::Abort, &failure.notice().encode(), HANDSHAKE);
                 return Err(failure);
             }
         };
-        let session = Session::start(job, plan, model, driver, peers).map_err(failed("starting"))?;
-        session.finish(&name)
+        let mut session = Session::new(job, plan);
+        // From the first connection on, signs of life are sent and everybody learns of a failure.
+        let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, run));
+        match joined {
+            Ok(stage) => session.wait(stage),
+            Err(fault) => {
+                drop(session.fate.fail(Failure::new(session.name(session.job.worker), "joining the run", fault)))
+            }
+        }
+        session.close()
+    }
+
+    /// Connects to the other workers and starts the stage.
+    fn join(&self, session: &mut Session, run: [u8; 16]) -> Result<JoinHandle<()>, Fault> {
+        self.connect_peers(session, run)?;
+        let recipe = session.job.recipe.clone().ok_or_else(|| Fault::protocol("a model's recipe", "none"))?;
+        let model = std::panic::catch_unwind(|| (self.options.models)(&recipe))
+            .map_err(|_| Fault::protocol("settings a model can be made from", recipe.settings.to_string()))?
+            .map_err(|e| Fault::protocol("a model this worker knows", e.to_string()))?;
+        session.start_stage(model)
     }
 
     /// Dials the workers after this one and waits for those before it, except those that live with the driver.
-    fn connect_peers(&self, job: &Job, plan: &Plan, run: [u8; 16]) -> Result<BTreeMap<WorkerId, TcpStream>, Fault> {
-        let me = job.worker;
+    fn connect_peers(&self, session: &mut Session, run: [u8; 16]) -> Result<(), Fault> {
+        let me = session.job.worker;
         let credentials = Credentials { run, token: self.options.token };
-        let limit = job.timeouts.connect();
-        let mut peers = BTreeMap::new();
-        let address = |w: WorkerId| job.addresses.get(w.index()).and_then(Option::as_deref);
+        let limit = session.job.timeouts.connect();
+        let plan = session.plan.clone();
         let mut awaited = Vec::new();
-        for peer in plan.placement().worker_ids().filter(|&w| w != me && link::linked(plan, me, w)) {
-            match address(peer) {
+        for peer in plan.placement().worker_ids().filter(|&w| w != me && link::linked(&plan, me, w)) {
+            match session.job.addresses.get(peer.index()).and_then(Option::as_deref) {
                 Some(address) if peer > me => {
-                    peers.insert(peer, link::dial(address, Role::Worker(me), &credentials, limit)?);
+                    let stream = link::dial(address, Role::Worker(me), &credentials, limit)?;
+                    session.connect(stream, Peer::Worker(peer))?;
                 }
                 Some(_) => awaited.push(peer),
                 None => {}
@@ -163,43 +167,32 @@ impl Server {
         }
         let deadline = Instant::now() + limit;
         while !awaited.is_empty() {
-            let accepted = self.accept(&|| false, Some(deadline)).map_err(Fault::Elsewhere)?;
-            let Some((mut stream, _)) = accepted else {
+            let fate = session.fate.clone();
+            let Some((mut stream, _)) = self.accept(|| fate.failure().is_some() || Instant::now() >= deadline) else {
+                fate.check()?;
                 let names: Vec<&str> = awaited.iter().map(|&w| plan.placement().name(w)).collect();
-                return Err(Fault::TimedOut {
-                    what: format!("waiting for {} to connect", names.join(", ")),
-                    limit_s: limit.as_secs_f64(),
-                });
+                let what = format!("waiting for {} to connect", names.join(", "));
+                return Err(Fault::TimedOut { what, limit_s: limit.as_secs_f64() });
             };
-            match link::answer(&mut stream, &self.options.token, Some(run), HANDSHAKE) {
-                Ok(hello) => match hello.role {
-                    Role::Worker(worker) if awaited.contains(&worker) => {
+            let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE);
+            // Strangers, a second driver, or somebody twice: the connection is dropped, and they learn it from that.
+            if let Ok(hello) = link::answer(&mut stream, &self.options.token, Some(run), left) {
+                if let Role::Worker(worker) = hello.role {
+                    if awaited.contains(&worker) {
                         awaited.retain(|&w| w != worker);
-                        peers.insert(worker, stream);
+                        session.connect(stream, Peer::Worker(worker))?;
                     }
-                    // A second driver, or somebody twice: the connection is dropped, and they learn it from that.
-                    _ => {}
-                },
-                Err(Fault::Elsewhere(failure)) => return Err(Fault::Elsewhere(failure)),
-                Err(_) => {}
+                }
             }
         }
-        Ok(peers)
+        Ok(())
     }
-}
-
-fn failure(phase: &str, fault: Fault) -> Failure {
-    Failure::new("a worker", phase, fault)
 }
 
 fn read_job(driver: &mut TcpStream) -> Result<(Job, Plan), Fault> {
-    let frame = link::receive(driver, HANDSHAKE)?;
-    if frame.header.kind != Kind::Job {
-        return Err(Fault::protocol("a job", format!("{:?}", frame.header.kind)));
-    }
+    let frame = link::receive(driver, &[Kind::Job], JOB)?;
     let job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::protocol("a job", e.to_string()))?;
-    let plan: Plan = job.plan.parse().map_err(|e| Fault::protocol("a plan", format!("{e}")))?;
-    check(&plan).map_err(|e| Fault::protocol("a sound plan", e.to_string()))?;
+    let plan = job.checked_plan()?;
     let workers = plan.placement().workers();
     if job.worker.index() == 0 || job.worker.index() >= workers || job.addresses.len() != workers {
         return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
@@ -209,89 +202,99 @@ fn read_job(driver: &mut TcpStream) -> Result<(Job, Plan), Fault> {
 
 /// A job under way.
 struct Session {
+    job: Job,
+    plan: Plan,
     fate: Fate,
-    stage: std::thread::JoinHandle<()>,
-    connections: Vec<Connection>,
+    status: Arc<Status>,
+    mailbox: Arc<Mailbox>,
+    connections: BTreeMap<WorkerId, Connection>,
 }
 
 impl Session {
-    fn start(
-        job: Job,
-        plan: Plan,
-        model: Model,
-        driver: TcpStream,
-        peers: BTreeMap<WorkerId, TcpStream>,
-    ) -> Result<Self, Fault> {
+    fn new(job: Job, plan: Plan) -> Self {
         let fate = Fate::default();
-        let status = Arc::new(Status::default());
-        let me = job.worker;
-        let mailbox = Mailbox::new(fate.clone(), link::mailbox_capacity(&plan, me));
-        let scenario: Scenario = job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
-        let name = |w: WorkerId| plan.placement().name(w).to_owned();
-        let connect = |stream: TcpStream, peer: Peer| {
-            let other = match peer {
-                Peer::Driver => WorkerId(0),
-                Peer::Worker(worker) => worker,
-            };
-            let delivery =
-                Delivery { plan: plan.clone(), peer, workers: BTreeMap::from([(me, mailbox.clone())]), driver: None };
-            let (status, scenario, fate_of_link) = (status.clone(), scenario.clone(), fate.clone());
-            let (here, there) = (name(me), name(other));
-            Connection::start(
-                stream,
-                Options {
-                    here: here.clone(),
-                    peer: there.clone(),
-                    fate: fate.clone(),
-                    timeouts: job.timeouts,
-                    queue: link::queue_capacity(&plan, me, other),
-                    meter: meter(me),
-                    heartbeat: Box::new(move || status.read().to_string()),
-                    wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate_of_link, socket)),
-                    deliver: Box::new(move |message| delivery.deliver(message)),
-                    alive: Box::new(|_| {}),
-                },
-            )
+        let mailbox = Mailbox::new(fate.clone(), link::mailbox_capacity(&plan, job.worker));
+        Session { job, plan, fate, status: Arc::default(), mailbox, connections: BTreeMap::new() }
+    }
+
+    fn name(&self, worker: WorkerId) -> String {
+        self.plan.placement().name(worker).to_owned()
+    }
+
+    fn connect(&mut self, stream: TcpStream, peer: Peer) -> Result<(), Fault> {
+        let me = self.job.worker;
+        let other = match peer {
+            // The driver's process runs worker 0, so one connection serves both.
+            Peer::Driver => WorkerId(0),
+            Peer::Worker(worker) => worker,
         };
-        let to_driver = connect(driver, Peer::Driver)?;
+        let scenario: Scenario =
+            self.job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
+        let workers = BTreeMap::from([(me, self.mailbox.clone())]);
+        let delivery = Arc::new(Delivery { plan: self.plan.clone(), peer, workers, driver: None });
+        let (status, fate, admission) = (self.status.clone(), self.fate.clone(), delivery.clone());
+        let (here, there) = (self.name(me), self.name(other));
+        let options = Options {
+            here: here.clone(),
+            peer: there.clone(),
+            fate: self.fate.clone(),
+            timeouts: self.job.timeouts,
+            queue: link::queue_capacity(&self.plan, me, other),
+            meter: meter(me),
+            heartbeat: Box::new(move || status.read().to_string()),
+            wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
+            admit: Box::new(move |header| admission.admit(header)),
+            deliver: Box::new(move |message| delivery.deliver(message)),
+            alive: Box::new(|_| {}),
+        };
+        self.connections.insert(other, Connection::start(stream, options)?);
+        Ok(())
+    }
+
+    fn start_stage(&self, model: Model) -> Result<JoinHandle<()>, Fault> {
         let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
-        let mut links = vec![(WorkerId(0), to_driver.counters().clone())];
-        let port = |connection: &Connection| connection.port().ok_or(Fault::Lost);
-        ports.insert(WorkerId(0), Box::new(port(&to_driver)?));
-        let driver_port = Box::new(port(&to_driver)?);
-        let mut connections = vec![to_driver];
-        for (worker, stream) in peers {
-            let connection = connect(stream, Peer::Worker(worker))?;
+        let mut links = Vec::new();
+        for (&worker, connection) in &self.connections {
             links.push((worker, connection.counters().clone()));
-            ports.insert(worker, Box::new(port(&connection)?));
-            connections.push(connection);
+            ports.insert(worker, Box::new(connection.port().ok_or(Fault::Lost)?));
         }
-        let worker = Worker { job, model, mailbox, ports, driver: driver_port, links, fate: fate.clone(), status };
-        let stage = std::thread::Builder::new()
+        let driver = self.connections.get(&WorkerId(0)).and_then(Connection::port).ok_or(Fault::Lost)?;
+        let worker = Worker {
+            job: self.job.clone(),
+            model,
+            mailbox: self.mailbox.clone(),
+            ports,
+            driver: Box::new(driver),
+            links,
+            fate: self.fate.clone(),
+            status: self.status.clone(),
+        };
+        std::thread::Builder::new()
             .name("stage".to_owned())
             // The failure, if any, is in the run's fate.
             .spawn(move || drop(worker.run()))
-            .map_err(|e| Fault::io("starting the stage thread", e))?;
-        Ok(Session { fate, stage, connections })
+            .map_err(|e| Fault::io("starting the stage thread", e))
     }
 
-    fn finish(self, name: &str) -> Result<(), Failure> {
-        while !self.stage.is_finished() && self.fate.failure().is_none() {
+    fn wait(&self, stage: JoinHandle<()>) {
+        while !stage.is_finished() && self.fate.failure().is_none() {
             std::thread::sleep(POLL);
         }
+        if !join_until(stage, Instant::now() + GRACE) {
+            // A stage that does not end would compute on beside the next job.
+            let fault = Fault::TimedOut { what: "ending".to_owned(), limit_s: GRACE.as_secs_f64() };
+            let first = self.fate.fail(Failure::new(self.name(self.job.worker), "ending", fault));
+            eprintln!("error: {first}; its stage does not end, so this process does");
+            std::thread::sleep(POLL * 4);
+            engine::exit_at_once(1);
+        }
+    }
+
+    fn close(self) -> Result<(), Failure> {
         let deadline = Instant::now() + GRACE;
-        let stage_ended = join_until(self.stage, deadline);
-        for connection in self.connections {
+        for connection in self.connections.into_values() {
             connection.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
         }
-        match self.fate.failure() {
-            Some(failure) => Err(failure),
-            None if stage_ended => Ok(()),
-            None => Err(Failure::new(
-                name,
-                "ending",
-                Fault::TimedOut { what: "the stage".to_owned(), limit_s: GRACE.as_secs_f64() },
-            )),
-        }
+        self.fate.failure().map_or(Ok(()), Err)
     }
 }

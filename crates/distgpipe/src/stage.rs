@@ -18,7 +18,6 @@ use distgpipe_core::wire::Kind;
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::time::Duration;
 use tch::Tensor;
 
 /// A worker's stage: its partitions and its ways to others.
@@ -49,8 +48,6 @@ pub struct Stage {
     pub device: tch::Device,
     /// Whether images lie channels-last.
     pub channels_last: bool,
-    /// How long a message may be waited for; the watchdog is quicker and knows whom to blame.
-    pub patience: Duration,
     /// What goes wrong on purpose.
     pub scenario: Scenario,
 }
@@ -151,7 +148,7 @@ impl Running<'_> {
         };
         self.stage.status.begin(Doing::Running(action), done);
         let start = now_ns();
-        let stream = self.stage.stream.at(self.step.number).at(u64::from(m.0));
+        let stream = self.stage.stream.at(self.step.learned).at(u64::from(m.0));
         let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| not_mine(action))?;
         let forward = Forward { partition, micro_batch: m, stream, arrived, goal };
         let made = match self.step.purpose {
@@ -208,7 +205,7 @@ impl Running<'_> {
         let start = now_ns();
         self.stage.status.begin(Doing::Waiting(action), done);
         let tag = Tag::between(kind, self.step.number, m, p, p);
-        let message = self.stage.mailbox.take(&tag, self.stage.patience)?;
+        let message = self.stage.mailbox.take(&tag)?;
         let channels_last = self.stage.channels_last && kind == Kind::Input;
         let device = self.stage.device;
         let tensors = message.tensors.into_iter().flatten().map(|tensor| {
@@ -264,7 +261,7 @@ impl Running<'_> {
         let start = now_ns();
         self.stage.status.begin(Doing::Waiting(action), done);
         let tag = Tag::between(kind_of(pass), self.step.number, m, from, p);
-        let message = self.stage.mailbox.take(&tag, self.stage.patience)?;
+        let message = self.stage.mailbox.take(&tag)?;
         let rows = i64::try_from(self.rows.len(m)).unwrap_or(0);
         let device = self.stage.device;
         let tensors = message.tensors.into_iter().map(|tensor| match tensor {

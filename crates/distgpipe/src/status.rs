@@ -97,11 +97,15 @@ pub fn blame(plan: &Plan, states: &[State]) -> (String, String) {
             Doing::Idle | Doing::Waiting(_) => {}
         }
     }
-    for (w, state) in states.iter().enumerate() {
+    for (w, state) in states.iter().enumerate().take(plan.placement().workers()) {
         let Doing::Waiting(action) = state.doing else { continue };
         let Op::Receive { pass, from } = action.op else {
             return ("the driver".to_owned(), format!("handing out the input that {} waits for in {action}", name(w)));
         };
+        // What a worker says of itself comes over a link and may be anything.
+        if from.index() >= plan.partitions() {
+            continue;
+        }
         let sender = plan.placement().worker_of(from);
         let sent = plan.actions(sender).iter().take(states.get(sender.index()).map_or(0, |s| s.done)).any(|a| {
             a.partition == from

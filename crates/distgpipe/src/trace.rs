@@ -58,7 +58,8 @@ pub struct PhaseTimes(pub [u64; 7]);
 impl PhaseTimes {
     /// Adds time to a phase.
     pub fn add(&mut self, phase: Phase, ns: u64) {
-        self.0[phase as usize] += ns;
+        let time = &mut self.0[phase as usize];
+        *time = time.saturating_add(ns);
     }
 
     /// The time of a phase.
@@ -69,14 +70,14 @@ impl PhaseTimes {
     /// The sum of two measurements.
     pub fn plus(mut self, other: &PhaseTimes) -> PhaseTimes {
         for (a, b) in self.0.iter_mut().zip(other.0) {
-            *a += b;
+            *a = a.saturating_add(b);
         }
         self
     }
 
     /// All phases together.
     pub fn total(&self) -> u64 {
-        self.0.iter().sum()
+        self.0.iter().fold(0, |sum, ns| sum.saturating_add(*ns))
     }
 }
 
@@ -163,7 +164,7 @@ pub fn write_chrome(out: &mut impl Write, spans: &[Span], names: &[String]) -> s
         let name = if s.action.is_empty() { s.phase.name() } else { &s.action };
         serde_json::json!({
             "ph": "X", "name": name, "cat": s.phase.name(), "pid": 0, "tid": s.worker,
-            "ts": micros(s.start_ns - origin), "dur": micros(s.end_ns - s.start_ns), "args": {"step": s.step},
+            "ts": micros(s.start_ns - origin), "dur": micros(s.end_ns.saturating_sub(s.start_ns)), "args": {"step": s.step},
         })
     }));
     serde_json::to_writer(out, &serde_json::json!({"traceEvents": events, "displayTimeUnit": "ms"}))?;

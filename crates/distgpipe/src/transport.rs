@@ -39,28 +39,47 @@ struct Cells {
     payload_bytes: AtomicU64,
     wire_bytes: AtomicU64,
     busy_ns: AtomicU64,
+    waiting: AtomicU64,
 }
 
 /// A reading of [`Counters`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
-    /// Messages sent.
+    /// Messages of tensors.
     pub messages: u64,
-    /// Bytes of the tensors as they lie in memory.
+    /// Bytes of their tensors as they lie in memory.
     pub payload_bytes: u64,
-    /// Bytes that the socket carried, headers included; 0 between threads.
+    /// Bytes that the socket carried since the connection stood: headers, commands, reports and signs of life included.
+    /// 0 between threads.
     pub wire_bytes: u64,
     /// Time spent encoding and writing.
     pub busy_ns: u64,
 }
 
 impl Counters {
-    /// Counts one message.
-    pub fn count(&self, payload_bytes: u64, wire_bytes: u64, busy: Duration) {
-        self.0.messages.fetch_add(1, Ordering::Relaxed);
-        self.0.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
+    /// Counts one message, of whatever kind, that took so many bytes on the wire.
+    pub fn count(&self, tensors: bool, payload_bytes: u64, wire_bytes: u64, busy: Duration) {
+        if tensors {
+            self.0.messages.fetch_add(1, Ordering::Relaxed);
+            self.0.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
+        }
         self.0.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
         self.0.busy_ns.fetch_add(u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// A message waits for the writer.
+    pub fn queued(&self) {
+        self.0.waiting.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The writer has sent one that waited.
+    pub fn sent(&self) {
+        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Whether nothing waits to be sent, so that the counts are complete.
+    pub fn settled(&self) -> bool {
+        self.0.waiting.load(Ordering::Acquire) == 0
     }
 
     /// What has been counted so far.

@@ -12,7 +12,7 @@ use crate::stage::Stage;
 use crate::status::{Doing, Status};
 use crate::trace::{now_ns, Phase, Recorder};
 use crate::transport::{Counters, Outgoing};
-use distgpipe_core::schedule::{check, evaluate_plan, Plan, Request};
+use distgpipe_core::schedule::{evaluate_plan, Plan, Request};
 use distgpipe_core::skip::{SkipLayout, SkipUse};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tch::Tensor;
 
-/// A wait that only the run's fate ends.
-const FOREVER: Duration = Duration::from_secs(u64::MAX / 4);
+/// How often a worker looks whether its links have sent everything, before it reports what they carried.
+const SETTLE: Duration = Duration::from_micros(100);
 
 /// Everything a worker is made of.
 pub struct Worker {
@@ -79,7 +79,7 @@ impl Worker {
         for number in 0.. {
             active.stage.status.begin(Doing::Idle, 0);
             let tag = Tag::control(Kind::Command, number, worker);
-            let message = active.stage.mailbox.take(&tag, FOREVER).map_err(failed("waiting for a command"))?;
+            let message = active.stage.mailbox.take(&tag).map_err(failed("waiting for a command"))?;
             active.stage.status.begin(Doing::Busy, 0);
             let command: Command = serde_json::from_slice(&message.text)
                 .map_err(|e| failed("reading a command")(Fault::protocol("a command", e.to_string())))?;
@@ -110,6 +110,8 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text =
         panic.downcast_ref::<&str>().map(|s| (*s).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
     let text = text.unwrap_or_else(|| "with something that is no text".to_owned());
+    // tch unwraps libtorch's errors, whose C++ stack trace then comes escaped in the same line.
+    let text = text.split("\\nException raised from").next().unwrap_or_default();
     text.lines().next().unwrap_or_default().to_owned()
 }
 
@@ -126,8 +128,7 @@ struct Active {
 impl Active {
     fn prepare(worker: Worker) -> Result<Self, Fault> {
         let Worker { job, model, mailbox, ports, driver, links, fate, status } = worker;
-        let plan = plan_of(&job)?;
-        check(&plan).map_err(|e| Fault::protocol("a sound plan", e.to_string()))?;
+        let plan = job.checked_plan()?;
         job.balance.check(model.layers.len()).map_err(|e| Fault::protocol("a balance that fits", e.to_string()))?;
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
         let skips =
@@ -163,7 +164,6 @@ impl Active {
             loss: job.loss,
             device,
             channels_last: job.channels_last,
-            patience: job.timeouts.stall() * 2,
             scenario,
         };
         let optimizer = Optimizer::new(job.optim, parameters);
@@ -198,6 +198,11 @@ impl Active {
             self.stage.recorder.record(step.number, Phase::Optimizer, String::new, update);
         }
         let (loss_sum, correct) = outcome.totals().map_err(failed("adding up the loss"))?;
+        // What this worker has sent must have crossed before anybody's step is over, so this delays nothing.
+        while !self.links.iter().all(|(_, counters)| counters.settled()) {
+            self.stage.fate.check().map_err(|fault| Failure::new(&self.stage.name, "sending", fault))?;
+            std::thread::sleep(SETTLE);
+        }
         let (phases, spans) = self.stage.recorder.take();
         Ok(StepReport {
             loss_sum,
@@ -276,7 +281,7 @@ impl Active {
             .collect();
         for (i, name) in names.iter().enumerate() {
             let tag = Tag::part(Kind::State, number, self.stage.id, i);
-            let mut message = self.stage.mailbox.take(&tag, self.stage.patience)?;
+            let mut message = self.stage.mailbox.take(&tag)?;
             let value = message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a tensor", "none"))?;
             let tensor =
                 own.get(name.as_str()).ok_or_else(|| Fault::protocol("a tensor of this worker", name.clone()))?;

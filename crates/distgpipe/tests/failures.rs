@@ -2,9 +2,15 @@
 
 mod mishaps;
 
+use distgpipe::core::schedule::{evaluate_plan, Request};
 use distgpipe::core::WorkerId;
-use distgpipe::{BuildError, Pipeline, Workers};
+use distgpipe::failure::Fault;
+use distgpipe::models::Mlp;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::{Batch, BuildError, Context, Layer, Loss, Model, Own, Pipeline, Recompute};
+use distgpipe::{SampleShape, ShapeError, SkipShapes, Workers};
 use mishaps::{actions, assert_named, plan, run_until_failure};
+use std::sync::Arc;
 
 #[test]
 fn a_worker_that_panics_or_errs_at_any_action_is_named_and_ends_all() {
@@ -59,7 +65,7 @@ fn an_unused_pipeline_ends_at_once() {
 
 #[test]
 fn what_cannot_be_built_says_why() {
-    let model = || distgpipe::models::Mlp::default().model().unwrap();
+    let model = || Mlp::default().model().unwrap();
     let text = |result: Result<Pipeline, BuildError>| result.err().expect("an error").to_string();
     let e = text(Pipeline::builder(model()).balance([1, 1]).build());
     assert!(e.contains("balance") && e.contains('4'), "{e}");
@@ -75,17 +81,61 @@ fn what_cannot_be_built_says_why() {
     assert!(e.contains("threads"), "{e}");
 }
 
+/// Layers of a user who got something wrong.
+struct Odd {
+    name: &'static str,
+    in_place: bool,
+}
+
+impl Layer for Odd {
+    fn name(&self) -> &str {
+        self.name
+    }
+    fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+        Ok(input)
+    }
+    fn forward(&self, _: &mut Own<'_>, mut x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+        let y = if self.in_place { x[0].f_mul_scalar_(2.0)? } else { x[0].f_mul_scalar(2.0)? };
+        Ok(vec![y])
+    }
+}
+
+/// Recomputation would start from the changed input, and no graph would show it.
+#[test]
+fn a_layer_that_changes_its_input_in_place_is_found_out() {
+    let odd = |name, in_place| -> Arc<dyn Layer> { Arc::new(Odd { name, in_place }) };
+    let model = Model::new(vec![odd("good", false), odd("bad", true)], vec![SampleShape::float(&[3])]);
+    // With a graph libtorch itself objects; without one, only we can.
+    for (recompute, expected) in [(Recompute::Never, "in-place"), (Recompute::Always, "layer `bad`")] {
+        let builder = Pipeline::builder(model.clone()).place("a,b").loss(Loss::MeanSquared).recompute(recompute);
+        let x = || Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
+        let error = builder.build().unwrap().train_step(&Batch::new(x(), x())).unwrap_err().to_string();
+        assert!(error.starts_with("b failed in 1F0") && error.contains(expected), "{error}");
+        assert!(error.len() < 300, "{error}");
+    }
+}
+
+#[test]
+fn names_must_be_unique_and_plans_must_train() {
+    let odd = |name| -> Arc<dyn Layer> { Arc::new(Odd { name, in_place: false }) };
+    let twins = Model::new(vec![odd("x"), odd("x")], vec![SampleShape::float(&[3])]);
+    let error = Pipeline::builder(twins).build().err().expect("an error").to_string();
+    assert!(error.contains("layer x"), "{error}");
+    let evaluation = evaluate_plan(&Request::new("a,b".parse().unwrap(), 2)).unwrap();
+    let error = Pipeline::builder(Mlp::default().model().unwrap()).plan(evaluation).build().err().expect("an error");
+    assert!(error.to_string().contains("training"), "{error}");
+}
+
 #[test]
 fn a_batch_that_does_not_fit_is_refused_and_the_pipeline_lives_on() {
-    use distgpipe::tch::{Device, Kind, Tensor};
     let mut pipeline = mishaps::pipeline(Workers::Threads, "");
-    let wrong = distgpipe::Batch::new(
+    let wrong = Batch::new(
         Tensor::ones([6, 3, 8, 8], (Kind::Float, Device::Cpu)),
         Tensor::zeros([6], (Kind::Int64, Device::Cpu)),
     );
     let e = pipeline.train_step(&wrong).unwrap_err().to_string();
     assert!(e.contains("[1, 8, 8]") && e.contains("[6, 3, 8, 8]"), "{e}");
-    let few = distgpipe::Batch::new(
+    let few = Batch::new(
         Tensor::ones([2, 1, 8, 8], (Kind::Float, Device::Cpu)),
         Tensor::zeros([2], (Kind::Int64, Device::Cpu)),
     );

@@ -9,6 +9,7 @@ extern "C" {
     fn dg_backward(outputs: *const *const C_tensor, gradients: *const *const C_tensor, count: usize) -> *mut c_char;
     fn dg_grad(tensor: *const C_tensor) -> *mut C_tensor;
     fn dg_clear_grad(tensor: *const C_tensor);
+    fn dg_version(tensor: *const C_tensor) -> i64;
     fn dg_bernoulli(tensor: *mut C_tensor, p: f64, seed: u64) -> *mut c_char;
     fn dg_normal(tensor: *mut C_tensor, mean: f64, deviation: f64, seed: u64) -> *mut c_char;
     fn dg_uniform(tensor: *mut C_tensor, low: f64, high: f64, seed: u64) -> *mut c_char;
@@ -73,6 +74,11 @@ pub fn grad(tensor: &Tensor) -> Option<Tensor> {
 pub fn clear_grad(tensor: &Tensor) {
     // SAFETY: the handle is live; libtorch allows changing the gradient of a tensor behind a shared handle.
     unsafe { dg_clear_grad(tensor.as_ptr()) }
+}
+
+pub fn version(tensor: &Tensor) -> i64 {
+    // SAFETY: a live tensor, only read.
+    unsafe { dg_version(tensor.as_ptr()) }
 }
 
 /// Fills with 1 at probability `p`, else 0.

@@ -49,7 +49,7 @@ impl Stream {
         ffi::uniform(tensor, low, high, self.0).map_err(Fault::Engine)
     }
 
-    /// Whole numbers below `bound`, by a small generator of our own (SplitMix64), for shuffles.
+    /// Shuffles by a small generator of our own (SplitMix64), the same on every machine.
     pub fn shuffle<T>(self, items: &mut [T]) {
         let mut state = self.0;
         for i in (1..items.len()).rev() {

@@ -133,11 +133,26 @@ char *dg_backward(at::Tensor **outputs, at::Tensor **gradients, size_t count) {
 
 // A new reference to the gradient, or null where there is none.
 at::Tensor *dg_grad(at::Tensor *tensor) {
-  const at::Tensor &grad = tensor->grad();
-  return grad.defined() ? new at::Tensor(grad) : nullptr;
+  try {
+    const at::Tensor &grad = tensor->grad();
+    return grad.defined() ? new at::Tensor(grad) : nullptr;
+  } catch (...) {
+    return nullptr;
+  }
 }
 
-void dg_clear_grad(at::Tensor *tensor) { tensor->mutable_grad() = at::Tensor(); }
+void dg_clear_grad(at::Tensor *tensor) {
+  guarded([&] { tensor->mutable_grad() = at::Tensor(); });
+}
+
+// How often the tensor's values were changed in place, or -1 where libtorch does not count.
+int64_t dg_version(at::Tensor *tensor) {
+  try {
+    return static_cast<int64_t>(tensor->_version());
+  } catch (...) {
+    return -1;
+  }
+}
 
 char *dg_bernoulli(at::Tensor *tensor, double p, uint64_t seed) {
   return guarded([&] { tensor->bernoulli_(p, generator_for(tensor->device(), seed)); });
@@ -153,11 +168,13 @@ char *dg_uniform(at::Tensor *tensor, double low, double high, uint64_t seed) {
 
 // 1: row-major, 2: channels-last, 0: neither. A tensor that is both (one channel, or 1x1) counts as row-major
 // unless its strides say channels-last, so that a copy of it is laid out as it was.
-int dg_layout(at::Tensor *tensor) {
+int dg_layout(at::Tensor *tensor) try {
   if (tensor->dim() == 4 && tensor->suggest_memory_format() == at::MemoryFormat::ChannelsLast &&
       tensor->is_contiguous(at::MemoryFormat::ChannelsLast))
     return 2;
   return tensor->is_contiguous() ? 1 : 0;
+} catch (...) {
+  return 0;
 }
 
 char *dg_with_layout(at::Tensor *tensor, int layout, at::Tensor **result) {

@@ -32,8 +32,10 @@ impl Default for Mlp {
 impl Mlp {
     /// The list of layers.
     pub fn model(&self) -> Result<Model, ModelError> {
-        let sizes_positive = self.input.iter().chain(&self.hidden).chain([&self.classes]).all(|&n| n > 0);
-        require(sizes_positive, "mlp", "all sizes must be positive")?;
+        let mut sizes = self.input.iter().chain(&self.hidden).chain([&self.classes]);
+        require(sizes.all(|n| (1..=1 << 24).contains(n)), "mlp", "all sizes must be 1 to 2^24")?;
+        let values = self.input.iter().try_fold(1_i64, |product, n| product.checked_mul(*n));
+        require(values.is_some_and(|n| n <= 1 << 32), "mlp", "a sample must have at most 2^32 values")?;
         require((0.0..1.0).contains(&self.dropout), "mlp", "dropout must be at least 0 and below 1")?;
         let mut from = self.input.iter().product();
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();

@@ -60,9 +60,9 @@ impl MobileNetV2 {
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "mobilenet_v2";
         require(
-            self.classes > 0 && self.channels > 0 && self.image > 0,
+            [self.classes, self.channels, self.image].iter().all(|n| (1..=1 << 20).contains(n)),
             name,
-            "classes, channels and image must be positive",
+            "classes, channels and image must be 1 to 2^20",
         )?;
         require(self.width > 0.0 && self.width <= 16.0, name, "width must be above 0 and at most 16")?;
         require((0.0..1.0).contains(&self.dropout), name, "dropout must be at least 0 and below 1")?;

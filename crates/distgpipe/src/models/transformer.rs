@@ -63,7 +63,8 @@ impl Transformer {
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "transformer";
         let sizes = [self.hidden, self.heads, self.feed_forward, self.vocabulary, self.tokens, self.classes];
-        require(sizes.iter().all(|&n| n > 0), name, "all sizes must be positive")?;
+        require(sizes.iter().all(|&n| (1..=1 << 24).contains(&n)), name, "all sizes must be 1 to 2^24")?;
+        require(self.layers <= 10_000, name, "layers must be at most 10000")?;
         require(self.hidden % self.heads == 0, name, "heads must divide hidden")?;
         require(self.positions >= self.tokens + 2, name, "positions must be at least tokens + 2")?;
         require((0.0..1.0).contains(&self.dropout), name, "dropout must be at least 0 and below 1")?;

@@ -14,9 +14,10 @@ use crate::transport::faulty::{Scenario, ScenarioError};
 use crate::transport::Timeouts;
 use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::{Placement, PlacementError};
-use distgpipe_core::schedule::{check, CheckError, Plan, Recompute, Request, Schedule, ScheduleError};
+use distgpipe_core::schedule::{check, CheckError, Mode, Plan, Recompute, Request, Schedule, ScheduleError};
 use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
 use distgpipe_core::WorkerId;
+use std::collections::BTreeSet;
 
 /// Why a pipeline cannot be built.
 #[derive(Debug, thiserror::Error)]
@@ -219,6 +220,7 @@ impl Builder {
             return Err(BuildError::Settings(text.to_owned()));
         }
         self.model.summary()?;
+        self.check_names()?;
         engine::start();
         let placement = self.placement.as_deref().map(str::parse::<Placement>).transpose()?;
         let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.as_ref().map(Placement::partitions));
@@ -229,6 +231,10 @@ impl Builder {
         let plan = match self.plan.take() {
             Some(plan) => {
                 check(&plan)?;
+                if plan.mode() != Mode::Train {
+                    let text = "the plan is one for evaluation: a pipeline is built from one for training";
+                    return Err(BuildError::Settings(text.to_owned()));
+                }
                 if plan.skips() != beyond_neighbours {
                     return Err(BuildError::Settings(format!(
                         "the plan carries skips {:?}, the model's cut needs {beyond_neighbours:?}",
@@ -264,10 +270,29 @@ impl Builder {
             timeouts: self.job.timeouts,
             command: 0,
             step: 0,
+            learned: 0,
+            evaluating: None,
             learning_rate: self.learning_rate,
         };
         pipeline.wait_ready()?;
         Ok(pipeline)
+    }
+
+    /// Layers and tensors go by their names, so no two may share one.
+    fn check_names(&self) -> Result<(), BuildError> {
+        let mut names = BTreeSet::new();
+        for layer in &self.model.layers {
+            let layer_name = format!("layer {}", layer.name());
+            let tensors = layer.tensors().into_iter().map(|spec| format!("tensor {}", spec.name));
+            for name in std::iter::once(layer_name).chain(tensors) {
+                if let Some(name) = names.replace(name) {
+                    return Err(BuildError::Settings(format!(
+                        "the model has two of {name}: each needs a name of its own"
+                    )));
+                }
+            }
+        }
+        Ok(())
     }
 
     fn cut(&self, partitions: Option<usize>) -> Result<Balance, BuildError> {

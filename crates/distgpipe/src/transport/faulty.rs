@@ -20,6 +20,7 @@ use crate::engine::Stream;
 use crate::failure::{Fate, Fault, POLL};
 use crate::mailbox::Message;
 use distgpipe_core::schedule::Action;
+use distgpipe_core::wire::Kind;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -125,18 +126,22 @@ struct Faulty {
 
 impl Outgoing for Faulty {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
+        // Signs of life come when they come: counting them would make a scenario depend on the time.
         let number = self.sent;
-        self.sent += 1;
+        let counted = message.tag.kind != Kind::Ping;
+        self.sent += u64::from(counted);
         let draw = self.stream.at(number).seed();
         for (at, fault) in self.faults.clone() {
             match fault {
-                LinkFault::Delay(ms) if number >= at => std::thread::sleep(Duration::from_millis(draw % (ms + 1))),
+                LinkFault::Delay(ms) if number >= at && counted => {
+                    std::thread::sleep(Duration::from_millis(draw % (ms + 1)))
+                }
                 LinkFault::Stall if number >= at => loop {
                     self.fate.check()?;
                     std::thread::sleep(POLL);
                 },
-                LinkFault::Corrupt if number == at => return self.link.send_damaged(message, draw),
-                LinkFault::Cut if number == at => self.link.cut(),
+                LinkFault::Corrupt if number == at && counted => return self.link.send_damaged(message, draw),
+                LinkFault::Cut if number == at && counted => self.link.cut(),
                 _ => {}
             }
         }

@@ -26,9 +26,9 @@ impl Memory {
 impl Outgoing for Memory {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
         let start = Instant::now();
-        let payload = message.payload_bytes();
+        let (tensors, payload) = (message.carries_tensors(), message.payload_bytes());
         self.mailbox()?.put(message)?;
-        self.counters.count(payload, 0, start.elapsed());
+        self.counters.count(tensors, payload, 0, start.elapsed());
         Ok(())
     }
 

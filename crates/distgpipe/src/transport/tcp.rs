@@ -18,7 +18,9 @@ use crate::failure::{Failure, Fate, Fault, POLL};
 use crate::mailbox::Message;
 use distgpipe_core::wire::{AbortNotice, Header, Kind, Limits};
 use frames::Encoder;
+use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::sync::Arc;
@@ -30,6 +32,18 @@ pub const HEARTBEAT: Duration = Duration::from_millis(250);
 
 /// Puts something around a sending end.
 pub type Wrap = Box<dyn FnOnce(Box<dyn Outgoing>) -> Box<dyn Outgoing> + Send>;
+
+/// Says from its header whether a frame may come.
+pub type Admit = Box<dyn Fn(&Header) -> Result<(), Fault> + Send>;
+
+/// What both ends of a connection hold each other to.
+pub fn limits() -> Limits {
+    // Traces of large plans travel in reports; embeddings of large models in one tensor.
+    Limits { text_bytes_max: 64 << 20, body_bytes_max: 4 << 30, ..Limits::default() }
+}
+
+/// How long a frame that has been begun may still take after the run has failed.
+const FINISH_FRAME: Duration = Duration::from_millis(1500);
 
 /// What a connection needs to know besides its socket.
 pub struct Options {
@@ -49,6 +63,8 @@ pub struct Options {
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Wraps the socket's sending end, to break it in tests.
     pub wrap: Wrap,
+    /// Says from its header whether a message may come.
+    pub admit: Admit,
     /// Takes what arrives.
     pub deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
     /// Takes the peer's signs of life.
@@ -76,12 +92,14 @@ impl Connection {
         let (queue, waiting) = mpsc::sync_channel(options.queue.max(1));
         let counters = Counters::default();
         let closing = Arc::new(AtomicBool::new(false));
+        let broken = Arc::new(AtomicBool::new(false));
         let socket = Socket {
             stream: sending.try_clone().map_err(doing)?,
-            encoder: Encoder::new(Limits::default()),
+            encoder: Encoder::new(limits()),
             counters: counters.clone(),
             fate: options.fate.clone(),
             silence: options.timeouts.silence(),
+            broken: broken.clone(),
         };
         let writer = Writer {
             here: options.here,
@@ -89,6 +107,8 @@ impl Connection {
             fate: options.fate.clone(),
             heartbeat: options.heartbeat,
             link: (options.wrap)(Box::new(socket)),
+            counters: counters.clone(),
+            broken,
             farewell: sending,
         };
         let reader = Reader {
@@ -97,11 +117,19 @@ impl Connection {
             fate: options.fate.clone(),
             silence: options.timeouts.silence(),
             closing: closing.clone(),
+            admit: options.admit,
             deliver: options.deliver,
             alive: options.alive,
         };
+        let (here, fate) = (writer.here.clone(), options.fate.clone());
         let spawn = |name: String, body: Box<dyn FnOnce() + Send>| {
-            std::thread::Builder::new().name(name).spawn(body).map_err(|e| Fault::io("starting an I/O thread", e))
+            let (here, fate) = (here.clone(), fate.clone());
+            let guarded = move || {
+                if std::panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
+                    fate.fail(Failure::new(here, "an I/O thread", Fault::Panic("see above".to_owned())));
+                }
+            };
+            std::thread::Builder::new().name(name).spawn(guarded).map_err(|e| Fault::io("starting an I/O thread", e))
         };
         let meter = options.meter;
         let writer = spawn(format!("to {}", options.peer), Box::new(move || writer.run(waiting)))?;
@@ -124,7 +152,7 @@ impl Connection {
 
     /// A sending end; as many as wanted share the connection.
     pub fn port(&self) -> Option<Queue> {
-        self.queue.clone().map(|queue| Queue { queue, fate: self.fate.clone() })
+        self.queue.clone().map(|queue| Queue { queue, fate: self.fate.clone(), counters: self.counters.clone() })
     }
 
     /// What has been sent.
@@ -150,7 +178,7 @@ pub fn join_until(thread: JoinHandle<()>, deadline: Instant) -> bool {
         }
         std::thread::sleep(Duration::from_millis(2));
     }
-    // A panic in the thread has been reported through the run's fate.
+    // Stages and I/O threads report their panics through the run's fate.
     let _ = thread.join();
     true
 }
@@ -160,10 +188,12 @@ pub fn join_until(thread: JoinHandle<()>, deadline: Instant) -> bool {
 pub struct Queue {
     queue: SyncSender<Message>,
     fate: Fate,
+    counters: Counters,
 }
 
 impl Outgoing for Queue {
     fn send(&mut self, mut message: Message) -> Result<(), Fault> {
+        self.counters.queued();
         loop {
             match self.queue.try_send(message) {
                 Ok(()) => return Ok(()),
@@ -195,20 +225,24 @@ struct Socket {
     counters: Counters,
     fate: Fate,
     silence: Duration,
+    /// Set while a frame is under way: what is written then would be taken for its rest.
+    broken: Arc<AtomicBool>,
 }
 
 impl Outgoing for Socket {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
         let start = Instant::now();
-        let payload = message.payload_bytes();
-        let patience = Patience::new(&self.fate, self.silence);
-        let wire = self.encoder.write(&mut self.stream, &message, &patience)?;
-        self.counters.count(payload, wire, start.elapsed());
+        let patience = Patience::new(&self.fate, self.silence).with_grace(FINISH_FRAME);
+        self.broken.store(true, Ordering::Release);
+        let wire = self.encoder.write(&mut self.stream, &message, &patience);
+        // An error of the run's own comes from between two frames, unless the grace was used up.
+        self.broken.store(wire.is_err() && !self.encoder.at_boundary(), Ordering::Release);
+        self.counters.count(message.carries_tensors(), message.payload_bytes(), wire?, start.elapsed());
         Ok(())
     }
 
     fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault> {
-        let patience = Patience::new(&self.fate, self.silence);
+        let patience = Patience::new(&self.fate, self.silence).with_grace(FINISH_FRAME);
         self.encoder.write_damaged(&mut self.stream, &message, seed, &patience)
     }
 
@@ -223,6 +257,8 @@ struct Writer {
     fate: Fate,
     heartbeat: Box<dyn Fn() -> String + Send>,
     link: Box<dyn Outgoing>,
+    counters: Counters,
+    broken: Arc<AtomicBool>,
     /// The bare socket, for the last words.
     farewell: TcpStream,
 }
@@ -234,7 +270,6 @@ impl Writer {
             Err(fault) => {
                 let first = self.fate.fail(self.blame(fault));
                 self.last_words(Kind::Abort, &first.notice().encode());
-                let _ = self.farewell.shutdown(Shutdown::Both);
             }
         }
     }
@@ -246,6 +281,7 @@ impl Writer {
             match waiting.recv_timeout(POLL) {
                 Ok(message) => {
                     self.link.send(message)?;
+                    self.counters.sent();
                     last = Instant::now();
                 }
                 Err(RecvTimeoutError::Timeout) if last.elapsed() >= HEARTBEAT => {
@@ -262,7 +298,7 @@ impl Writer {
     /// Whose fault it is that sending failed. A peer that has closed may have said why: the reader finds its last words
     /// in the socket, and is given the time to.
     fn blame(&self, fault: Fault) -> Failure {
-        if !matches!(fault, Fault::Lost) {
+        if !matches!(fault, Fault::Lost | Fault::TimedOut { .. }) {
             return Failure::new(&self.here, "sending", fault);
         }
         let deadline = Instant::now() + 4 * POLL;
@@ -278,7 +314,10 @@ impl Writer {
         let patience = Patience::new(&undecided, Duration::from_millis(500));
         let mut header = Header::new(kind);
         header.seal(body);
-        let _ = write_frame(&mut self.farewell, &header, body, &patience);
+        if !self.broken.load(Ordering::Acquire) {
+            let _ = write_frame(&mut self.farewell, &header, body, &patience);
+        }
+        // Only this direction: a socket that is closed with unread input takes back what it has sent.
         let _ = self.farewell.shutdown(Shutdown::Write);
     }
 }
@@ -289,6 +328,7 @@ struct Reader {
     fate: Fate,
     silence: Duration,
     closing: Arc<AtomicBool>,
+    admit: Admit,
     deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
     alive: Box<dyn FnMut(&str) + Send>,
 }
@@ -301,15 +341,30 @@ impl Reader {
                 return;
             }
             self.fate.fail(Failure::new(&self.peer, "talking to it", fault));
+            self.drain();
+        }
+    }
+
+    /// Reads on until the peer has closed, so that our last words, which the writer is sending, are not taken back.
+    fn drain(&mut self) {
+        let deadline = Instant::now() + FINISH_FRAME;
+        let mut rest = [0; 1 << 16];
+        while Instant::now() < deadline {
+            match self.stream.read(&mut rest) {
+                Ok(0) => return,
+                Ok(_) => {}
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+                Err(_) => return,
+            }
         }
     }
 
     fn pump(&mut self) -> Result<(), Fault> {
-        let limits = Limits::default();
+        let limits = limits();
         let mut assembler = frames::Assembler::default();
         loop {
             let patience = Patience::new(&self.fate, self.silence);
-            let frame = read_frame(&mut self.stream, &limits, &patience)?;
+            let frame = read_frame(&mut self.stream, &limits, &patience, &self.admit)?;
             match frame.header.kind {
                 Kind::Goodbye => return Ok(()),
                 Kind::Ping => (self.alive)(&frame.text()?),

@@ -104,6 +104,9 @@ pub fn check_ten_steps(workers: impl Fn(usize) -> Workers) {
             device.sgd(&gradients, &mut memory, 0.02);
             let got = pipeline.train_step(&batch).unwrap().loss;
             let tolerance = 1e-6 * expected.abs().max(1e-3);
+            // Evaluating and looking at gradients in between must change nothing.
+            pipeline.evaluate(&batch).unwrap();
+            pipeline.gradients(&batch).unwrap();
             assert!((got - expected).abs() <= tolerance, "{} step {step}: {got} against {expected}", subject.name);
         }
     }

@@ -119,7 +119,6 @@ impl OneDevice {
             losses.insert(m, f64::try_from(&loss).unwrap() * range.len() as f64);
             (loss * rows.share(m)).backward();
         }
-        self.step += 1;
         let parameters = self.partition.tensors().filter(|(spec, _)| spec.role == Role::Parameter);
         let gradients = parameters.map(|(spec, t)| (spec.name.clone(), t.grad().copy())).collect();
         (losses.values().sum::<f64>() / batch.rows() as f64, gradients)
@@ -139,6 +138,7 @@ impl OneDevice {
             }
         });
         self.partition.norms().commit().unwrap();
+        self.step += 1;
     }
 
     pub fn discard_norms(&mut self) {

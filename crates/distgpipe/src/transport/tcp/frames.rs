@@ -6,25 +6,54 @@ use crate::mailbox::{Message, Tag};
 use distgpipe_core::codec::raw::Raw;
 use distgpipe_core::codec::{Codec, CodecId, TensorView};
 use distgpipe_core::wire::{self, DType, Header, Kind, Limits, Shape, TensorMeta, HEADER_BYTES};
+use std::cell::Cell;
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 use tch::Tensor;
 
-/// How long a read or write may make no headway, and whose failure ends it at once.
+/// How long a read or write may make no headway, and whose failure ends it.
 pub struct Patience<'a> {
     fate: &'a Fate,
     limit: Duration,
+    /// How long what has been begun may still take once the run has failed.
+    grace: Duration,
+    failed_at: Cell<Option<Instant>>,
+    /// For a peer that has not shown its token: the end of all waiting, headway or not.
+    deadline: Option<Instant>,
 }
 
 impl<'a> Patience<'a> {
     /// Gives up when the run fails or nothing moves for `limit`.
     pub fn new(fate: &'a Fate, limit: Duration) -> Self {
-        Patience { fate, limit }
+        Patience { fate, limit, grace: Duration::ZERO, failed_at: Cell::new(None), deadline: None }
+    }
+
+    /// Lets a frame that has been begun finish although the run has failed: the peer could make nothing of half a
+    /// frame, nor of the cause that is sent after it.
+    pub fn with_grace(self, grace: Duration) -> Self {
+        Patience { grace, ..self }
+    }
+
+    /// Gives up after so long in any case.
+    pub fn in_all(self, limit: Duration) -> Self {
+        Patience { deadline: Some(Instant::now() + limit), ..self }
+    }
+
+    /// Between two frames: no grace is needed.
+    fn check_boundary(&self) -> Result<(), Fault> {
+        self.fate.check()
     }
 
     fn check(&self, since: Instant, doing: &str) -> Result<(), Fault> {
-        self.fate.check()?;
-        if since.elapsed() >= self.limit {
+        if let Err(fault) = self.fate.check() {
+            let failed_at = self.failed_at.get().unwrap_or_else(Instant::now);
+            self.failed_at.set(Some(failed_at));
+            if failed_at.elapsed() >= self.grace {
+                return Err(fault);
+            }
+        }
+        let late = self.deadline.is_some_and(|d| Instant::now() >= d);
+        if late || since.elapsed() >= self.limit {
             return Err(Fault::TimedOut { what: doing.to_owned(), limit_s: self.limit.as_secs_f64() });
         }
         Ok(())
@@ -49,6 +78,9 @@ fn read_exact(stream: &mut impl Read, mut into: &mut [u8], patience: &Patience<'
             Ok(n) => {
                 into = &mut into[n..];
                 since = Instant::now();
+                if patience.deadline.is_some() {
+                    patience.check(since, "saying who it is")?;
+                }
             }
             Err(e) if would_wait(&e) => patience.check(since, "hearing any sign of life from it")?,
             Err(e) if gone(&e) => return Err(Fault::Lost),
@@ -104,11 +136,18 @@ impl Frame {
     }
 }
 
-/// Reads one frame, checked against the limits before anything is allocated, and against its checksum after.
-pub fn read_frame(stream: &mut impl Read, limits: &Limits, patience: &Patience<'_>) -> Result<Frame, Fault> {
+/// Reads one frame, checked against the limits, and by `admit`, before anything is allocated, and against its checksum
+/// after.
+pub fn read_frame(
+    stream: &mut impl Read,
+    limits: &Limits,
+    patience: &Patience<'_>,
+    admit: impl FnOnce(&Header) -> Result<(), Fault>,
+) -> Result<Frame, Fault> {
     let mut head = [0; HEADER_BYTES];
     read_exact(stream, &mut head, patience)?;
     let header = Header::decode(&head, limits)?;
+    admit(&header)?;
     let Some(meta) = header.tensor else {
         let length =
             usize::try_from(header.body_bytes).map_err(|_| Fault::protocol("a body that fits memory", "more"))?;
@@ -185,6 +224,8 @@ impl Assembler {
 /// Turns messages into frames.
 pub struct Encoder {
     limits: Limits,
+    /// Whether all frames that were begun were written to their end.
+    at_boundary: bool,
     codec: Box<dyn Codec>,
     scratch: Vec<u8>,
 }
@@ -192,19 +233,29 @@ pub struct Encoder {
 impl Encoder {
     /// An encoder that keeps to these limits, so that the error is where the remedy is.
     pub fn new(limits: Limits) -> Self {
-        Encoder { limits, codec: Box::new(Raw), scratch: Vec::new() }
+        Encoder { limits, at_boundary: true, codec: Box::new(Raw), scratch: Vec::new() }
     }
 
     /// Writes a message; returns the bytes that went onto the wire.
     pub fn write(&mut self, stream: &mut impl Write, message: &Message, patience: &Patience<'_>) -> Result<u64, Fault> {
         let mut sent = 0;
         for slot in 0..slots(message) {
-            sent += self.with_frame(message, slot, |header, body| {
+            patience.check_boundary()?;
+            let mut begun = false;
+            let written = self.with_frame(message, slot, |header, body| {
+                begun = true;
                 write_frame(stream, header, body, patience)?;
                 Ok((HEADER_BYTES + body.len()) as u64)
-            })?;
+            });
+            self.at_boundary = written.is_ok() || !begun;
+            sent += written?;
         }
         Ok(sent)
+    }
+
+    /// Whether another frame may follow.
+    pub fn at_boundary(&self) -> bool {
+        self.at_boundary
     }
 
     /// Writes a message whose first frame has one bit flipped on the way.
