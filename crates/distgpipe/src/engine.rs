@@ -24,6 +24,11 @@ pub fn start() {
     });
 }
 
+/// Gives memory that was freed and kept back to the system: after work that is over and was unlike what comes.
+pub fn release_memory() {
+    ffi::release_memory();
+}
+
 /// Gives the calling thread its number of libtorch threads and its memory meter.
 ///
 /// Meter 0 counts what no worker asked for.

@@ -31,8 +31,14 @@ pub enum Fault {
     /// Code panicked.
     #[error("panicked: {0}")]
     Panic(String),
-    /// Nothing came, or nothing moved, for too long.
-    #[error("{what} took longer than the time-out of {limit_s:.1} s; if the work is just slow, raise the time-out (--timeout)")]
+    /// No worker has finished anything for too long, and this one is the cause.
+    #[error("it made no headway for {limit_s:.1} s; if the work is just slow, raise the time-out (--timeout)")]
+    Stalled {
+        /// The time-out.
+        limit_s: f64,
+    },
+    /// A peer did not answer in time.
+    #[error("{what} took longer than {limit_s:.1} s: it is suspended, overloaded, or the network is down")]
     TimedOut {
         /// What was waited for.
         what: String,

@@ -394,7 +394,7 @@ impl Pipeline {
                 since = Instant::now();
             } else if since.elapsed() >= self.timeouts.stall() {
                 let (who, what) = blame(self.evaluating.as_ref().unwrap_or(&self.plan), &seen);
-                let fault = Fault::TimedOut { what: "it".to_owned(), limit_s: self.timeouts.stall_s };
+                let fault = Fault::Stalled { limit_s: self.timeouts.stall_s };
                 return Err(Fault::Elsewhere(Failure::new(who, what, fault)));
             }
             Ok(())

@@ -58,6 +58,13 @@ impl Options {
 /// Measures every layer on a sample, one after the other, on a thread of its own.
 pub fn measure(model: &Model, sample: &Batch, options: &Options) -> Result<Vec<LayerCost>, Failure> {
     engine::start();
+    let measured = measure_all(model, sample, options);
+    // Training would find the heap in pieces that fit single layers.
+    engine::release_memory();
+    measured
+}
+
+fn measure_all(model: &Model, sample: &Batch, options: &Options) -> Result<Vec<LayerCost>, Failure> {
     let inputs: Vec<Tensor> = sample.inputs.iter().map(Tensor::shallow_clone).collect();
     std::thread::scope(|scope| {
         let thread = scope.spawn(move || {

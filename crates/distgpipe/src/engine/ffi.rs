@@ -18,6 +18,7 @@ extern "C" {
     fn dg_empty(sizes: *const i64, dims: usize, dtype: c_int, layout: c_int, result: *mut *mut C_tensor)
         -> *mut c_char;
     fn dg_keep_memory();
+    fn dg_release_memory();
     fn dg_meter_install();
     fn dg_meter_attach(meter: c_int);
     fn dg_meter_take_peak(meter: c_int) -> i64;
@@ -146,6 +147,11 @@ fn scalar_type(kind: Kind) -> Result<c_int, String> {
 pub fn keep_memory() {
     // SAFETY: calls mallopt only.
     unsafe { dg_keep_memory() }
+}
+
+pub fn release_memory() {
+    // SAFETY: calls malloc_trim only, which is thread-safe.
+    unsafe { dg_release_memory() }
 }
 
 pub fn meter_install() {

@@ -208,6 +208,13 @@ void dg_keep_memory() {
 #endif
 }
 
+// Gives kept memory back to the kernel after all.
+void dg_release_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
 void dg_meter_install() {
   static std::once_flag once;
   std::call_once(once, [] {
