@@ -107,6 +107,42 @@ pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result
     }
 }
 
+/// What all steps of starting share.
+struct Assembly<'a> {
+    job: Job,
+    plan: &'a Plan,
+    model: &'a Model,
+    /// The workers that are threads of this process.
+    locals: BTreeMap<WorkerId, Arc<Mailbox>>,
+    scenario: Scenario,
+}
+
+impl Assembly<'_> {
+    /// Dials every remote worker, then sends every job: peers find each other only once all have theirs.
+    fn dial_all(
+        &self,
+        remote: &[WorkerId],
+        addresses: &[String],
+        credentials: &Credentials,
+    ) -> Result<Vec<std::net::TcpStream>, Failure> {
+        let limit = self.job.timeouts.connect();
+        let at = |worker: WorkerId| {
+            let name = self.plan.placement().name(worker).to_owned();
+            move |fault| Failure::new(name, "joining the run", fault)
+        };
+        let mut streams = Vec::new();
+        for (&worker, address) in remote.iter().zip(addresses) {
+            streams.push(link::dial(address, Role::Driver, credentials, limit).map_err(at(worker))?);
+        }
+        for (&worker, stream) in remote.iter().zip(&mut streams) {
+            let text = serde_json::to_vec(&Job { worker, ..self.job.clone() })
+                .map_err(|e| at(worker)(Fault::protocol("a job that can be sent", e.to_string())))?;
+            link::send_text(stream, Kind::Job, &text, limit).map_err(at(worker))?;
+        }
+        Ok(streams)
+    }
+}
+
 impl Team {
     fn assemble(&mut self, job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result<(), Failure> {
         let driver = |phase: &'static str| move |fault| Failure::new("the driver", phase, fault);
@@ -148,22 +184,23 @@ impl Team {
             .parse()
             .map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
 
+        let assembly = Assembly { job, plan, model, locals, scenario };
         if let Some(token) = token {
             let run = link::random().map_err(driver("starting"))?;
-            let streams = self.dial_all(&job, plan, &remote, &addresses, &Credentials { run, token })?;
+            let streams = assembly.dial_all(&remote, &addresses, &Credentials { run, token })?;
             for (&worker, stream) in remote.iter().zip(streams) {
                 let name = plan.placement().name(worker);
-                let connection = self.connect(stream, worker, &job, plan, &locals, &scenario);
+                let connection = self.connect(&assembly, stream, worker);
                 let connection = connection.map_err(|fault| Failure::new(name, "connecting", fault))?;
                 // Kept at once, so that whatever fails after this is told to the worker.
                 self.connections.insert(worker, connection);
             }
         }
-        for (&worker, mailbox) in &locals {
-            let thread = self.start_thread(worker, mailbox, &job, plan, model, &locals, &scenario);
+        for (&worker, mailbox) in &assembly.locals {
+            let thread = self.start_thread(&assembly, worker, mailbox);
             self.threads.push(thread.map_err(driver("starting a worker thread"))?);
         }
-        for (&worker, mailbox) in &locals {
+        for (&worker, mailbox) in &assembly.locals {
             self.ports.insert(worker, Box::new(Memory::new(mailbox.clone(), Counters::default())));
         }
         for (&worker, connection) in &self.connections {
@@ -174,43 +211,15 @@ impl Team {
         Ok(())
     }
 
-    /// Dials every remote worker, then sends every job: peers find each other only once all have theirs.
-    fn dial_all(
-        &self,
-        job: &Job,
-        plan: &Plan,
-        remote: &[WorkerId],
-        addresses: &[String],
-        credentials: &Credentials,
-    ) -> Result<Vec<std::net::TcpStream>, Failure> {
-        let limit = job.timeouts.connect();
-        let at = |worker: WorkerId| {
-            let name = plan.placement().name(worker).to_owned();
-            move |fault| Failure::new(name, "joining the run", fault)
-        };
-        let mut streams = Vec::new();
-        for (&worker, address) in remote.iter().zip(addresses) {
-            streams.push(link::dial(address, Role::Driver, credentials, limit).map_err(at(worker))?);
-        }
-        for (&worker, stream) in remote.iter().zip(&mut streams) {
-            let text = serde_json::to_vec(&Job { worker, ..job.clone() })
-                .map_err(|e| at(worker)(Fault::protocol("a job that can be sent", e.to_string())))?;
-            link::send_text(stream, Kind::Job, &text, limit).map_err(at(worker))?;
-        }
-        Ok(streams)
-    }
-
     fn connect(
         &self,
+        assembly: &Assembly<'_>,
         stream: std::net::TcpStream,
         worker: WorkerId,
-        job: &Job,
-        plan: &Plan,
-        locals: &BTreeMap<WorkerId, Arc<Mailbox>>,
-        scenario: &Scenario,
     ) -> Result<Connection, Fault> {
+        let Assembly { job, plan, locals, scenario, .. } = assembly;
         let delivery = Arc::new(Delivery {
-            plan: plan.clone(),
+            plan: (*plan).clone(),
             peer: Peer::Worker(worker),
             workers: locals.clone(),
             driver: Some(self.mailbox.clone()),
@@ -239,17 +248,13 @@ impl Team {
         Connection::start(stream, options)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn start_thread(
         &self,
+        assembly: &Assembly<'_>,
         worker: WorkerId,
         mailbox: &Arc<Mailbox>,
-        job: &Job,
-        plan: &Plan,
-        model: &Model,
-        locals: &BTreeMap<WorkerId, Arc<Mailbox>>,
-        scenario: &Scenario,
     ) -> Result<JoinHandle<()>, Fault> {
+        let Assembly { job, plan, model, locals, scenario } = assembly;
         let name = |w: WorkerId| plan.placement().name(w);
         let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
         let mut links = Vec::new();
@@ -266,7 +271,7 @@ impl Team {
         }
         let thread = Worker {
             job: Job { worker, ..job.clone() },
-            model: model.clone(),
+            model: (*model).clone(),
             mailbox: mailbox.clone(),
             ports,
             driver: Box::new(Memory::new(self.mailbox.clone(), Counters::default())),

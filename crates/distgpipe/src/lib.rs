@@ -3,21 +3,21 @@
 //! A model is a list of layers. It is cut into partitions, which are placed on workers; micro-batches stream through
 //! them by a plan. With a lossless link the gradients are those of one device running the same micro-batches.
 //!
-//! ```no_run
-//! use distgpipe::models::MobileNetV2;
-//! use distgpipe::{Batch, Pipeline, Recompute, Schedule};
+//! ```
+//! use distgpipe::models::Mlp;
+//! use distgpipe::{profile, Pipeline, Recompute, Schedule};
 //!
-//! # fn batch() -> Batch { unimplemented!() }
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let model = MobileNetV2 { classes: 10, ..MobileNetV2::default() }.model()?;
+//! let model = Mlp::default().model()?;
+//! let batch = profile::sample(&model, 32, 0)?; // made-up data; yours comes from a `data::Loader`
 //! let mut pipeline = Pipeline::builder(model)
-//!     .balance([1, 18, 1])
+//!     .balance([1, 2, 1])
 //!     .place("client,server,client")
 //!     .micro_batches(8)
 //!     .schedule(Schedule::OneFOneB)
 //!     .recompute(Recompute::Never)
 //!     .build()?;
-//! let outcome = pipeline.train_step(&batch())?;
+//! let outcome = pipeline.train_step(&batch)?;
 //! println!("loss {:.3}, {:.1} samples/s", outcome.loss, outcome.rows as f64 / outcome.seconds);
 //! # Ok(())
 //! # }
