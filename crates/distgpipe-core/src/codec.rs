@@ -6,19 +6,46 @@
 //! | member | what it does |
 //! | --- | --- |
 //! | [`raw`] | the bytes as they are |
+//! | [`half`] | two bytes a value: `f16`, `bf16` |
+//! | [`uniform`] | one grid over the tensor's range |
+//! | [`sort`] | a grid for each run of the sorted tensor |
+//! | [`tile`] | a grid for every few neighbours |
 //!
-//! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass.
+//! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass. `docs/codecs.md` has the
+//! formulas, says which to use when, and how to add one.
+//!
+//! A codec that loses something takes finite `F32` values and refuses a tensor that has others
+//! ([`CodecError::refuses_tensor`]): the link sends that one raw, and counts it. So no NaN ever becomes a number.
+//! What a codec was made with (`Q`, `S`, `T`) is not on the wire, since both ends of a link are configured alike;
+//! `decode` holds the body's length against it.
 
 use crate::wire::{numbered, DType, TensorMeta};
 use thiserror::Error;
 
+pub mod bits;
+mod grid;
+pub mod half;
+mod order;
 pub mod raw;
+pub mod sort;
+pub mod tile;
+pub mod uniform;
 
 numbered! {
     /// A codec's number in a frame's header.
     pub enum CodecId {
         /// [`raw`].
         Raw = 1,
+        /// [`half`], IEEE.
+        F16 = 2,
+        /// [`half`], bfloat16.
+        BF16 = 3,
+        /// [`uniform`].
+        Uniform = 4,
+        /// [`sort`].
+        Sort = 5,
+        /// [`tile`].
+        Tile = 6,
     }
 }
 
@@ -61,7 +88,8 @@ pub trait Codec: Send {
         false
     }
 
-    /// Appends the encoded tensor to `out`. After an error `out` is as it was.
+    /// Appends the encoded tensor to `out`. After an error `out` is as it was; where the error
+    /// [`refuses_tensor`](CodecError::refuses_tensor), the tensor can be sent raw instead.
     fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError>;
 
     /// Decodes `body` into `out`, which is [`meta.decoded_bytes()`](TensorMeta::decoded_bytes) long, in the
@@ -78,6 +106,54 @@ pub enum CodecError {
     UnknownName {
         /// The beginning of the text.
         got: String,
+    },
+    /// A codec that exists, with parameters that it does not have.
+    #[error("expected {expected}; got `{codec}:{got}`")]
+    Parameter {
+        /// The codec's name.
+        codec: &'static str,
+        /// What may be written.
+        expected: &'static str,
+        /// The beginning of what came after the colon.
+        got: String,
+    },
+    /// A type of elements that the codec does not take.
+    #[error("expected an F32 tensor for codec {codec}, got {got}: send this one raw")]
+    DType {
+        /// The codec.
+        codec: CodecId,
+        /// The tensor's type.
+        got: DType,
+    },
+    /// A NaN or an infinity, which a codec that rounds would hide.
+    #[error("expected finite values for codec {codec}, got a NaN or an infinity at {at}: send this tensor raw, and look for the layer that made it")]
+    NotFinite {
+        /// The codec.
+        codec: CodecId,
+        /// Which element, the first of them.
+        at: usize,
+    },
+    /// Finite values that the codec has no numbers for.
+    #[error("expected values within what codec {codec} can hold, got one too large at {at}, or too wide a range: send this tensor raw, or use bf16 or tile")]
+    Overflow {
+        /// The codec.
+        codec: CodecId,
+        /// Which element, the first of them; 0 if it is the range.
+        at: usize,
+    },
+    /// A body that describes values which no encoder makes.
+    #[error("expected a finite lo and a finite step of at least 0 in codec {codec}'s table, got another at {at}: the peer is faulty, or its codec has other parameters")]
+    Grid {
+        /// The codec.
+        codec: CodecId,
+        /// Which entry of the table.
+        at: usize,
+    },
+    /// A `tile` body scaled as no `f32` needs it.
+    #[error("expected a tile body's exponent from -162 to 114, got {got}: the peer is faulty, or its codec has other parameters")]
+    Exponent {
+        /// The exponent.
+        got: i32,
     },
     /// A view whose parts do not fit each other.
     #[error("expected a view whose bytes hold {dtype} {dims:?}, got {got} bytes: make the tensor contiguous before viewing it")]
@@ -125,8 +201,19 @@ pub enum CodecError {
     },
 }
 
+impl CodecError {
+    /// Whether the tensor is sound and only this codec cannot carry it, so that it should be sent [`raw`].
+    pub fn refuses_tensor(&self) -> bool {
+        matches!(self, CodecError::DType { .. } | CodecError::NotFinite { .. } | CodecError::Overflow { .. })
+    }
+
+    fn parameter(codec: &'static str, expected: &'static str, got: &str) -> Self {
+        CodecError::Parameter { codec, expected, got: beginning(got) }
+    }
+}
+
 /// One member of the family, as users see it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Member {
     /// What [`parse`] calls it.
@@ -139,17 +226,99 @@ pub struct Member {
     pub examples: &'static [&'static str],
     /// What it does, in a line.
     pub about: &'static str,
+    /// Makes it from what follows the colon, if there is one.
+    parse: Parse,
 }
 
-/// Every codec there is.
-pub const ALL: &[Member] = &[raw::MEMBER];
+type Parse = fn(Option<&str>) -> Result<Box<dyn Codec>, CodecError>;
 
-/// The codec of this name: `raw`.
+/// Every codec there is.
+pub const ALL: &[Member] = &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER];
+
+/// The codec of this text: a name of [`ALL`], and a colon and parameters if it has any, such as `sort:6+2`.
 pub fn parse(text: &str) -> Result<Box<dyn Codec>, CodecError> {
-    match text {
-        "raw" => Ok(Box::new(raw::Raw)),
-        _ => Err(CodecError::UnknownName { got: text.chars().take(64).collect() }),
+    let (name, argument) = match text.split_once(':') {
+        Some((name, argument)) => (name, Some(argument)),
+        None => (text, None),
+    };
+    match ALL.iter().find(|member| member.name == name) {
+        Some(member) => (member.parse)(argument),
+        None => Err(CodecError::UnknownName { got: beginning(text) }),
     }
+}
+
+/// So many values are treated at a time: they stay in the nearest cache, and their codes fill whole bytes.
+const BLOCK: usize = 2048;
+
+/// As much of a text as a message shows.
+fn beginning(text: &str) -> String {
+    text.chars().take(64).collect()
+}
+
+/// A number as people write it, without sign, spaces or leading zeros.
+fn number(text: &str) -> Option<u32> {
+    let number: u32 = text.parse().ok()?;
+    (number.to_string() == text).then_some(number)
+}
+
+/// Whether a lossy codec may look at this tensor; how many elements it has.
+fn check_f32(codec: CodecId, tensor: &TensorView<'_>) -> Result<usize, CodecError> {
+    let elements = tensor.elements()?;
+    if tensor.dtype != DType::F32 {
+        return Err(CodecError::DType { codec, got: tensor.dtype });
+    }
+    Ok(elements)
+}
+
+/// Whether a body is one for this codec and as long as it has to be, with room for what it decodes to; how many
+/// elements that has.
+fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) -> Result<usize, CodecError> {
+    let id = codec.id();
+    if meta.codec != id {
+        return Err(CodecError::WrongCodec { expected: id, got: meta.codec });
+    }
+    if id != CodecId::Raw && meta.dtype != DType::F32 {
+        return Err(CodecError::DType { codec: id, got: meta.dtype });
+    }
+    let decoded = meta.decoded_bytes();
+    if out.len() as u64 != decoded {
+        return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
+    }
+    let elements = out.len() / meta.dtype.size_bytes();
+    let expected = codec.encoded_bytes(meta.dtype, elements) as u64;
+    if body.len() as u64 != expected {
+        return Err(CodecError::BodyLength { codec: id, expected, got: body.len() as u64 });
+    }
+    Ok(elements)
+}
+
+/// The values in an `F32` tensor's memory.
+#[inline(always)]
+fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+    bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+}
+
+/// The bits of the largest magnitude, which are ordered as magnitudes are; an error if one is not finite.
+fn magnitude_max(codec: CodecId, bytes: &[u8]) -> Result<u32, CodecError> {
+    const INFINITY: u32 = 0x7f80_0000;
+    let magnitudes = || floats(bytes).map(|value| value.to_bits() & 0x7fff_ffff);
+    // Signed, because plain x86-64 compares only those side by side.
+    let max = magnitudes().fold(0, |max, magnitude| i32::max(max, magnitude as i32)) as u32;
+    if max < INFINITY {
+        return Ok(max);
+    }
+    let at = magnitudes().position(|magnitude| magnitude >= INFINITY);
+    Err(CodecError::NotFinite { codec, at: at.unwrap_or(0) })
+}
+
+fn push_f32(out: &mut Vec<u8>, value: f32) {
+    out.extend_from_slice(&value.to_le_bytes());
+}
+
+/// The number at place `at` of a table of the wire; the caller has checked the table's length.
+fn take_f32(table: &[u8], at: usize) -> f32 {
+    let bytes = &table[4 * at..4 * at + 4];
+    f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
 fn names() -> String {
@@ -166,7 +335,62 @@ mod tests {
         let Err(error) = parse("zip") else {
             panic!("there is no codec zip");
         };
-        assert_eq!(error.to_string(), "expected a codec out of: raw; got `zip`");
+        assert_eq!(error.to_string(), "expected a codec out of: raw, f16, bf16, uniform, sort, tile; got `zip`");
+    }
+
+    #[test]
+    fn wrong_parameters_are_told_the_right_ones() {
+        let told = |text: &str| match parse(text) {
+            Ok(_) => panic!("{text} is no codec"),
+            Err(error) => error.to_string(),
+        };
+        assert_eq!(told("raw:1"), "expected raw, which has no parameter; got `raw:1`");
+        assert_eq!(told("f16:8"), "expected f16 or bf16, which have no parameter; got `f16:8`");
+        assert_eq!(
+            told("uniform:17"),
+            "expected uniform:Q with Q from 1 to 16 bits, such as uniform:8; got `uniform:17`"
+        );
+        assert!(told("sort")
+            .ends_with("such as sort:6+2, or sort:16, sort:12, sort:8, sort:4 for 12+4, 9+3, 6+2, 3+1; got `sort:`"));
+        for text in [
+            "uniform",
+            "uniform:",
+            "uniform:0",
+            "uniform:+8",
+            "uniform:08",
+            "uniform: 8",
+            "uniform:8+2",
+            "uniform:99999999999",
+            "sort:6",
+            "sort:0+4",
+            "sort:12+5",
+            "sort:6+",
+            "sort:+2",
+            "sort:6+2+1",
+            "sort:6-2",
+            "sort:4294967295+1",
+            "tile",
+            "tile:0",
+            "tile:17",
+            "tile:4/0",
+            "tile:4/4097",
+            "tile:4/",
+            "tile:/64",
+            "tile:4/64/2",
+            "tile:4~",
+        ] {
+            let name = text.split(':').next().unwrap();
+            assert!(told(text).starts_with(&format!("expected {name}:")), "{}", told(text));
+        }
+    }
+
+    #[test]
+    fn what_only_the_codec_cannot_carry_may_be_sent_raw() {
+        let codec = CodecId::Sort;
+        assert!(CodecError::NotFinite { codec, at: 0 }.refuses_tensor());
+        assert!(CodecError::DType { codec, got: DType::I64 }.refuses_tensor());
+        assert!(CodecError::Overflow { codec, at: 0 }.refuses_tensor());
+        assert!(!CodecError::ViewLength { dtype: DType::F32, dims: vec![1], got: 3 }.refuses_tensor());
     }
 
     #[test]

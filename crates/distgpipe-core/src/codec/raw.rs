@@ -3,7 +3,7 @@
 //! The wire is little-endian, so a big-endian machine turns every element round. Truth values are looked at when they
 //! come in, because a `bool` that is neither 0 nor 1 is undefined behaviour in the C++ that will read it.
 
-use super::{Codec, CodecError, CodecId, Member, TensorView};
+use super::{check_body, Codec, CodecError, CodecId, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -12,6 +12,10 @@ pub(super) const MEMBER: Member = Member {
     lossless: true,
     examples: &["raw"],
     about: "the tensor's bytes as they are",
+    parse: |argument| match argument {
+        None => Ok(Box::new(Raw)),
+        Some(got) => Err(CodecError::parameter("raw", "raw, which has no parameter", got)),
+    },
 };
 
 /// The codec without parameters or state.
@@ -40,16 +44,7 @@ impl Codec for Raw {
     }
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
-        if meta.codec != self.id() {
-            return Err(CodecError::WrongCodec { expected: self.id(), got: meta.codec });
-        }
-        let expected = meta.decoded_bytes();
-        if body.len() as u64 != expected {
-            return Err(CodecError::BodyLength { codec: self.id(), expected, got: body.len() as u64 });
-        }
-        if out.len() as u64 != expected {
-            return Err(CodecError::OutLength { expected, got: out.len() as u64 });
-        }
+        check_body(self, meta, body, out)?;
         if meta.dtype == DType::Bool {
             check_bools(body)?;
         }

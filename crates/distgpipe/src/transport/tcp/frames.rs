@@ -158,7 +158,7 @@ pub fn read_frame(
     };
     let mut tensor = empty(&meta)?;
     let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
-    let mut codec = decoder(meta.codec);
+    let mut codec = decoder(meta.codec)?;
     if codec.is_identity(meta.dtype) {
         read_exact(stream, room, patience)?;
         header.verify(room)?;
@@ -173,9 +173,11 @@ pub fn read_frame(
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
 }
 
-fn decoder(id: CodecId) -> Box<dyn Codec> {
+fn decoder(id: CodecId) -> Result<Box<dyn Codec>, Fault> {
     match id {
-        CodecId::Raw => Box::new(Raw),
+        CodecId::Raw => Ok(Box::new(Raw)),
+        // Their parameters are not in the header: a link that uses one has to bring its own.
+        other => Err(Fault::protocol("a body in codec Raw", other.to_string())),
     }
 }
 

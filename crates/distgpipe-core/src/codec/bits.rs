@@ -1,0 +1,185 @@
+//! Codes of 1 to 16 bits, side by side without gaps: a 12-bit code takes 12 bits on the wire.
+//!
+//! The first code lies in the lowest bits of the first byte; what the last byte has left over is 0. Eight codes of `w`
+//! bits are exactly `w` bytes, so a tensor may be packed in pieces of any multiple of [`GROUP`] codes.
+//!
+//! ```text
+//! width 3   byte 0            byte 1
+//!           c₂c₂c₁c₁ c₁c₀c₀c₀  c₅c₄c₄c₄ c₃c₃c₃c₂      (highest bit first)
+//! ```
+
+/// Calls a function that is compiled once for each width, so that all shifts are constants.
+macro_rules! by_width {
+    ($width:expr, $function:ident($($argument:expr),*)) => {
+        by_width!(@ $width, $function, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16)
+    };
+    (@ $width:expr, $function:ident, $arguments:tt, $($number:literal)*) => {
+        match $width {
+            $($number => by_width!(! $function, $number, $arguments),)*
+            other => panic!("a code has 1 to 16 bits, not {other}"),
+        }
+    };
+    (! $function:ident, $number:literal, ($($argument:expr),*)) => { $function::<$number>($($argument),*) };
+}
+/// So many codes fill whole bytes, whatever the width.
+pub const GROUP: usize = 8;
+
+/// The widest code.
+pub const WIDTH_MAX: u32 = 16;
+
+/// How many bytes so many codes of `width` bits take; `usize::MAX` if there is no such number.
+pub fn packed_bytes(codes: usize, width: u32) -> usize {
+    let bits = codes as u128 * u128::from(width);
+    usize::try_from(bits.div_ceil(8)).unwrap_or(usize::MAX)
+}
+
+/// Packs `codes`, of which only the lowest `width` bits count.
+///
+/// # Panics
+/// If `width` is not 1 to 16, or `out` is not [`packed_bytes`] long.
+pub fn pack(codes: &[u16], width: u32, out: &mut [u8]) {
+    assert_eq!(out.len(), packed_bytes(codes.len(), width), "room for {} codes of {width} bits", codes.len());
+    by_width!(width, pack_width(codes, out));
+}
+
+/// Unpacks as many codes as there is room for.
+///
+/// # Panics
+/// If `width` is not 1 to 16, or `bytes` is not [`packed_bytes`] long.
+pub fn unpack(bytes: &[u8], width: u32, out: &mut [u16]) {
+    assert_eq!(bytes.len(), packed_bytes(out.len(), width), "bytes of {} codes of {width} bits", out.len());
+    by_width!(width, unpack_width(bytes, out));
+}
+
+const fn mask(width: usize) -> u16 {
+    u16::MAX >> (16 - width)
+}
+
+fn pack_width<const W: usize>(codes: &[u16], out: &mut [u8]) {
+    let mut groups = codes.chunks_exact(GROUP);
+    let mut rooms = out.chunks_exact_mut(W);
+    for (group, room) in (&mut groups).zip(&mut rooms) {
+        let group: &[u16; GROUP] = group.try_into().expect("chunks of that length");
+        room.copy_from_slice(&join::<W>(group)[..W]);
+    }
+    let rest = groups.remainder();
+    if !rest.is_empty() {
+        let mut group = [0; GROUP];
+        group[..rest.len()].copy_from_slice(rest);
+        let start = codes.len() / GROUP * W;
+        let room = &mut out[start..];
+        room.copy_from_slice(&join::<W>(&group)[..room.len()]);
+    }
+}
+
+fn unpack_width<const W: usize>(bytes: &[u8], out: &mut [u16]) {
+    let full = out.len() / GROUP;
+    let (bytes, last) = bytes.split_at(full * W);
+    let (groups, rest) = out.split_at_mut(full * GROUP);
+    for (from, group) in bytes.chunks_exact(W).zip(groups.chunks_exact_mut(GROUP)) {
+        let mut word = [0; 16];
+        word[..W].copy_from_slice(from);
+        group.copy_from_slice(&split::<W>(word));
+    }
+    if !rest.is_empty() {
+        let mut word = [0; 16];
+        word[..last.len()].copy_from_slice(last);
+        rest.copy_from_slice(&split::<W>(word)[..rest.len()]);
+    }
+}
+
+/// Eight codes in the lowest `8 W` bits. Codes of up to 8 bits fit one 64-bit accumulator, wider ones two.
+#[inline(always)]
+fn join<const W: usize>(codes: &[u16; GROUP]) -> [u8; 16] {
+    let code = |at: usize| u64::from(codes[at] & mask(W));
+    if W <= 8 {
+        let word = (0..8).fold(0, |word, at| word | code(at) << (at * W));
+        u128::from(word).to_le_bytes()
+    } else {
+        let low = (0..4).fold(0, |word, at| word | code(at) << (at * W));
+        let high = (0..4).fold(0, |word, at| word | code(at + 4) << (at * W));
+        (u128::from(low) | u128::from(high) << (4 * W)).to_le_bytes()
+    }
+}
+
+#[inline(always)]
+fn split<const W: usize>(word: [u8; 16]) -> [u16; GROUP] {
+    let word = u128::from_le_bytes(word);
+    if W <= 8 {
+        let word = word as u64;
+        std::array::from_fn(|at| (word >> (at * W)) as u16 & mask(W))
+    } else {
+        let (low, high) = (word as u64, (word >> (4 * W)) as u64);
+        std::array::from_fn(|at| if at < 4 { low >> (at * W) } else { high >> ((at - 4) * W) } as u16 & mask(W))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The definition: bit `i` of the stream is bit `i % 8` of byte `i / 8`.
+    fn pack_bit_by_bit(codes: &[u16], width: u32) -> Vec<u8> {
+        let mut out = vec![0; (codes.len() * width as usize).div_ceil(8)];
+        for (at, code) in codes.iter().enumerate() {
+            for bit in 0..width as usize {
+                let to = at * width as usize + bit;
+                out[to / 8] |= ((code >> bit & 1) as u8) << (to % 8);
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn sizes_are_exact() {
+        assert_eq!(packed_bytes(0, 7), 0);
+        assert_eq!(packed_bytes(1, 1), 1);
+        assert_eq!(packed_bytes(8, 3), 3);
+        assert_eq!(packed_bytes(9, 3), 4);
+        assert_eq!(packed_bytes(25_088, 12), 37_632);
+        assert_eq!(packed_bytes(usize::MAX, 8), usize::MAX);
+        assert_eq!(packed_bytes(usize::MAX, 16), usize::MAX);
+    }
+
+    #[test]
+    fn the_order_of_bits_is_that_of_the_picture() {
+        let mut out = [0; 3];
+        pack(&[0b001, 0b010, 0b011, 0b100, 0b101, 0b110, 0b111, 0b000], 3, &mut out);
+        assert_eq!(out, [0b1101_0001, 0b0101_1000, 0b0001_1111]);
+    }
+
+    #[test]
+    #[should_panic(expected = "a code has 1 to 16 bits, not 17")]
+    fn a_width_beyond_16_is_a_fault_of_the_caller() {
+        pack(&[], 17, &mut []);
+    }
+
+    proptest! {
+        #[test]
+        fn packing_equals_the_definition_and_comes_back(
+            codes in prop::collection::vec(any::<u16>(), 0..70),
+            width in 1u32..=16,
+        ) {
+            let mut packed = vec![0xa5; packed_bytes(codes.len(), width)];
+            pack(&codes, width, &mut packed);
+            prop_assert_eq!(&packed, &pack_bit_by_bit(&codes, width));
+
+            let mut back = vec![0xffff; codes.len()];
+            unpack(&packed, width, &mut back);
+            let cut: Vec<u16> = codes.iter().map(|code| code & mask(width as usize)).collect();
+            prop_assert_eq!(back, cut);
+        }
+
+        #[test]
+        fn groups_may_be_packed_apart(codes in prop::collection::vec(any::<u16>(), 16..40), width in 1u32..=16) {
+            let mut apart = vec![0; packed_bytes(codes.len(), width)];
+            let (front, back) = apart.split_at_mut(2 * width as usize);
+            pack(&codes[..16], width, front);
+            pack(&codes[16..], width, back);
+            let mut whole = vec![0; apart.len()];
+            pack(&codes, width, &mut whole);
+            prop_assert_eq!(apart, whole);
+        }
+    }
+}

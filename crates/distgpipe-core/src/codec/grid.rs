@@ -1,0 +1,150 @@
+//! Evenly spaced values: what `uniform`, `sort` and `tile` have in common.
+//!
+//! A grid is `lo + code · step` for `code` from 0 to `2^Q − 1`. Codes are rounded, and values put together, in `f64`:
+//! the differences and products of what is on the wire are exact there, so the only rounding that a user can see is
+//! that of the decoded value to `f32`. No path depends on how many values are treated at once, so all give the same
+//! bits.
+
+use super::{floats, CodecError, CodecId};
+
+/// The largest code of so many bits.
+pub(super) const fn code_max(bits: u32) -> u16 {
+    u16::MAX >> (16 - bits)
+}
+
+/// Evenly spaced values from `lo` upwards; `step` is at least 0, and both are finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Grid {
+    pub lo: f64,
+    pub step: f64,
+}
+
+impl Grid {
+    /// The grid over a range, with both numbers such as an `f32` holds.
+    ///
+    /// The step is rounded to the nearest, but upwards where the grid would otherwise end more than half a step before
+    /// `hi`, as it can among the denormal numbers. `None` if no `f32` is as large as the step.
+    pub fn over(lo: f32, hi: f32, code_max: u16) -> Option<Grid> {
+        let exact = (f64::from(hi) - f64::from(lo)) / f64::from(code_max);
+        let mut step = exact as f32;
+        let reach = f64::from(lo) + (f64::from(code_max) + 0.5) * f64::from(step);
+        if reach < f64::from(hi) {
+            step = f32::from_bits(step.to_bits() + 1);
+        }
+        let grid = |step: f32| Grid { lo: lo.into(), step: step.into() };
+        // At the very end of what an `f32` holds, rounding up by so little would reach infinity.
+        if step.is_finite() && grid(step).end(code_max).is_infinite() {
+            step = f32::from_bits(step.to_bits() - 1);
+        }
+        grid(step).end(code_max).is_finite().then_some(grid(step))
+    }
+
+    /// The grid that a peer describes, if all of its values are finite.
+    pub fn from_peer(codec: CodecId, at: usize, lo: f32, step: f32, code_max: u16) -> Result<Grid, CodecError> {
+        let grid = Grid { lo: lo.into(), step: step.into() };
+        let valid = lo.is_finite() && step.is_finite() && step >= 0.0 && grid.end(code_max).is_finite();
+        valid.then_some(grid).ok_or(CodecError::Grid { codec, at })
+    }
+
+    /// The value of a code.
+    #[inline(always)]
+    pub fn value(self, code: u16) -> f32 {
+        (self.lo + f64::from(code) * self.step) as f32
+    }
+
+    fn end(self, code_max: u16) -> f32 {
+        self.value(code_max)
+    }
+
+    /// What a difference is multiplied by to count in steps; 0 where there is no step, so that every code is 0.
+    #[inline(always)]
+    pub fn per_step(self) -> f64 {
+        if self.step > 0.0 {
+            1.0 / self.step
+        } else {
+            0.0
+        }
+    }
+}
+
+/// The nearest code to `(value − lo) · per_step`, at most `code_max`; ties go to the even one.
+#[inline(always)]
+pub(super) fn code(value: f32, lo: f64, per_step: f64, code_max: f64) -> u16 {
+    // 1.5 · 2^52: a sum with it has a spacing of 1, so that the addition rounds and the lowest bits are the code.
+    const ROUND: f64 = 6755399441055744.0;
+    let steps = ((f64::from(value) - lo) * per_step).min(code_max);
+    (steps + ROUND).to_bits() as u16
+}
+
+/// The codes of values that lie on or above `grid.lo`.
+pub(super) fn codes(bytes: &[u8], grid: Grid, code_max: u16, out: &mut [u16]) {
+    let (lo, per_step, code_max) = (grid.lo, grid.per_step(), f64::from(code_max));
+    for (to, value) in out.iter_mut().zip(floats(bytes)) {
+        *to = code(value, lo, per_step, code_max);
+    }
+}
+
+/// The values of codes.
+pub(super) fn values(codes: &[u16], grid: Grid, out: &mut [u8]) {
+    for (to, &code) in out.chunks_exact_mut(4).zip(codes) {
+        to.copy_from_slice(&grid.value(code).to_ne_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_range_without_end_has_no_grid() {
+        assert!(Grid::over(f32::MIN, f32::MAX, 1).is_none());
+        let widest = Grid::over(f32::MIN, f32::MAX, 3).unwrap();
+        assert!(widest.value(3).is_finite());
+        assert!(f64::from(widest.value(3)) > 0.999_999 * f64::from(f32::MAX));
+    }
+
+    #[test]
+    fn a_step_below_the_smallest_number_does_not_vanish() {
+        let smallest = f32::from_bits(1);
+        let grid = Grid::over(0.0, smallest, 63).unwrap();
+        assert_eq!(grid.step, f64::from(smallest));
+        assert_eq!(grid.value(code(smallest, grid.lo, grid.per_step(), 63.0)), smallest);
+    }
+
+    #[test]
+    fn a_peer_cannot_describe_infinite_values() {
+        let grid = |lo, step| Grid::from_peer(CodecId::Uniform, 0, lo, step, 255);
+        assert!(grid(1.0, 0.5).is_ok());
+        assert!(grid(-0.0, 0.0).is_ok());
+        for (lo, step) in
+            [(f32::NAN, 1.0), (0.0, f32::NAN), (f32::INFINITY, 0.0), (0.0, -1.0), (0.0, f32::MAX), (f32::MAX, 1e37)]
+        {
+            assert_eq!(grid(lo, step), Err(CodecError::Grid { codec: CodecId::Uniform, at: 0 }), "{lo} {step}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn rounding_by_addition_is_rounding(steps in -0.4f64..65535.4, max in 0u16..) {
+            let got = code(1.0, 1.0 - steps, 1.0, f64::from(max));
+            // 1 − (1 − steps), and not steps, is what is rounded.
+            let steps = 1.0 - (1.0 - steps);
+            prop_assert_eq!(f64::from(got), steps.round_ties_even().min(f64::from(max)));
+        }
+
+        #[test]
+        fn a_value_is_half_a_step_from_its_code(a in any::<f32>(), b in any::<f32>(), at in 0.0f64..=1.0, bits in 1u32..=16) {
+            prop_assume!(a.is_finite() && b.is_finite());
+            let (lo, hi) = (a.min(b), a.max(b));
+            let max = code_max(bits);
+            let Some(grid) = Grid::over(lo, hi, max) else { return Ok(()) };
+            let value = ((f64::from(lo) + at * (f64::from(hi) - f64::from(lo))) as f32).clamp(lo, hi);
+            let back = grid.value(code(value, grid.lo, grid.per_step(), max.into()));
+            // The step was rounded to 24 bits, and so is the value.
+            let rounding = f64::from(lo.abs().max(hi.abs())) * 2f64.powi(-23) + f64::from(f32::from_bits(1));
+            let error = (f64::from(back) - f64::from(value)).abs();
+            prop_assert!(error <= grid.step / 2.0 + rounding, "{} → {}: {} > {} / 2", value, back, error, grid.step);
+        }
+    }
+}

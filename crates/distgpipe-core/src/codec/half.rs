@@ -1,0 +1,225 @@
+//! Two bytes a value: IEEE half precision or bfloat16, rounded to the nearest, ties to the even one.
+//!
+//! | text | significant bits | largest | good for |
+//! | --- | --- | --- | --- |
+//! | `f16` | 11 | 65504 | activations |
+//! | `bf16` | 8 | 3.4e38 | gradients, whose magnitude varies more than their digits matter |
+//!
+//! A finite value that would round to infinity is refused with [`CodecError::Overflow`] instead: the link then sends
+//! that tensor raw and counts it, and training goes on with the right numbers.
+
+use super::{check_body, check_f32, floats, magnitude_max, Codec, CodecError, CodecId, Member, TensorView};
+use crate::wire::{DType, TensorMeta};
+
+pub(super) const F16: Member = Member {
+    name: "f16",
+    id: CodecId::F16,
+    lossless: false,
+    examples: &["f16"],
+    about: "IEEE half precision, 2 bytes a value",
+    parse: |argument| parse("f16", argument, Half::F16),
+};
+
+pub(super) const BF16: Member = Member {
+    name: "bf16",
+    id: CodecId::BF16,
+    lossless: false,
+    examples: &["bf16"],
+    about: "bfloat16, the upper half of a float, 2 bytes a value",
+    parse: |argument| parse("bf16", argument, Half::BF16),
+};
+
+fn parse(name: &'static str, argument: Option<&str>, codec: Half) -> Result<Box<dyn Codec>, CodecError> {
+    match argument {
+        None => Ok(Box::new(codec)),
+        Some(got) => Err(CodecError::parameter(name, "f16 or bf16, which have no parameter", got)),
+    }
+}
+
+/// The two formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Half {
+    /// IEEE: 5 bits of exponent.
+    F16,
+    /// The upper half of an `f32`: 8 bits of exponent.
+    BF16,
+}
+
+impl Half {
+    /// The magnitude, as the bits of an `f32`, from which on a value rounds to infinity.
+    fn overflow_bits(self) -> u32 {
+        match self {
+            Half::F16 => 65520f32.to_bits(),
+            Half::BF16 => 0x7f7f_8000,
+        }
+    }
+}
+
+impl Codec for Half {
+    fn id(&self) -> CodecId {
+        match self {
+            Half::F16 => CodecId::F16,
+            Half::BF16 => CodecId::BF16,
+        }
+    }
+
+    fn encoded_bytes(&self, _dtype: DType, elements: usize) -> usize {
+        elements.saturating_mul(2)
+    }
+
+    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+        check_f32(self.id(), &tensor)?;
+        if magnitude_max(self.id(), tensor.bytes)? >= self.overflow_bits() {
+            let limit = self.overflow_bits();
+            let at = floats(tensor.bytes).position(|value| value.to_bits() & 0x7fff_ffff >= limit);
+            return Err(CodecError::Overflow { codec: self.id(), at: at.unwrap_or(0) });
+        }
+        let start = out.len();
+        out.resize(start + tensor.bytes.len() / 2, 0);
+        let room = out[start..].chunks_exact_mut(2).zip(floats(tensor.bytes));
+        match self {
+            Half::F16 => room.for_each(|(to, value)| to.copy_from_slice(&f16_from_f32(value).to_le_bytes())),
+            Half::BF16 => room.for_each(|(to, value)| to.copy_from_slice(&bf16_from_f32(value).to_le_bytes())),
+        }
+        Ok(())
+    }
+
+    fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
+        check_body(self, meta, body, out)?;
+        let halves = body.chunks_exact(2).map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]]));
+        let room = out.chunks_exact_mut(4).zip(halves);
+        match self {
+            Half::F16 => room.for_each(|(to, half)| to.copy_from_slice(&f32_from_f16(half).to_ne_bytes())),
+            Half::BF16 => room.for_each(|(to, half)| to.copy_from_slice(&f32_from_bf16(half).to_ne_bytes())),
+        }
+        Ok(())
+    }
+}
+
+/// The nearest half-precision number to a value that is no NaN; ties go to the even one.
+#[inline(always)]
+pub(super) fn f16_from_f32(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let sign = (bits >> 16 & 0x8000) as u16;
+    let magnitude = bits & 0x7fff_ffff;
+    // Rebias the exponent from 127 to 15, and round off 13 bits: half of the last one kept, less one if it is even.
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + (magnitude >> 13 & 1)) >> 13;
+    // Below 2^-14 the spacing is 2^-24, which is that of an `f32` from 0.5 on: the addition rounds.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let half = if magnitude < 113 << 23 { subnormal } else { normal.min(0x7c00) };
+    sign | half as u16
+}
+
+/// The value of a half-precision number.
+#[inline(always)]
+pub(super) fn f32_from_f16(half: u16) -> f32 {
+    let sign = u32::from(half & 0x8000) << 16;
+    let magnitude = u32::from(half & 0x7fff) << 13;
+    let normal = magnitude + (112 << 23);
+    let special = magnitude + (224 << 23);
+    // With a leading one that is taken off again, the addition normalizes.
+    let subnormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23)).to_bits();
+    let bits = match half & 0x7c00 {
+        0 => subnormal,
+        0x7c00 => special,
+        _ => normal,
+    };
+    f32::from_bits(sign | bits)
+}
+
+#[inline(always)]
+fn bf16_from_f32(value: f32) -> u16 {
+    let bits = value.to_bits();
+    (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
+
+#[inline(always)]
+fn f32_from_bf16(half: u16) -> f32 {
+    f32::from_bits(u32::from(half) << 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// What the bits mean, by the standard.
+    fn f16_by_definition(half: u16) -> f64 {
+        let (exponent, fraction) = (i32::from(half >> 10 & 31), f64::from(half & 0x3ff));
+        let magnitude = match exponent {
+            0 => fraction * 2f64.powi(-24),
+            31 if fraction == 0.0 => f64::INFINITY,
+            31 => f64::NAN,
+            _ => (1024.0 + fraction) * 2f64.powi(exponent - 25),
+        };
+        if half & 0x8000 == 0 {
+            magnitude
+        } else {
+            -magnitude
+        }
+    }
+
+    #[test]
+    fn every_half_means_what_the_standard_says_and_comes_back() {
+        for half in 0..=u16::MAX {
+            let (value, expected) = (f32_from_f16(half), f16_by_definition(half));
+            assert!(f64::from(value) == expected || value.is_nan() && expected.is_nan(), "{half:04x}: {value}");
+            if !value.is_nan() {
+                assert_eq!(f16_from_f32(value), half);
+            }
+        }
+    }
+
+    #[test]
+    fn halfway_goes_to_the_even_one() {
+        // Every number midway between two neighbours, and its neighbours in `f32`.
+        for half in 0..0x7bff_u16 {
+            let (low, high) = (f16_by_definition(half), f16_by_definition(half + 1));
+            let middle = ((low + high) / 2.0) as f32;
+            let even = half + (half & 1);
+            assert_eq!(f16_from_f32(middle), even, "{middle}");
+            assert_eq!(f16_from_f32(-middle), even | 0x8000, "{middle}");
+            assert_eq!(f16_from_f32(f32::from_bits(middle.to_bits() - 1)), half);
+            assert_eq!(f16_from_f32(f32::from_bits(middle.to_bits() + 1)), half + 1);
+        }
+        assert_eq!(f16_from_f32(65519.996), 0x7bff);
+        assert_eq!(f16_from_f32(65520.0), 0x7c00);
+        for half in [0u16, 1, 0x3f80, 0x3f81, 0x7f7e] {
+            let middle = f32::from_bits(u32::from(half) << 16 | 0x8000);
+            assert_eq!(bf16_from_f32(middle), half + (half & 1));
+            assert_eq!(bf16_from_f32(f32::from_bits(middle.to_bits() - 1)), half);
+            assert_eq!(bf16_from_f32(f32::from_bits(middle.to_bits() + 1)), half + 1);
+        }
+    }
+
+    #[test]
+    fn what_would_become_infinite_is_refused() {
+        for (mut codec, largest, over) in [
+            (Half::F16, 65519.996f32, 65520.0f32),
+            (Half::BF16, f32::from_bits(0x7f7f_7fff), f32::from_bits(0x7f7f_8000)),
+        ] {
+            let mut encode = |values: [f32; 3]| {
+                let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+                let mut out = Vec::new();
+                codec.encode(TensorView { dtype: DType::F32, dims: &[3], bytes: &bytes }, &mut out).map(|()| out.len())
+            };
+            assert_eq!(encode([1.0, -largest, largest]), Ok(6));
+            let refused = encode([1.0, 2.0, -over]);
+            assert_eq!(refused, Err(CodecError::Overflow { codec: codec.id(), at: 2 }));
+            assert!(refused.unwrap_err().refuses_tensor());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_nearest_half_is_taken(bits in any::<u32>()) {
+            let value = f32::from_bits(bits);
+            prop_assume!(value.abs() < 65520.0);
+            let got = f16_from_f32(value);
+            let error = |half: u16| (f16_by_definition(half) - f64::from(value)).abs();
+            for other in [got.wrapping_sub(1), got.wrapping_add(1)] {
+                prop_assert!(error(got) <= error(other) || error(other).is_nan());
+            }
+        }
+    }
+}
