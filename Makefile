@@ -51,7 +51,8 @@ bench: setup .venv/made ## measure against PyTorch and others in one run; see be
 	cargo build --locked --release --bin distgpipe
 	.venv/bin/python bench/run.py
 
-golden: .venv/made ## compute the golden figures anew with PyTorch
+golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' from their formulas
+	$(PYTHON) scripts/golden_codecs.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py
 	.venv/bin/python scripts/golden_optimizers.py
 
