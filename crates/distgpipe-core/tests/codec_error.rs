@@ -259,7 +259,7 @@ fn a_large_tensor_equals_the_definition() {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
-    let values: Vec<f32> = (0..200_003).map(|_| (uniform() + uniform() + uniform() - 1.5).max(-0.2)).collect();
+    let values: Vec<f32> = (0..300_003).map(|_| (uniform() + uniform() + uniform() - 1.5).max(-0.2)).collect();
     for (text, q, s) in
         [("sort:16", 12, 4), ("sort:8", 6, 2), ("sort:4", 3, 1), ("sort:2+6", 2, 6), ("uniform:8", 8, 0)]
     {
