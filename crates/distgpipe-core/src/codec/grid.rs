@@ -1,9 +1,8 @@
 //! Evenly spaced values: what `uniform`, `sort` and `tile` have in common.
 //!
-//! A grid is `lo + code · step` for `code` from 0 to `2^Q − 1`. Codes are rounded, and values put together, in `f64`:
-//! the differences and products of what is on the wire are exact there, so the only rounding that a user can see is
-//! that of the decoded value to `f32`. No path depends on how many values are treated at once, so all give the same
-//! bits.
+//! A grid is `lo + code · step` for `code` from 0 to `2^Q − 1`. Codes are rounded, and values put together, in `f64`,
+//! where a product of code and step is exact and a sum keeps 53 bits; the rounding that a user can see is that of the
+//! decoded value to `f32`. No path depends on how many values are treated at once, so all give the same bits.
 
 use super::{floats, CodecError, CodecId};
 
@@ -42,7 +41,8 @@ impl Grid {
     /// The grid that a peer describes, if all of its values are finite.
     pub fn from_peer(codec: CodecId, at: usize, lo: f32, step: f32, code_max: u16) -> Result<Grid, CodecError> {
         let grid = Grid { lo: lo.into(), step: step.into() };
-        let valid = lo.is_finite() && step.is_finite() && step >= 0.0 && grid.end(code_max).is_finite();
+        // Whichever of the two is not finite, the end is not either.
+        let valid = step >= 0.0 && grid.end(code_max).is_finite();
         valid.then_some(grid).ok_or(CodecError::Grid { codec, at })
     }
 
