@@ -8,7 +8,7 @@ use crate::optim::Optim;
 use crate::trace::{PhaseTimes, Span};
 use crate::transport::{Timeouts, Traffic};
 use distgpipe_core::partition::Balance;
-use distgpipe_core::schedule::{check, Mode, Plan};
+use distgpipe_core::schedule::{check, evaluate_plan, Mode, Plan, Request, ScheduleError};
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
 
@@ -62,6 +62,13 @@ impl Job {
         }
         Ok(plan)
     }
+}
+
+/// The forward-only plan on the same workers: made alike by the workers, who follow it, and by the driver, who watches.
+pub fn forward_plan(plan: &Plan, micro_batches: usize) -> Result<Plan, ScheduleError> {
+    let mut request = Request::new(plan.placement().clone(), micro_batches);
+    request.skips = plan.skips().to_vec();
+    evaluate_plan(&request)
 }
 
 /// More threads than any machine has cores; libtorch's pool ends the process at absurd numbers.

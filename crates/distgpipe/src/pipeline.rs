@@ -6,7 +6,7 @@ pub use builder::{BuildError, Builder};
 
 use crate::engine;
 use crate::failure::{Failure, Fault, POLL};
-use crate::job::{Command, Purpose, Step, StepReport, Which};
+use crate::job::{forward_plan, Command, Purpose, Step, StepReport, Which};
 use crate::launch::Team;
 use crate::mailbox::{Message, Tag};
 use crate::model::Model;
@@ -15,7 +15,7 @@ use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
 use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
 use distgpipe_core::partition::Balance;
-use distgpipe_core::schedule::{evaluate_plan, Plan, Request};
+use distgpipe_core::schedule::Plan;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::{PartitionId, WorkerId};
 use std::collections::BTreeMap;
@@ -291,9 +291,7 @@ impl Pipeline {
         if learning {
             self.evaluating = None;
         } else if self.evaluating.as_ref().is_none_or(|plan| plan.micro_batches() != micro_batches) {
-            let mut request = Request::new(self.plan.placement().clone(), micro_batches);
-            request.skips = self.plan.skips().to_vec();
-            self.evaluating = evaluate_plan(&request).ok();
+            self.evaluating = forward_plan(&self.plan, micro_batches).ok();
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::engine::{self, Stream};
 use crate::failure::{Failure, Fate, Fault};
-use crate::job::{Command, Job, Purpose, Step, StepReport, Which};
+use crate::job::{forward_plan, Command, Job, Purpose, Step, StepReport, Which};
 use crate::layer::Role;
 use crate::mailbox::{Mailbox, Message, Tag};
 use crate::model::Model;
@@ -12,7 +12,7 @@ use crate::stage::Stage;
 use crate::status::{Doing, Status};
 use crate::trace::{now_ns, Phase, Recorder};
 use crate::transport::{Counters, Outgoing};
-use distgpipe_core::schedule::{evaluate_plan, Plan, Request};
+use distgpipe_core::schedule::Plan;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
@@ -219,9 +219,7 @@ impl Active {
         if let Some(plan) = self.evaluate.remove(&micro_batches) {
             return Ok(plan);
         }
-        let mut request = Request::new(self.plan.placement().clone(), micro_batches);
-        request.skips = self.plan.skips().to_vec();
-        evaluate_plan(&request).map_err(|e| Fault::protocol("a plan for evaluation", e.to_string()))
+        forward_plan(&self.plan, micro_batches).map_err(|e| Fault::protocol("a plan for evaluation", e.to_string()))
     }
 
     fn clear_gradients(&mut self) {
