@@ -19,17 +19,23 @@
 //! What a codec was made with (`Q`, `S`, `T`) is not on the wire, since both ends of a link are configured alike;
 //! `decode` holds the body's length against it.
 
-use crate::wire::{numbered, DType, TensorMeta};
+use crate::wire::{numbered, DType, Layout, TensorMeta, DIMS_MAX};
+use std::sync::Arc;
 use thiserror::Error;
 
 pub mod bits;
+pub mod crew;
 mod grid;
 pub mod half;
 mod order;
 pub mod raw;
 pub mod sort;
+mod spec;
 pub mod tile;
 pub mod uniform;
+
+pub use crew::{Alone, Crew};
+pub use spec::Spec;
 
 numbered! {
     /// A codec's number in a frame's header.
@@ -56,7 +62,9 @@ pub struct TensorView<'a> {
     pub dtype: DType,
     /// The dimensions, in the logical order.
     pub dims: &'a [usize],
-    /// The elements in the order and the endianness of this machine's memory.
+    /// The order of the elements in `bytes`.
+    pub layout: Layout,
+    /// The elements, in the endianness of this machine.
     pub bytes: &'a [u8],
 }
 
@@ -72,14 +80,40 @@ impl TensorView<'_> {
     }
 }
 
+/// What the encoder is told about a tensor beside its numbers, for codecs that keep something from one to the next.
+#[derive(Clone, Copy, Debug)]
+pub struct Context<'a> {
+    /// Which of the tensors that take turns on this link: one number for each micro-batch and place in its message, the
+    /// same in every step.
+    pub slot: u64,
+    /// The seed of whatever is random about this tensor; another for every tensor of a run.
+    pub seed: u64,
+    /// The samples in the tensor's rows, one number each; empty where the link does not know them.
+    pub samples: &'a [u64],
+    /// Whether the model learns from this tensor. What it does not learn from leaves no trace in a codec, so that an
+    /// evaluation in between changes nothing.
+    pub learning: bool,
+}
+
+impl Default for Context<'_> {
+    fn default() -> Self {
+        Context { slot: 0, seed: 0, samples: &[], learning: true }
+    }
+}
+
 /// Encodes the tensors of one direction of a link, or decodes them.
 pub trait Codec: Send {
     /// The number that goes into the header.
     fn id(&self) -> CodecId;
 
-    /// How many bytes a tensor of so many elements takes on the wire: exact for a codec whose size does not depend on
-    /// the values, the most it can be otherwise. `usize::MAX` if there is no such number.
-    fn encoded_bytes(&self, dtype: DType, elements: usize) -> usize;
+    /// How many bytes a tensor of these dimensions takes on the wire: exactly, or at most if
+    /// [`size_varies`](Codec::size_varies). `usize::MAX` if there is no such number.
+    fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize;
+
+    /// Whether the size depends on more than the shape.
+    fn size_varies(&self) -> bool {
+        false
+    }
 
     /// Whether the bytes on the wire are the tensor's memory and need no look, in either direction. A caller may then
     /// send from the tensor and receive into it, without calling [`encode`](Codec::encode) and
@@ -90,11 +124,20 @@ pub trait Codec: Send {
 
     /// Appends the encoded tensor to `out`. After an error `out` is as it was; where the error
     /// [`refuses_tensor`](CodecError::refuses_tensor), the tensor can be sent raw instead.
-    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError>;
+    ///
+    /// An error leaves the codec's memory as it was, too: to the other end the tensor was never encoded.
+    fn encode(&mut self, tensor: TensorView<'_>, context: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError>;
 
     /// Decodes `body` into `out`, which is [`meta.decoded_bytes()`](TensorMeta::decoded_bytes) long, in the
     /// endianness of this machine. After an error the content of `out` has no meaning.
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError>;
+
+    /// Gives the codec threads to split large tensors over. Without, it works on the caller's alone. The bytes are the
+    /// same either way.
+    fn set_crew(&mut self, _crew: Arc<dyn Crew>) {}
+
+    /// Forgets all that was kept from earlier tensors. After the encoder has, the other end follows by itself.
+    fn reset(&mut self) {}
 }
 
 /// Why a tensor cannot be encoded, or bytes are no encoded tensor.
@@ -226,25 +269,60 @@ pub struct Member {
     pub examples: &'static [&'static str],
     /// What it does, in a line.
     pub about: &'static str,
-    /// Makes it from what follows the colon, if there is one.
+    /// Makes it from what follows its name.
     parse: Parse,
 }
 
-type Parse = fn(Option<&str>) -> Result<Box<dyn Codec>, CodecError>;
+type Parse = fn(Arguments<'_>) -> Result<Box<dyn Codec>, CodecError>;
+
+/// What follows a codec's name: `name:parameter(inner)`, both of which may be missing.
+#[derive(Clone, Copy, Debug)]
+struct Arguments<'a> {
+    parameter: Option<&'a str>,
+    inner: Option<&'a str>,
+}
+
+impl<'a> Arguments<'a> {
+    /// Of a codec that takes nothing.
+    fn none(self, codec: &'static str, expected: &'static str) -> Result<(), CodecError> {
+        match (self.parameter(codec, expected)?, self.parameter) {
+            (_, None) => Ok(()),
+            (got, _) => Err(CodecError::parameter(codec, expected, got)),
+        }
+    }
+
+    /// The parameter of a codec that wraps no other; empty if there is none.
+    fn parameter(self, codec: &'static str, expected: &'static str) -> Result<&'a str, CodecError> {
+        match self.inner {
+            None => Ok(self.parameter.unwrap_or("")),
+            Some(inner) => Err(CodecError::parameter(codec, expected, &format!("({inner})"))),
+        }
+    }
+}
 
 /// Every codec there is.
 pub const ALL: &[Member] = &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER];
 
-/// The codec of this text: a name of [`ALL`], and a colon and parameters if it has any, such as `sort:6+2`.
+/// The longest text for [`parse`], in bytes: whoever wraps codecs in codecs comes to an end.
+const TEXT_BYTES_MAX: usize = 64;
+
+/// The codec of this text: a name of [`ALL`], a colon and parameters if it has any, such as `sort:6+2`, and in
+/// parentheses the codec that it wraps, such as `feedback(tile:4)`.
 pub fn parse(text: &str) -> Result<Box<dyn Codec>, CodecError> {
-    let (name, argument) = match text.split_once(':') {
-        Some((name, argument)) => (name, Some(argument)),
+    let unknown = || CodecError::UnknownName { got: beginning(text) };
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(unknown());
+    }
+    let (front, inner) = match text.split_once('(') {
+        Some((front, rest)) => (front, Some(rest.strip_suffix(')').ok_or_else(unknown)?)),
         None => (text, None),
     };
-    match ALL.iter().find(|member| member.name == name) {
-        Some(member) => (member.parse)(argument),
-        None => Err(CodecError::UnknownName { got: beginning(text) }),
-    }
+    let (name, parameter) = match front.split_once(':') {
+        Some((name, parameter)) => (name, Some(parameter)),
+        None => (front, None),
+    };
+    let member = ALL.iter().find(|member| member.name == name).ok_or_else(unknown)?;
+    (member.parse)(Arguments { parameter, inner })
 }
 
 /// So many values are treated at a time: they stay in the nearest cache, and their codes fill whole bytes.
@@ -259,6 +337,14 @@ fn beginning(text: &str) -> String {
 fn number(text: &str) -> Option<u32> {
     let number: u32 = text.parse().ok()?;
     (number.to_string() == text).then_some(number)
+}
+
+/// How many elements there are; `usize::MAX` if there is no such number.
+fn elements_of(dims: &[usize]) -> usize {
+    if dims.contains(&0) {
+        return 0;
+    }
+    dims.iter().fold(1, |product: usize, &dim| product.saturating_mul(dim))
 }
 
 /// Whether a lossy codec may look at this tensor; how many elements it has.
@@ -285,7 +371,9 @@ fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) ->
         return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
     }
     let elements = out.len() / meta.dtype.size_bytes();
-    let expected = codec.encoded_bytes(meta.dtype, elements) as u64;
+    let mut dims = [0; DIMS_MAX];
+    dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
+    let expected = codec.encoded_bytes(meta.dtype, &dims[..meta.shape.rank()]) as u64;
     if body.len() as u64 != expected {
         return Err(CodecError::BodyLength { codec: id, expected, got: body.len() as u64 });
     }
@@ -395,7 +483,7 @@ mod tests {
 
     #[test]
     fn a_view_counts_its_elements() {
-        let view = |dims, bytes| TensorView { dtype: DType::F32, dims, bytes };
+        let view = |dims, bytes| TensorView { dtype: DType::F32, dims, layout: Layout::Contiguous, bytes };
         assert_eq!(view(&[2, 3], &[0; 24]).elements(), Ok(6));
         assert_eq!(view(&[], &[0; 4]).elements(), Ok(1));
         assert_eq!(view(&[0, 3], &[]).elements(), Ok(0));

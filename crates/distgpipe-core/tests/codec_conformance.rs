@@ -1,7 +1,7 @@
 //! What every codec promises, run for each member of `codec::ALL`. A new codec joins that list and nothing here
 //! changes; what only one codec promises is tested beside it.
 
-use distgpipe_core::codec::{self, Codec, CodecError, CodecId, Member, TensorView};
+use distgpipe_core::codec::{self, Codec, CodecError, CodecId, Context, Member, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use proptest::prelude::*;
 
@@ -43,9 +43,13 @@ fn memory(dtype: DType, dims: &[usize], seed: u64) -> Vec<u8> {
     }
 }
 
+fn view<'a>(dtype: DType, dims: &'a [usize], bytes: &'a [u8]) -> TensorView<'a> {
+    TensorView { dtype, dims, layout: Layout::Contiguous, bytes }
+}
+
 fn encode(codec: &mut dyn Codec, dtype: DType, dims: &[usize], bytes: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
-    codec.encode(TensorView { dtype, dims, bytes }, &mut out).unwrap();
+    codec.encode(view(dtype, dims, bytes), &Context::default(), &mut out).unwrap();
     out
 }
 
@@ -98,7 +102,7 @@ fn nan_stays_nan() {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         for (_, text) in members() {
             let mut body = Vec::new();
-            match make(text).encode(TensorView { dtype: DType::F32, dims: &[6], bytes: &bytes }, &mut body) {
+            match make(text).encode(view(DType::F32, &[6], &bytes), &Context::default(), &mut body) {
                 Ok(()) => {
                     let back = decode(&mut *make(text), DType::F32, &[6], &body);
                     assert_eq!(back, bytes, "{text}");
@@ -118,7 +122,7 @@ fn other_types_are_refused_so_that_they_can_go_raw() {
         for &dtype in DType::ALL.iter().filter(|&&dtype| !takes(member, dtype)) {
             let bytes = memory(dtype, &[3], 1);
             let mut body = Vec::new();
-            let refused = make(text).encode(TensorView { dtype, dims: &[3], bytes: &bytes }, &mut body).unwrap_err();
+            let refused = make(text).encode(view(dtype, &[3], &bytes), &Context::default(), &mut body).unwrap_err();
             assert_eq!(refused, CodecError::DType { codec: member.id, got: dtype }, "{text}");
             assert!(refused.refuses_tensor() && body.is_empty(), "{text}");
             let refused = make(text).decode(&meta(member.id, dtype, &[3]), &body, &mut vec![0; bytes.len()]);
@@ -133,12 +137,12 @@ fn encode_appends_and_leaves_out_alone_on_error() {
         let bytes = memory(DType::F32, &[2, 3], 1);
         let mut out = b"before".to_vec();
         for (dims, bytes) in [(&[2, 2][..], &bytes[..]), (&[2, 3], &bytes[1..]), (&[usize::MAX, 8], &[])] {
-            let view = TensorView { dtype: DType::F32, dims, bytes };
-            assert!(make(text).encode(view, &mut out).is_err(), "{text} {dims:?}");
+            let view = view(DType::F32, dims, bytes);
+            assert!(make(text).encode(view, &Context::default(), &mut out).is_err(), "{text} {dims:?}");
             assert_eq!(out, b"before", "{text}");
         }
-        let view = TensorView { dtype: DType::F32, dims: &[2, 3], bytes: &bytes };
-        make(text).encode(view, &mut out).unwrap();
+        let view = view(DType::F32, &[2, 3], &bytes);
+        make(text).encode(view, &Context::default(), &mut out).unwrap();
         assert_eq!(&out[..6], b"before", "{text}");
         assert_eq!(out[6..], encode(&mut *make(text), DType::F32, &[2, 3], &bytes), "{text}");
     }
@@ -160,8 +164,8 @@ fn room_of_another_size_is_an_error() {
 #[test]
 fn the_size_of_an_impossible_tensor_does_not_wrap() {
     for (_, text) in members() {
-        let most = make(text).encoded_bytes(DType::F64, usize::MAX);
-        assert!(most >= make(text).encoded_bytes(DType::F64, 1 << 40), "{text}");
+        let most = make(text).encoded_bytes(DType::F64, &[usize::MAX, 2]);
+        assert!(most >= make(text).encoded_bytes(DType::F64, &[1 << 40]), "{text}");
     }
 }
 
@@ -179,8 +183,8 @@ proptest! {
             let again = encode(&mut *make(text), dtype, &dims, &bytes);
             prop_assert_eq!(&body, &again, "{} is deterministic", text);
 
-            let size = codec.encoded_bytes(dtype, dims.iter().product());
-            prop_assert_eq!(body.len(), size, "{}", text);
+            let size = codec.encoded_bytes(dtype, &dims);
+            prop_assert!(body.len() == size || codec.size_varies() && body.len() < size, "{}", text);
             let back = decode(&mut *make(text), dtype, &dims, &body);
             prop_assert_eq!(back.len(), bytes.len());
             if member.lossless {

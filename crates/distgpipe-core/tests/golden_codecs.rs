@@ -3,7 +3,7 @@
 //! `golden/codecs.json` comes with the repository (`scripts/golden_codecs.py`). A larger set is beside the repository
 //! where it is developed; the feature `shared-golden` reads that too, and then it has to be there.
 
-use distgpipe_core::codec::{self, TensorView};
+use distgpipe_core::codec::{self, Context, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use serde_json::Value;
 
@@ -13,7 +13,8 @@ fn round_trip(text: &str, values: &[f32]) -> (usize, Vec<f32>) {
     let dims = [values.len()];
     let mut codec = codec::parse(text).unwrap();
     let mut body = Vec::new();
-    codec.encode(TensorView { dtype: DType::F32, dims: &dims, bytes: &bytes }, &mut body).unwrap();
+    let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
+    codec.encode(view, &Context::default(), &mut body).unwrap();
     let shape = Shape::new(&dims).unwrap();
     let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: codec.id() };
     let mut out = vec![0; bytes.len()];

@@ -8,7 +8,8 @@
 //! A finite value that would round to infinity is refused with [`CodecError::Overflow`] instead: the link then sends
 //! that tensor raw and counts it, and training goes on with the right numbers.
 
-use super::{check_body, check_f32, floats, magnitude_max, Codec, CodecError, CodecId, Member, TensorView};
+use super::{check_body, check_f32, elements_of, floats, magnitude_max};
+use super::{Arguments, Codec, CodecError, CodecId, Context, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const F16: Member = Member {
@@ -17,7 +18,7 @@ pub(super) const F16: Member = Member {
     lossless: false,
     examples: &["f16"],
     about: "IEEE half precision, 2 bytes a value",
-    parse: |argument| parse("f16", argument, Half::F16),
+    parse: |arguments| parse("f16", arguments, Half::F16),
 };
 
 pub(super) const BF16: Member = Member {
@@ -26,14 +27,13 @@ pub(super) const BF16: Member = Member {
     lossless: false,
     examples: &["bf16"],
     about: "bfloat16, the upper half of a float, 2 bytes a value",
-    parse: |argument| parse("bf16", argument, Half::BF16),
+    parse: |arguments| parse("bf16", arguments, Half::BF16),
 };
 
-fn parse(name: &'static str, argument: Option<&str>, codec: Half) -> Result<Box<dyn Codec>, CodecError> {
-    match argument {
-        None => Ok(Box::new(codec)),
-        Some(got) => Err(CodecError::parameter(name, "f16 or bf16, which have no parameter", got)),
-    }
+const EXPECTED: &str = "f16 or bf16, which have no parameter";
+
+fn parse(name: &'static str, arguments: Arguments<'_>, codec: Half) -> Result<Box<dyn Codec>, CodecError> {
+    arguments.none(name, EXPECTED).map(|()| Box::new(codec) as _)
 }
 
 /// The two formats.
@@ -63,11 +63,11 @@ impl Codec for Half {
         }
     }
 
-    fn encoded_bytes(&self, _dtype: DType, elements: usize) -> usize {
-        elements.saturating_mul(2)
+    fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
+        elements_of(dims).saturating_mul(2)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         check_f32(self.id(), &tensor)?;
         if magnitude_max(self.id(), tensor.bytes)? >= self.overflow_bits() {
             let limit = self.overflow_bits();
@@ -141,6 +141,7 @@ fn f32_from_bf16(half: u16) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::Layout;
     use proptest::prelude::*;
 
     /// What the bits mean, by the standard.
@@ -201,7 +202,8 @@ mod tests {
             let mut encode = |values: [f32; 3]| {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
                 let mut out = Vec::new();
-                codec.encode(TensorView { dtype: DType::F32, dims: &[3], bytes: &bytes }, &mut out).map(|()| out.len())
+                let view = TensorView { dtype: DType::F32, dims: &[3], layout: Layout::Contiguous, bytes: &bytes };
+                codec.encode(view, &Context::default(), &mut out).map(|()| out.len())
             };
             assert_eq!(encode([1.0, -largest, largest]), Ok(6));
             let refused = encode([1.0, 2.0, -over]);

@@ -3,7 +3,7 @@
 //! The wire is little-endian, so a big-endian machine turns every element round. Truth values are looked at when they
 //! come in, because a `bool` that is neither 0 nor 1 is undefined behaviour in the C++ that will read it.
 
-use super::{check_body, Codec, CodecError, CodecId, Member, TensorView};
+use super::{check_body, elements_of, Codec, CodecError, CodecId, Context, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -12,10 +12,7 @@ pub(super) const MEMBER: Member = Member {
     lossless: true,
     examples: &["raw"],
     about: "the tensor's bytes as they are",
-    parse: |argument| match argument {
-        None => Ok(Box::new(Raw)),
-        Some(got) => Err(CodecError::parameter("raw", "raw, which has no parameter", got)),
-    },
+    parse: |arguments| arguments.none("raw", "raw, which has no parameter").map(|()| Box::new(Raw) as _),
 };
 
 /// The codec without parameters or state.
@@ -27,15 +24,15 @@ impl Codec for Raw {
         CodecId::Raw
     }
 
-    fn encoded_bytes(&self, dtype: DType, elements: usize) -> usize {
-        elements.saturating_mul(dtype.size_bytes())
+    fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize {
+        elements_of(dims).saturating_mul(dtype.size_bytes())
     }
 
     fn is_identity(&self, dtype: DType) -> bool {
         cfg!(target_endian = "little") && dtype != DType::Bool
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         tensor.elements()?;
         let start = out.len();
         out.extend_from_slice(tensor.bytes);
@@ -97,8 +94,8 @@ mod tests {
         let memory: Vec<u8> = values.iter().flat_map(|v| v.to_ne_bytes()).collect();
         let wire: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let mut out = vec![7];
-        let view = TensorView { dtype: DType::F32, dims: &[2], bytes: &memory };
-        Raw.encode(view, &mut out).unwrap();
+        let view = TensorView { dtype: DType::F32, dims: &[2], layout: Layout::Contiguous, bytes: &memory };
+        Raw.encode(view, &Context::default(), &mut out).unwrap();
         assert_eq!(out[1..], wire);
     }
 }

@@ -17,7 +17,7 @@ use super::bits::{self, packed_bytes};
 use super::grid::{self, code_max, Grid};
 use super::order::OrderStatistics;
 use super::{check_body, check_f32, floats, magnitude_max, number, push_f32, take_f32};
-use super::{Codec, CodecError, CodecId, Member, TensorView, BLOCK};
+use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Member, TensorView, BLOCK};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -33,8 +33,8 @@ const EXPECTED: &str =
     "sort:Q+S with Q at least 1 and Q+S at most 16 bits, such as sort:6+2, or sort:16, sort:12, sort:8, \
                         sort:4 for 12+4, 9+3, 6+2, 3+1";
 
-fn parse(argument: Option<&str>) -> Result<Box<dyn Codec>, CodecError> {
-    let got = argument.unwrap_or("");
+fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
+    let got = arguments.parameter("sort", EXPECTED)?;
     let codec = match got {
         "16" => Sort::new(12, 4),
         "12" => Sort::new(9, 3),
@@ -130,17 +130,18 @@ impl Codec for Sort {
         CodecId::Sort
     }
 
-    fn encoded_bytes(&self, _dtype: DType, elements: usize) -> usize {
+    fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
+        let elements = elements_of(dims);
         packed_bytes(elements, self.width()).saturating_add(self.table_bytes())
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
         magnitude_max(self.id(), tensor.bytes)?;
         self.find_grids(tensor.bytes)?;
         self.find_runs();
 
-        out.reserve(self.encoded_bytes(tensor.dtype, elements));
+        out.reserve(self.encoded_bytes(tensor.dtype, tensor.dims));
         self.grids.resize(1 << self.run_bits, Grid::default());
         self.grids.iter().for_each(|grid| push_f32(out, grid.lo as f32));
         self.grids.iter().for_each(|grid| push_f32(out, grid.step as f32));

@@ -18,7 +18,7 @@ use super::grid::{self, code_max, Grid};
 use super::half::{f16_from_f32, f32_from_f16};
 use super::uniform::range;
 use super::{check_body, check_f32, magnitude_max, number};
-use super::{Codec, CodecError, CodecId, Member, TensorView, BLOCK};
+use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Member, TensorView, BLOCK};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -36,8 +36,8 @@ const EXPECTED: &str =
 const TILE_DEFAULT: u32 = 64;
 const TILE_MAX: u32 = 4096;
 
-fn parse(argument: Option<&str>) -> Result<Box<dyn Codec>, CodecError> {
-    let got = argument.unwrap_or("");
+fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
+    let got = arguments.parameter("tile", EXPECTED)?;
     let codec = match got.split_once('/') {
         None => number(got).and_then(|bits| Tile::new(bits, TILE_DEFAULT)),
         Some((bits, tile)) => number(bits).zip(number(tile)).and_then(|(bits, tile)| Tile::new(bits, tile)),
@@ -76,17 +76,18 @@ impl Codec for Tile {
         CodecId::Tile
     }
 
-    fn encoded_bytes(&self, _dtype: DType, elements: usize) -> usize {
+    fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
+        let elements = elements_of(dims);
         packed_bytes(elements, self.bits).saturating_add(self.table_bytes(elements)).saturating_add(4)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
         let exponent = exponent_for(magnitude_max(self.id(), tensor.bytes)?);
         let (max, block) = (code_max(self.bits), self.block());
 
         let start = out.len();
-        out.resize(start + self.encoded_bytes(tensor.dtype, elements), 0);
+        out.resize(start + self.encoded_bytes(tensor.dtype, tensor.dims), 0);
         let (head, body) = out[start..].split_at_mut(4);
         head.copy_from_slice(&exponent.to_le_bytes());
         let (table, packed) = body.split_at_mut(self.table_bytes(elements));

@@ -10,7 +10,7 @@
 use super::bits::{self, packed_bytes};
 use super::grid::{self, code_max, Grid};
 use super::{check_body, check_f32, floats, magnitude_max, number, push_f32, take_f32};
-use super::{Codec, CodecError, CodecId, Member, TensorView, BLOCK};
+use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Member, TensorView, BLOCK};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -25,8 +25,8 @@ pub(super) const MEMBER: Member = Member {
 const EXPECTED: &str = "uniform:Q with Q from 1 to 16 bits, such as uniform:8";
 const TABLE_BYTES: usize = 8;
 
-fn parse(argument: Option<&str>) -> Result<Box<dyn Codec>, CodecError> {
-    let got = argument.unwrap_or("");
+fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
+    let got = arguments.parameter("uniform", EXPECTED)?;
     let codec = number(got).and_then(Uniform::new);
     codec.map(|codec| Box::new(codec) as _).ok_or_else(|| CodecError::parameter("uniform", EXPECTED, got))
 }
@@ -50,18 +50,19 @@ impl Codec for Uniform {
         CodecId::Uniform
     }
 
-    fn encoded_bytes(&self, _dtype: DType, elements: usize) -> usize {
+    fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
+        let elements = elements_of(dims);
         packed_bytes(elements, self.bits).saturating_add(TABLE_BYTES)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
         magnitude_max(self.id(), tensor.bytes)?;
         let (lo, hi) = range(tensor.bytes);
         let max = code_max(self.bits);
         let grid = Grid::over(lo, hi, max).ok_or(CodecError::Overflow { codec: self.id(), at: 0 })?;
 
-        out.reserve(self.encoded_bytes(tensor.dtype, elements));
+        out.reserve(self.encoded_bytes(tensor.dtype, tensor.dims));
         push_f32(out, grid.lo as f32);
         push_f32(out, grid.step as f32);
         let mut at = out.len();

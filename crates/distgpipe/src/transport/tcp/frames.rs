@@ -4,7 +4,7 @@ use crate::engine::{self, Layout};
 use crate::failure::{Fate, Fault};
 use crate::mailbox::{Message, Tag};
 use distgpipe_core::codec::raw::Raw;
-use distgpipe_core::codec::{Codec, CodecId, TensorView};
+use distgpipe_core::codec::{Codec, CodecId, Context, TensorView};
 use distgpipe_core::wire::{self, DType, Header, Kind, Limits, Shape, TensorMeta, HEADER_BYTES};
 use std::cell::Cell;
 use std::io::{self, Read, Write};
@@ -314,7 +314,7 @@ impl Encoder {
         }
         self.scratch.clear();
         self.codec
-            .encode(TensorView { dtype, dims: &dims, bytes }, &mut self.scratch)
+            .encode(TensorView { dtype, dims: &dims, layout, bytes }, &Context::default(), &mut self.scratch)
             .map_err(|e| Fault::protocol("a tensor the codec takes", e.to_string()))?;
         header.seal(&self.scratch);
         header.check(&self.limits)?;
