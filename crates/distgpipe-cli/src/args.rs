@@ -6,6 +6,7 @@
 use crate::exit::usage;
 use crate::files::read_text;
 use clap::{Args as _, ValueEnum};
+use distgpipe::core::codec::Spec;
 use distgpipe::core::schedule::{Recompute, Schedule};
 use distgpipe::engine::Device;
 use distgpipe::trainer::Decay;
@@ -87,7 +88,7 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_file: Option<PathBuf>,
     /// Micro-batches per batch
-    #[arg(long, alias = "micro-batches", value_name = "N", help_heading = "Pipeline")]
+    #[arg(long, aliases = ["micro-batches", "chunk"], value_name = "N", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunks: Option<usize>,
     /// The order of the work: gpipe, 1f1b or interleaved
@@ -106,6 +107,49 @@ pub struct TrainFlags {
     #[arg(long, value_name = "SECONDS", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<f64>,
+
+    /// How activations are encoded between workers, and gradients too unless --codec-backward says otherwise;
+    /// `distgpipe codecs` lists codecs and tries them
+    #[arg(long, value_name = "CODEC", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub codec: Option<Spec>,
+    /// How gradients are encoded between workers [default: as activations]
+    #[arg(long, value_name = "CODEC", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub codec_backward: Option<Spec>,
+    /// Other codecs for one link, named by its partitions or its workers, such as 0-1=tile:4 or client-server=tile:4,raw
+    /// for activations and gradients; may be repeated
+    #[arg(long, value_name = "LINK=CODEC[,CODEC]", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub codec_link: Vec<String>,
+    /// Send the tensors of the first N training steps raw
+    #[arg(long, value_name = "N", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub codec_warm_up: Option<u64>,
+    /// Test with raw tensors instead of the codecs of training
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evaluate_raw: Option<bool>,
+    /// The codec sort:Q+S, with Q and S from --quant and --split
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sortquant: Option<bool>,
+    /// Q of --sortquant [default: 6]
+    #[arg(long, value_name = "BITS", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quant: Option<u32>,
+    /// S of --sortquant [default: 2]
+    #[arg(long, value_name = "BITS", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split: Option<u32>,
+    /// Save what crosses the links in one step, before any codec, to DIR/step-N.safetensors
+    #[arg(long, value_name = "DIR", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capture: Option<PathBuf>,
+    /// Which step --capture saves, from 1 [default: the last]
+    #[arg(long, value_name = "N", help_heading = "Links")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capture_step: Option<u64>,
 
     /// Where every worker computes: cpu, cuda:N, or auto (the first GPU if there is one)
     #[arg(long, value_name = "DEVICE", help_heading = "Engine")]
@@ -195,6 +239,7 @@ impl TrainFlags {
             schedule: Some(Schedule::OneFOneB),
             recompute: Some(Recompute::Never),
             timeout: Some(300.0),
+            codec: Some(Spec::default()),
             device: Some(Device::Cpu),
             threads: Some(1),
             seed: Some(0),
@@ -234,6 +279,9 @@ impl TrainFlags {
         if self.plan.is_some() {
             // The plan brings its own.
             (defaults.chunks, defaults.schedule, defaults.recompute) = (None, None, None);
+        }
+        if self.sortquant == Some(true) {
+            defaults.codec = None;
         }
         match self.optimizer.or(defaults.optimizer) {
             Some(OptimizerName::Adamw) => {
@@ -315,7 +363,7 @@ fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
     let mut flags = toml::Table::new();
     for (written, value) in table {
         let mut key = written.replace('_', "-");
-        if key == "micro-batches" {
+        if key == "micro-batches" || key == "chunk" {
             key = "chunks".to_owned();
         }
         if !known.contains(&key) {

@@ -6,6 +6,7 @@ use crate::cmd::worker::given_token;
 use crate::exit::usage;
 use crate::files::read_text;
 use anyhow::Context;
+use distgpipe::codecs::Codecs;
 use distgpipe::core::microbatch::MicroBatches;
 use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
@@ -17,7 +18,7 @@ use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
 use distgpipe::tch::Tensor;
-use distgpipe::trainer::{Decay, TrainOptions};
+use distgpipe::trainer::{Capture, Decay, TrainOptions};
 use distgpipe::transport::Timeouts;
 use distgpipe::{Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
 use std::collections::BTreeMap;
@@ -51,6 +52,8 @@ pub struct RunConfig {
     pub options: TrainOptions,
     /// Tensors to start from.
     pub weights: Option<BTreeMap<String, Tensor>>,
+    /// Where to save what crosses the links.
+    pub capture: Option<PathBuf>,
     /// Where to write what happens.
     pub log: Option<PathBuf>,
     /// Whether single events are wanted.
@@ -62,6 +65,7 @@ pub struct RunConfig {
     workers: Workers,
     optim: Optim,
     loss: Loss,
+    codecs: Codecs,
     timeouts: Timeouts,
 }
 
@@ -109,6 +113,7 @@ impl RunConfig {
             steps_max: flags.steps,
             learning_rate,
             decay: flags.lr_decay.unwrap_or(Decay::None),
+            capture: capture(&flags)?,
             ..TrainOptions::default()
         };
         let weights = flags.weights.as_deref().map(|path| crate::weights::read(path, &model)).transpose()?;
@@ -117,6 +122,7 @@ impl RunConfig {
             test,
             options,
             weights,
+            capture: flags.capture.clone(),
             log: flags.log.clone(),
             trace,
             json: flags.json == Some(true),
@@ -125,6 +131,7 @@ impl RunConfig {
             workers,
             optim,
             loss,
+            codecs: codecs(&flags)?,
             timeouts: timeouts(&flags)?,
             model,
             flags,
@@ -139,6 +146,7 @@ impl RunConfig {
             BuildError::Balance(e) => usage(format!("--balance: {e}")),
             BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
             BuildError::Plan(e) => usage(format!("--plan: {e}")),
+            BuildError::Codecs(e) => usage(format!("--codec-link: {e}")),
             other => usage(other.to_string()),
         })?;
         if let Some(weights) = &self.weights {
@@ -156,6 +164,7 @@ impl RunConfig {
             .workers(self.workers.clone())
             .optimizer(self.optim, self.options.learning_rate)
             .loss(self.loss)
+            .codecs(self.codecs.clone())
             .seed(flags.seed.unwrap_or_default())
             .device(flags.device.unwrap_or_default())
             .threads(flags.threads.unwrap_or(1))
@@ -379,6 +388,45 @@ fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
         },
     };
     Ok((optim, learning_rate))
+}
+
+fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {
+    let seeds = [("--quant", flags.quant.is_some()), ("--split", flags.split.is_some())];
+    let forward = match (flags.sortquant == Some(true), &flags.codec) {
+        (true, Some(codec)) => {
+            return Err(usage(format!("--sortquant and --codec {codec} both say how to encode: keep one")));
+        }
+        (true, None) => {
+            let text = format!("sort:{}+{}", flags.quant.unwrap_or(6), flags.split.unwrap_or(2));
+            text.parse().map_err(|e| usage(format!("--sortquant with --quant and --split: {e}")))?
+        }
+        (false, codec) => {
+            if let Some((flag, _)) = seeds.iter().find(|(_, given)| *given) {
+                return Err(usage(format!(
+                    "{flag}: it is a parameter of --sortquant: add that, or use --codec sort:Q+S"
+                )));
+            }
+            codec.clone().unwrap_or_default()
+        }
+    };
+    let link = |text: &String| text.parse().map_err(|e| usage(format!("--codec-link: {e}")));
+    Ok(Codecs {
+        backward: flags.codec_backward.clone().unwrap_or_else(|| forward.clone()),
+        forward,
+        links: flags.codec_link.iter().map(link).collect::<Result<_, _>>()?,
+        warm_up_steps: flags.codec_warm_up.unwrap_or(0),
+        evaluate: flags.evaluate_raw != Some(true),
+    })
+}
+
+fn capture(flags: &TrainFlags) -> anyhow::Result<Capture> {
+    match (&flags.capture, flags.capture_step) {
+        (None, None) => Ok(Capture::Nothing),
+        (None, Some(_)) => Err(usage("--capture-step: add --capture DIR, which says where to save it")),
+        (Some(_), None) => Ok(Capture::LastStep),
+        (Some(_), Some(0)) => Err(usage("--capture-step 0: steps are counted from 1")),
+        (Some(_), Some(step)) => Ok(Capture::Step(step - 1)),
+    }
 }
 
 fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {

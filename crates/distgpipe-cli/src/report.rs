@@ -6,12 +6,21 @@ pub mod run;
 pub mod table;
 pub mod units;
 
+use distgpipe::core::schedule::Pass;
 use serde::Serialize;
 use std::io::Write;
 
 /// Columns of the terminal, or of a page where there is none.
 pub fn width() -> usize {
     terminal_size::terminal_size().map_or(120, |(width, _)| usize::from(width.0))
+}
+
+/// What a pass carries.
+pub fn carried(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => "activations",
+        Pass::Backward => "gradients",
+    }
 }
 
 /// Prints a value as JSON on standard output.

@@ -132,6 +132,11 @@ pub trait Codec: Send {
     /// endianness of this machine. After an error the content of `out` has no meaning.
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError>;
 
+    /// Whether [`Context::samples`] matters to it.
+    fn wants_samples(&self) -> bool {
+        false
+    }
+
     /// Gives the codec threads to split large tensors over. Without, it works on the caller's alone. The bytes are the
     /// same either way.
     fn set_crew(&mut self, _crew: Arc<dyn Crew>) {}

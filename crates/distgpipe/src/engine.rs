@@ -6,8 +6,9 @@ mod ffi;
 mod random;
 
 pub use device::{Device, DeviceError};
+pub use ffi::bytes;
+pub(crate) use ffi::bytes_mut;
 pub use ffi::Layout;
-pub(crate) use ffi::{bytes, bytes_mut};
 pub use random::Stream;
 
 use crate::failure::Fault;

@@ -1,5 +1,6 @@
 //! What a worker is told: the job once, then one command after the other; and what it answers.
 
+use crate::codecs::Codecs;
 use crate::engine::Device;
 use crate::failure::Fault;
 use crate::loss::Loss;
@@ -29,6 +30,8 @@ pub struct Job {
     pub optim: Optim,
     /// What the last partition computes.
     pub loss: Loss,
+    /// How tensors are encoded on their way between workers.
+    pub codecs: Codecs,
     /// Where to compute.
     pub device: Device,
     /// libtorch threads per worker.
@@ -57,6 +60,7 @@ impl Job {
             let expected = format!("a balance of {} partitions", plan.partitions());
             return Err(Fault::protocol(expected, self.balance.to_string()));
         }
+        self.codecs.check(&plan).map_err(|e| Fault::protocol("codecs for the plan's links", e.to_string()))?;
         if !(1..=THREADS_MAX).contains(&self.threads) {
             return Err(Fault::protocol(format!("1 to {THREADS_MAX} threads"), self.threads.to_string()));
         }
@@ -89,7 +93,7 @@ pub enum Purpose {
 }
 
 /// One step.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Step {
     /// Its number: names messages.
     pub number: u64,
@@ -103,6 +107,10 @@ pub struct Step {
     pub micro_batches: usize,
     /// For the update.
     pub learning_rate: f64,
+    /// The samples in the rows, if a codec of the run wants to know them.
+    pub samples: Vec<u64>,
+    /// Whether the workers keep copies of what they send, for [`Which::Captured`].
+    pub capture: bool,
 }
 
 /// Which tensors of a worker.
@@ -113,6 +121,8 @@ pub enum Which {
     State,
     /// The gradients that the last [`Purpose::Gradients`] step left.
     Gradients,
+    /// What was sent over links in the last step that captured it, before any codec.
+    Captured,
 }
 
 /// What the driver asks for.

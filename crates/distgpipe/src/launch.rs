@@ -1,5 +1,6 @@
 //! Starts a run's workers, as threads, as processes, or on machines where one is waiting, and ends them.
 
+use crate::coding::{Coding, Decoder, Encoder};
 use crate::engine;
 use crate::failure::{Failure, Fate, Fault, POLL};
 use crate::job::Job;
@@ -9,6 +10,7 @@ use crate::model::Model;
 use crate::status::Status;
 use crate::transport::faulty::Scenario;
 use crate::transport::memory::Memory;
+use crate::transport::recoded::{self, Recoded};
 use crate::transport::tcp::{join_until, Connection, Options};
 use crate::transport::{Counters, Outgoing};
 use crate::worker::{meter, Worker};
@@ -113,11 +115,45 @@ struct Assembly<'a> {
     plan: &'a Plan,
     model: &'a Model,
     /// The workers that are threads of this process.
-    locals: BTreeMap<WorkerId, Arc<Mailbox>>,
+    locals: BTreeMap<WorkerId, Local>,
     scenario: Scenario,
 }
 
+/// A worker that is a thread of this process.
+struct Local {
+    mailbox: Arc<Mailbox>,
+    coding: Coding,
+    /// Of its links to the other workers of this process.
+    counters: BTreeMap<WorkerId, Counters>,
+}
+
 impl Assembly<'_> {
+    fn name(&self, worker: WorkerId) -> &str {
+        self.plan.placement().name(worker)
+    }
+
+    /// The way from one worker of this process to another.
+    fn link(&self, from: WorkerId, to: WorkerId, fate: &Fate) -> Result<(Box<dyn Outgoing>, Counters), Fault> {
+        let (sender, receiver) = (&self.locals[&from], &self.locals[&to]);
+        let (counters, received) = (sender.counters[&to].clone(), receiver.counters[&from].clone());
+        let mailbox = receiver.mailbox.clone();
+        let link: Box<dyn Outgoing> = if self.job.codecs.encode_between(self.plan, from, to) {
+            Box::new(Recoded::start(recoded::Options {
+                here: self.name(from).to_owned(),
+                to: mailbox,
+                queue: link::queue_capacity(self.plan, from, to),
+                meter: meter(to),
+                encoder: Encoder::new(sender.coding.clone(), counters.clone()),
+                decoder: Decoder::new(receiver.coding.clone(), received),
+                counters: counters.clone(),
+                fate: fate.clone(),
+            })?)
+        } else {
+            Box::new(Memory::new(mailbox, counters.clone()))
+        };
+        Ok((self.scenario.wrap(self.name(from), self.name(to), fate, link), counters))
+    }
+
     /// Dials every remote worker, then sends every job: peers find each other only once all have theirs.
     fn dial_all(
         &self,
@@ -173,12 +209,13 @@ impl Team {
             .chain(addresses.iter().cloned().map(Some))
             .collect();
 
-        let locals: BTreeMap<WorkerId, Arc<Mailbox>> = plan
-            .placement()
-            .worker_ids()
-            .filter(|w| !remote.contains(w))
-            .map(|w| (w, Mailbox::new(self.fate.clone(), link::mailbox_capacity(plan, w))))
-            .collect();
+        let local = |worker: WorkerId| Local {
+            mailbox: Mailbox::new(self.fate.clone(), link::mailbox_capacity(plan, worker)),
+            coding: Coding::new(&Job { worker, ..job.clone() }, plan),
+            counters: plan.placement().worker_ids().map(|other| (other, Counters::default())).collect(),
+        };
+        let locals: BTreeMap<WorkerId, Local> =
+            plan.placement().worker_ids().filter(|w| !remote.contains(w)).map(|w| (w, local(w))).collect();
         let scenario: Scenario = job
             .faults
             .parse()
@@ -196,12 +233,12 @@ impl Team {
                 self.connections.insert(worker, connection);
             }
         }
-        for (&worker, mailbox) in &assembly.locals {
-            let thread = self.start_thread(&assembly, worker, mailbox);
+        for (&worker, local) in &assembly.locals {
+            let thread = self.start_thread(&assembly, worker, local);
             self.threads.push(thread.map_err(driver("starting a worker thread"))?);
         }
-        for (&worker, mailbox) in &assembly.locals {
-            self.ports.insert(worker, Box::new(Memory::new(mailbox.clone(), Counters::default())));
+        for (&worker, local) in &assembly.locals {
+            self.ports.insert(worker, Box::new(Memory::new(local.mailbox.clone(), Counters::default())));
         }
         for (&worker, connection) in &self.connections {
             if let Some(port) = connection.port() {
@@ -221,7 +258,7 @@ impl Team {
         let delivery = Arc::new(Delivery {
             plan: (*plan).clone(),
             peer: Peer::Worker(worker),
-            workers: locals.clone(),
+            workers: locals.iter().map(|(&worker, local)| (worker, local.mailbox.clone())).collect(),
             driver: Some(self.mailbox.clone()),
         });
         let admission = delivery.clone();
@@ -235,6 +272,7 @@ impl Team {
             timeouts: job.timeouts,
             queue: link::queue_capacity(plan, WorkerId(0), worker),
             meter: meter(WorkerId(0)),
+            coding: locals[&WorkerId(0)].coding.clone(),
             heartbeat: Box::new(String::new),
             wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
             admit: Box::new(move |header| admission.admit(header)),
@@ -248,21 +286,14 @@ impl Team {
         Connection::start(stream, options)
     }
 
-    fn start_thread(
-        &self,
-        assembly: &Assembly<'_>,
-        worker: WorkerId,
-        mailbox: &Arc<Mailbox>,
-    ) -> Result<JoinHandle<()>, Fault> {
-        let Assembly { job, plan, model, locals, scenario } = assembly;
-        let name = |w: WorkerId| plan.placement().name(w);
+    fn start_thread(&self, assembly: &Assembly<'_>, worker: WorkerId, local: &Local) -> Result<JoinHandle<()>, Fault> {
+        let Assembly { job, plan, model, locals, .. } = assembly;
         let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
         let mut links = Vec::new();
         for other in plan.placement().worker_ids().filter(|&w| w != worker && link::linked(plan, worker, w)) {
-            if let Some(mailbox) = locals.get(&other) {
-                let counters = Counters::default();
-                let memory = Box::new(Memory::new(mailbox.clone(), counters.clone()));
-                ports.insert(other, scenario.wrap(name(worker), name(other), &self.fate, memory));
+            if locals.contains_key(&other) {
+                let (port, counters) = assembly.link(worker, other, &self.fate)?;
+                ports.insert(other, port);
                 links.push((other, counters));
             } else if let Some(connection) = self.connections.get(&other) {
                 ports.insert(other, Box::new(connection.port().ok_or(Fault::Lost)?));
@@ -272,15 +303,16 @@ impl Team {
         let thread = Worker {
             job: Job { worker, ..job.clone() },
             model: (*model).clone(),
-            mailbox: mailbox.clone(),
+            mailbox: local.mailbox.clone(),
             ports,
             driver: Box::new(Memory::new(self.mailbox.clone(), Counters::default())),
             links,
+            coding: local.coding.clone(),
             fate: self.fate.clone(),
             status: self.statuses[worker.index()].clone(),
         };
         std::thread::Builder::new()
-            .name(format!("stage {}", name(worker)))
+            .name(format!("stage {}", assembly.name(worker)))
             // The failure, if any, is in the run's fate.
             .spawn(move || drop(thread.run()))
             .map_err(|e| Fault::io("starting a thread", e))

@@ -23,6 +23,8 @@
 //! # }
 //! ```
 
+pub mod codecs;
+pub mod coding;
 pub mod data;
 pub mod deferred_batch_norm;
 pub mod engine;

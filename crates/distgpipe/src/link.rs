@@ -1,5 +1,6 @@
 //! Who may send what to whom: the way of a message into the right mailbox, and the first words of a connection.
 
+use crate::coding::Decoder;
 use crate::failure::{Fate, Fault, POLL};
 use crate::mailbox::{Mailbox, Message, Tag};
 use crate::transport::tcp::{limits, read_frame, write_frame, Frame, Patience};
@@ -176,7 +177,7 @@ pub fn send_text(stream: &mut TcpStream, kind: Kind, body: &[u8], limit: Duratio
 pub fn receive(stream: &mut TcpStream, kinds: &[Kind], limit: Duration) -> Result<Frame, Fault> {
     let fate = Fate::default();
     let patience = Patience::new(&fate, limit).in_all(limit);
-    read_frame(stream, &limits(), &patience, |header| match kinds.contains(&header.kind) {
+    read_frame(stream, &limits(), &patience, &mut Decoder::raw(), |header| match kinds.contains(&header.kind) {
         true => Ok(()),
         false => Err(Fault::protocol(format!("one of {kinds:?}"), format!("{:?}", header.kind))),
     })

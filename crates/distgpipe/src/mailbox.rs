@@ -4,7 +4,7 @@
 //! never decides what a stage does next: the plan does. A mailbox is bounded; whoever puts into a full one waits.
 
 use crate::failure::{Fate, Fault, POLL};
-use distgpipe_core::wire::Kind;
+use distgpipe_core::wire::{Header, Kind};
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::HashMap;
 use std::fmt;
@@ -30,6 +30,12 @@ impl Tag {
     /// A message between two partitions.
     pub fn between(kind: Kind, step: u64, micro_batch: MicroBatchId, from: PartitionId, to: PartitionId) -> Self {
         Tag { kind, step, micro_batch: micro_batch.0, from: from.0, to: to.0 }
+    }
+
+    /// The name in a frame's header.
+    pub fn of(header: &Header) -> Self {
+        let Header { kind, step, micro_batch, from, to, .. } = *header;
+        Tag { kind, step, micro_batch, from, to }
     }
 
     /// A message between the driver and a worker.
@@ -65,17 +71,32 @@ pub struct Message {
     pub tensors: Vec<Option<Tensor>>,
     /// Text of commands and reports.
     pub text: Vec<u8>,
+    /// How a link treats the tensors.
+    pub handling: Handling,
+}
+
+/// What a link is told about a message's tensors. It is for the sending end alone and does not travel.
+#[derive(Clone, Debug, Default)]
+pub struct Handling {
+    /// Whether they may be encoded by the link's codec; they go raw otherwise.
+    pub compress: bool,
+    /// Whether the model learns from them.
+    pub learning: bool,
+    /// Of what is random about encoding them.
+    pub seed: u64,
+    /// The samples in their rows, if they are known.
+    pub samples: Vec<u64>,
 }
 
 impl Message {
     /// A message of tensors.
     pub fn tensors(tag: Tag, tensors: Vec<Option<Tensor>>) -> Self {
-        Message { tag, tensors, text: Vec::new() }
+        Message { tag, tensors, text: Vec::new(), handling: Handling::default() }
     }
 
     /// A message of text.
     pub fn text(tag: Tag, text: impl Into<Vec<u8>>) -> Self {
-        Message { tag, tensors: Vec::new(), text: text.into() }
+        Message { tag, tensors: Vec::new(), text: text.into(), handling: Handling::default() }
     }
 
     /// Whether it is one of the model's, and not one about the run.

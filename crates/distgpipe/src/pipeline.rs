@@ -4,6 +4,7 @@ mod builder;
 
 pub use builder::{BuildError, Builder};
 
+use crate::codecs::Codecs;
 use crate::engine;
 use crate::failure::{Failure, Fault, POLL};
 use crate::job::{forward_plan, Command, Purpose, Step, StepReport, Which};
@@ -29,12 +30,14 @@ pub struct Batch {
     pub inputs: Vec<Tensor>,
     /// Class numbers `[rows]`, or whatever the loss takes.
     pub target: Tensor,
+    /// Which sample of the data set each row is, for codecs that remember samples; may be empty.
+    pub samples: Vec<u64>,
 }
 
 impl Batch {
     /// A batch for a model with one input.
     pub fn new(input: Tensor, target: Tensor) -> Self {
-        Batch { inputs: vec![input], target }
+        Batch { inputs: vec![input], target, samples: Vec::new() }
     }
 
     /// How many rows it has.
@@ -109,7 +112,7 @@ impl StepOutcome {
         for worker in &self.workers {
             for (to, traffic) in &worker.report.links {
                 if let Some(to) = names.get(to.index()) {
-                    links.push((worker.name.clone(), (*to).to_owned(), *traffic));
+                    links.push((worker.name.clone(), (*to).to_owned(), traffic.clone()));
                 }
             }
         }
@@ -138,6 +141,11 @@ pub struct Pipeline {
     /// The forward-only plan that the workers follow, if it is not the training plan: for the watchdog.
     evaluating: Option<Plan>,
     learning_rate: f64,
+    codecs: Codecs,
+    /// Whether a codec remembers samples.
+    wants_samples: bool,
+    /// Whether the next step captures what it sends.
+    capture: bool,
 }
 
 impl Pipeline {
@@ -154,6 +162,11 @@ impl Pipeline {
     /// Which layers run together.
     pub fn balance(&self) -> &Balance {
         &self.balance
+    }
+
+    /// How what crosses links is encoded.
+    pub fn codecs(&self) -> &Codecs {
+        &self.codecs
     }
 
     /// Changes the learning rate from the next step on.
@@ -177,7 +190,7 @@ impl Pipeline {
     pub fn predict(&mut self, inputs: Vec<Tensor>) -> Result<Tensor, StepError> {
         let rows = inputs.first().and_then(|t| t.size().first().copied()).unwrap_or(0);
         let target = Tensor::zeros([rows], (tch::Kind::Int64, tch::Device::Cpu));
-        let batch = Batch { inputs, target };
+        let batch = Batch { inputs, target, samples: Vec::new() };
         let micro_batches = self.plan.micro_batches().min(batch.rows());
         let (_, outputs) = self.run(&batch, Purpose::Predict, micro_batches)?;
         Tensor::f_cat(&outputs, 0).map_err(|e| self.failed("joining the outputs", e.into()).into())
@@ -192,6 +205,18 @@ impl Pipeline {
     /// Copies of all parameters and buffers, by name.
     pub fn state(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
         Ok(self.collect(Which::State)?)
+    }
+
+    /// Has the next step keep copies of all that it sends over links, for [`captured`](Self::captured).
+    pub fn capture_next(&mut self) {
+        self.capture = true;
+    }
+
+    /// What the last step sent over links, as it was before any codec, if it was told to
+    /// [keep it](Self::capture_next). The names are `activation.FROM-TO.MICRO_BATCH.INDEX` and `gradient.…`, with the
+    /// numbers of partitions.
+    pub fn captured(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
+        Ok(self.collect(Which::Captured)?)
     }
 
     /// Takes over parameters and buffers by name; each worker gets only its own. Every name must be the model's; what
@@ -251,13 +276,15 @@ impl Pipeline {
             rows: rows.rows(),
             micro_batches,
             learning_rate: self.learning_rate,
+            samples: if self.wants_samples { batch.samples.clone() } else { Vec::new() },
+            capture: std::mem::take(&mut self.capture),
         };
         self.step += 1;
         self.learned += u64::from(purpose == Purpose::Train);
         for worker in self.plan.placement().worker_ids() {
-            self.command(number, worker, &Command::Step(step))?;
+            self.command(number, worker, &Command::Step(step.clone()))?;
         }
-        self.feed(batch, &rows, step)?;
+        self.feed(batch, &rows, &step)?;
         let last = PartitionId::new(self.plan.partitions() - 1);
         let mut outputs = Vec::new();
         if purpose == Purpose::Predict {
@@ -297,7 +324,7 @@ impl Pipeline {
 
     /// Sends each micro-batch's input to the first partition and its target to the last. They are views: nothing is
     /// copied unless a link carries them.
-    fn feed(&mut self, batch: &Batch, rows: &MicroBatches, step: Step) -> Result<(), StepError> {
+    fn feed(&mut self, batch: &Batch, rows: &MicroBatches, step: &Step) -> Result<(), StepError> {
         let (first, last) = (PartitionId(0), PartitionId::new(self.plan.partitions() - 1));
         for m in rows.ids() {
             let range = rows.range(m);

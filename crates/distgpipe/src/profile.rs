@@ -215,5 +215,5 @@ pub fn sample(model: &Model, rows: usize, seed: u64) -> Result<Batch, Fault> {
         });
     }
     let target = Tensor::f_zeros([i64::try_from(rows).unwrap_or(1)], (tch::Kind::Int64, tch::Device::Cpu))?;
-    Ok(Batch { inputs, target })
+    Ok(Batch { inputs, target, samples: Vec::new() })
 }

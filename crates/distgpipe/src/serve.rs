@@ -1,5 +1,6 @@
 //! A worker in a process of its own. It needs no configuration: who connects with the right token sends the job.
 
+use crate::coding::Coding;
 use crate::engine;
 use crate::failure::{Failure, Fate, Fault, POLL};
 use crate::job::Job;
@@ -207,6 +208,7 @@ struct Session {
     fate: Fate,
     status: Arc<Status>,
     mailbox: Arc<Mailbox>,
+    coding: Coding,
     connections: BTreeMap<WorkerId, Connection>,
 }
 
@@ -214,7 +216,8 @@ impl Session {
     fn new(job: Job, plan: Plan) -> Self {
         let fate = Fate::default();
         let mailbox = Mailbox::new(fate.clone(), link::mailbox_capacity(&plan, job.worker));
-        Session { job, plan, fate, status: Arc::default(), mailbox, connections: BTreeMap::new() }
+        let coding = Coding::new(&job, &plan);
+        Session { job, plan, fate, status: Arc::default(), mailbox, coding, connections: BTreeMap::new() }
     }
 
     fn name(&self, worker: WorkerId) -> String {
@@ -241,6 +244,7 @@ impl Session {
             timeouts: self.job.timeouts,
             queue: link::queue_capacity(&self.plan, me, other),
             meter: meter(me),
+            coding: self.coding.clone(),
             heartbeat: Box::new(move || status.read().to_string()),
             wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
             admit: Box::new(move |header| admission.admit(header)),
@@ -266,6 +270,7 @@ impl Session {
             ports,
             driver: Box::new(driver),
             links,
+            coding: self.coding.clone(),
             fate: self.fate.clone(),
             status: self.status.clone(),
         };

@@ -1,10 +1,11 @@
 //! Executes one worker's actions, in the order the plan gives. It never decides order.
 
+use crate::codecs::Codecs;
 use crate::engine::{self, Stream};
 use crate::failure::{Failure, Fate, Fault, POLL};
 use crate::job::{Purpose, Step};
 use crate::loss::Loss;
-use crate::mailbox::{Mailbox, Message, Tag};
+use crate::mailbox::{Handling, Mailbox, Message, Tag};
 use crate::partition::Partition;
 use crate::portal::Parcel;
 use crate::recompute::{for_convolutions, Forward, Goal, InFlight, Score};
@@ -48,6 +49,10 @@ pub struct Stage {
     pub device: tch::Device,
     /// Whether images lie channels-last.
     pub channels_last: bool,
+    /// How what it sends is encoded.
+    pub codecs: Codecs,
+    /// What it sent in a step that captured that, by name.
+    pub captured: Vec<(String, Tensor)>,
     /// What goes wrong on purpose.
     pub scenario: Scenario,
 }
@@ -148,7 +153,7 @@ impl Running<'_> {
         };
         self.stage.status.begin(Doing::Running(action), done);
         let start = now_ns();
-        let stream = self.stage.stream.at(self.step.learned).at(u64::from(m.0));
+        let stream = self.random(m);
         let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| not_mine(action))?;
         let forward = Forward { partition, micro_batch: m, stream, arrived, goal };
         let made = match self.step.purpose {
@@ -250,9 +255,35 @@ impl Running<'_> {
         let start = now_ns();
         let tensors = self.parcels.remove(&(pass, p, to, m)).ok_or_else(|| not_mine(action))?;
         let tag = Tag::between(kind_of(pass), self.step.number, m, p, to);
+        if self.step.capture {
+            self.capture(&tag, &tensors)?;
+        }
+        let handling = Handling {
+            compress: self.stage.codecs.apply_to(self.step),
+            learning: self.step.purpose == Purpose::Train,
+            seed: self.random(m).named("codec").at(u64::from(p.0)).at(u64::from(to.0)).seed(),
+            samples: self.step.samples.get(self.rows.range(m)).map(<[u64]>::to_vec).unwrap_or_default(),
+        };
         let port = self.stage.ports.get_mut(&plan.placement().worker_of(to)).ok_or_else(|| not_mine(action))?;
-        port.send(Message::tensors(tag, tensors))?;
+        port.send(Message { handling, ..Message::tensors(tag, tensors) })?;
         self.record(Phase::Send, action, start);
+        Ok(())
+    }
+
+    /// The random stream of a micro-batch.
+    fn random(&self, m: MicroBatchId) -> Stream {
+        self.stage.stream.at(self.step.learned).at(u64::from(m.0))
+    }
+
+    /// Keeps copies of what is sent.
+    fn capture(&mut self, tag: &Tag, tensors: &[Option<Tensor>]) -> Result<(), Fault> {
+        let what = if tag.kind == Kind::Activation { "activation" } else { "gradient" };
+        for (index, tensor) in tensors.iter().enumerate() {
+            let Some(tensor) = tensor else { continue };
+            let name = format!("{what}.{}-{}.{}.{index}", tag.from, tag.to, tag.micro_batch);
+            let copy = engine::copy(&tensor.f_detach()?.f_to_device(tch::Device::Cpu)?)?;
+            self.stage.captured.push((name, copy));
+        }
         Ok(())
     }
 

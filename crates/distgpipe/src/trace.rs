@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::io::Write;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// What a worker spends its time on.
@@ -25,10 +25,15 @@ pub enum Phase {
     Loading,
     /// Optimizer step and batch-norm commit.
     Optimizer,
+    /// Encoding by a link's codec, on the link's thread.
+    Encode,
+    /// Decoding by a link's codec, on the link's thread.
+    Decode,
 }
 
 impl Phase {
-    /// All of them, in the order tables show them.
+    /// Those of a stage's own thread, in the order tables show them. Together they make up a step; encoding and decoding
+    /// go on beside it.
     pub const ALL: [Phase; 7] = [
         Phase::Forward,
         Phase::Recompute,
@@ -49,24 +54,27 @@ impl Phase {
             Phase::ReceiveWait => "receive wait",
             Phase::Loading => "loading",
             Phase::Optimizer => "optimizer",
+            Phase::Encode => "encode",
+            Phase::Decode => "decode",
         }
     }
 }
 
-/// Nanoseconds per [`Phase`].
+/// Nanoseconds per [`Phase`] of a stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseTimes(pub [u64; 7]);
 
 impl PhaseTimes {
     /// Adds time to a phase.
     pub fn add(&mut self, phase: Phase, ns: u64) {
-        let time = &mut self.0[phase as usize];
-        *time = time.saturating_add(ns);
+        if let Some(time) = self.0.get_mut(phase as usize) {
+            *time = time.saturating_add(ns);
+        }
     }
 
     /// The time of a phase.
     pub fn of(&self, phase: Phase) -> u64 {
-        self.0[phase as usize]
+        self.0.get(phase as usize).copied().unwrap_or(0)
     }
 
     /// The sum of two measurements.
@@ -144,6 +152,36 @@ impl Recorder {
     }
 }
 
+/// Gathers the events of a worker's links, whose threads work beside its stage.
+#[derive(Clone, Debug)]
+pub struct Beside {
+    worker: u32,
+    /// Absent if single events are not wanted.
+    spans: Option<Arc<Mutex<Vec<Span>>>>,
+}
+
+impl Beside {
+    /// For a worker; `keep` says whether single events are wanted.
+    pub fn new(worker: u32, keep: bool) -> Self {
+        Beside { worker, spans: keep.then(Arc::default) }
+    }
+
+    /// Records what started at `start_ns` and ends now.
+    pub fn record(&self, step: u64, phase: Phase, action: &dyn std::fmt::Display, start_ns: u64) {
+        let Some(spans) = &self.spans else { return };
+        let span = Span { worker: self.worker, step, phase, action: action.to_string(), start_ns, end_ns: now_ns() };
+        spans.lock().unwrap_or_else(|e| e.into_inner()).push(span);
+    }
+
+    /// Takes what was gathered.
+    pub fn take(&self) -> Vec<Span> {
+        self.spans
+            .as_ref()
+            .map(|spans| std::mem::take(&mut *spans.lock().unwrap_or_else(|e| e.into_inner())))
+            .unwrap_or_default()
+    }
+}
+
 /// Writes events as JSON, one a line.
 pub fn write_jsonl(out: &mut impl Write, spans: &[Span]) -> std::io::Result<()> {
     for span in spans {
@@ -157,15 +195,22 @@ pub fn write_jsonl(out: &mut impl Write, spans: &[Span]) -> std::io::Result<()> 
 pub fn write_chrome(out: &mut impl Write, spans: &[Span], names: &[String]) -> std::io::Result<()> {
     let origin = spans.iter().map(|s| s.start_ns).min().unwrap_or(0);
     let micros = |ns: u64| ns as f64 / 1e3;
-    let mut events: Vec<serde_json::Value> = names
-        .iter()
-        .enumerate()
-        .map(|(i, name)| serde_json::json!({"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}}))
+    // A line for each worker's stage and one for each way of its links: what overlaps must not share one.
+    let lane = |phase: Phase| match phase {
+        Phase::Encode => 1,
+        Phase::Decode => 2,
+        _ => 0,
+    };
+    let lines = names.iter().enumerate().flat_map(|(i, name)| {
+        ["", " encodes", " decodes"].iter().enumerate().map(move |(lane, does)| (3 * i + lane, format!("{name}{does}")))
+    });
+    let mut events: Vec<serde_json::Value> = lines
+        .map(|(line, name)| serde_json::json!({"ph": "M", "name": "thread_name", "pid": 0, "tid": line, "args": {"name": name}}))
         .collect();
     events.extend(spans.iter().map(|s| {
         let name = if s.action.is_empty() { s.phase.name() } else { &s.action };
         serde_json::json!({
-            "ph": "X", "name": name, "cat": s.phase.name(), "pid": 0, "tid": s.worker,
+            "ph": "X", "name": name, "cat": s.phase.name(), "pid": 0, "tid": 3 * s.worker + lane(s.phase),
             "ts": micros(s.start_ns - origin), "dur": micros(s.end_ns.saturating_sub(s.start_ns)), "args": {"step": s.step},
         })
     }));

@@ -1,12 +1,16 @@
 //! Runs a pipeline over epochs of data and tells what happened. Progress bars, log files and tables are observers of
 //! the same events, and the [`RunSummary`] is one more reader of them.
 
+use crate::codecs::Codecs;
 use crate::data::{DataError, Loader};
 use crate::pipeline::{Pipeline, StepError, StepOutcome};
 use crate::trace::{Phase, PhaseTimes};
+use crate::transport::{Cut, CutTraffic};
+use distgpipe_core::schedule::Plan;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Instant;
+use tch::Tensor;
 
 /// Why training ended before its time.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +37,14 @@ pub enum TrainError {
         micro_batches: usize,
         /// Rows of the shortest training batch.
         rows: usize,
+    },
+    /// A step to capture that will not come.
+    #[error("expected a step to capture (--capture-step) from 1 to the run's last, {steps}; got {step}")]
+    NoSuchStep {
+        /// Which, from 1.
+        step: u64,
+        /// How many there are.
+        steps: u64,
     },
     /// An observer could not go on.
     #[error("writing what happened: {0}")]
@@ -85,12 +97,33 @@ pub struct TrainOptions {
     pub decay: Decay,
     /// Steps at the start that times and speeds leave out: libtorch plans its kernels and memory then.
     pub warm_up_steps: u64,
+    /// Of which step the observer is told what crossed the links.
+    pub capture: Capture,
 }
 
 impl Default for TrainOptions {
     fn default() -> Self {
-        TrainOptions { epochs: 1, steps_max: None, learning_rate: 0.01, decay: Decay::None, warm_up_steps: 2 }
+        TrainOptions {
+            epochs: 1,
+            steps_max: None,
+            learning_rate: 0.01,
+            decay: Decay::None,
+            warm_up_steps: 2,
+            capture: Capture::Nothing,
+        }
     }
+}
+
+/// Of which step what crosses the links is kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Capture {
+    /// Of none.
+    #[default]
+    Nothing,
+    /// Of the last one.
+    LastStep,
+    /// Of this one, from 0.
+    Step(u64),
 }
 
 /// What happens.
@@ -103,6 +136,13 @@ pub enum Event<'a> {
     TestStepDone {
         /// What came of it.
         outcome: &'a StepOutcome,
+    },
+    /// What a step sent over links, before any codec; comes before that step is done.
+    Captured {
+        /// The step, from 0 over all epochs.
+        step: u64,
+        /// By name; see [`Pipeline::captured`].
+        tensors: &'a BTreeMap<String, Tensor>,
     },
     /// An epoch is done, its test included.
     EpochDone(&'a EpochSummary),
@@ -190,8 +230,36 @@ pub struct LinkSummary {
     pub wire_bytes: u64,
     /// Time spent encoding and writing.
     pub busy_s: f64,
-    /// Wire bytes over busy time; absent between threads.
+    /// Wire bytes over the time spent writing them; absent between threads.
     pub bytes_per_s: Option<f64>,
+    /// What it carried from partition to partition.
+    pub cuts: Vec<CutSummary>,
+}
+
+/// What was carried from one partition to another in the whole run.
+#[derive(Clone, Debug, Serialize)]
+pub struct CutSummary {
+    /// From where to where.
+    #[serde(flatten)]
+    pub cut: Cut,
+    /// How it was encoded.
+    pub codec: String,
+    /// Tensors.
+    pub tensors: u64,
+    /// Their bytes as they lie in memory.
+    pub raw_bytes: u64,
+    /// Their bytes as encoded, frame headers included; 0 where they moved between threads as they were.
+    pub wire_bytes: u64,
+    /// Raw over wire bytes; absent where nothing was encoded.
+    pub ratio: Option<f64>,
+    /// Time spent encoding.
+    pub encode_ms: f64,
+    /// Time spent decoding.
+    pub decode_ms: f64,
+    /// Tensors that the codec refused, so that they went raw.
+    pub sent_raw: u64,
+    /// Why the first of those was refused.
+    pub refusal: Option<String>,
 }
 
 /// A run in figures.
@@ -254,6 +322,7 @@ pub struct Trainer<'a> {
     test: Option<Loader>,
     options: TrainOptions,
     steps: u64,
+    capture: Option<u64>,
 }
 
 impl<'a> Trainer<'a> {
@@ -269,7 +338,13 @@ impl<'a> Trainer<'a> {
             return Err(TrainError::TooFewRows { micro_batches, rows });
         }
         let steps = options.epochs.saturating_mul(train.batches() as u64).min(options.steps_max.unwrap_or(u64::MAX));
-        Ok(Trainer { pipeline, train, test, options, steps })
+        let capture = match options.capture {
+            Capture::Nothing => None,
+            Capture::LastStep => steps.checked_sub(1),
+            Capture::Step(step) if step < steps => Some(step),
+            Capture::Step(step) => return Err(TrainError::NoSuchStep { step: step + 1, steps }),
+        };
+        Ok(Trainer { pipeline, train, test, options, steps, capture })
     }
 
     /// Training steps of the whole run.
@@ -290,7 +365,14 @@ impl<'a> Trainer<'a> {
                 let (batch, asked, loading_s) = batch?;
                 let learning_rate = self.options.learning_rate * self.options.decay.factor(step, self.steps);
                 self.pipeline.set_learning_rate(learning_rate);
+                let capture = self.capture == Some(step);
+                if capture {
+                    self.pipeline.capture_next();
+                }
                 let outcome = self.pipeline.train_step(&batch)?;
+                if capture {
+                    observer.on(&Event::Captured { step, tensors: &self.pipeline.captured()? })?;
+                }
                 if !outcome.loss.is_finite() {
                     return Err(TrainError::Diverged { step, loss: outcome.loss });
                 }
@@ -396,6 +478,8 @@ fn rate(rows: usize, seconds: f64) -> Option<f64> {
 /// The summary while it is being made.
 struct Gathered {
     summary: RunSummary,
+    plan: Plan,
+    codecs: Codecs,
     phases: Vec<PhaseTimes>,
     /// Rows and seconds of each measured step.
     measured: Vec<(usize, f64)>,
@@ -421,7 +505,13 @@ impl Gathered {
             workers: placement.worker_ids().map(worker).collect(),
             links: Vec::new(),
         };
-        Gathered { summary, phases: vec![PhaseTimes::default(); placement.workers()], measured: Vec::new() }
+        Gathered {
+            summary,
+            plan: trainer.pipeline.plan().clone(),
+            codecs: trainer.pipeline.codecs().clone(),
+            phases: vec![PhaseTimes::default(); placement.workers()],
+            measured: Vec::new(),
+        }
     }
 
     fn add(&mut self, done: &StepDone<'_>) {
@@ -445,9 +535,14 @@ impl Gathered {
     /// The counters run since the start, so the last reading is the sum.
     fn links(&mut self, outcome: &StepOutcome) {
         self.summary.links.clear();
-        for worker in &outcome.workers {
+        for (from, worker) in outcome.workers.iter().enumerate() {
             for (to, traffic) in &worker.report.links {
                 let busy_s = traffic.busy_ns as f64 / 1e9;
+                let encoding_s = traffic.sent.iter().map(|(_, sent)| sent.encode_ns).sum::<u64>() as f64 / 1e9;
+                let writing_s = busy_s - encoding_s;
+                let there = outcome.workers.get(to.index()).map(|worker| &worker.report);
+                let back = there.and_then(|report| report.links.iter().find(|(peer, _)| peer.index() == from));
+                let decoded = back.map_or(&[][..], |(_, traffic)| &traffic.decoded_ns);
                 self.summary.links.push(LinkSummary {
                     from: worker.name.clone(),
                     to: self.summary.workers.get(to.index()).map(|worker| worker.name.clone()).unwrap_or_default(),
@@ -455,9 +550,27 @@ impl Gathered {
                     payload_bytes: traffic.payload_bytes,
                     wire_bytes: traffic.wire_bytes,
                     busy_s,
-                    bytes_per_s: (traffic.wire_bytes > 0 && busy_s > 0.0).then(|| traffic.wire_bytes as f64 / busy_s),
+                    bytes_per_s: (traffic.wire_bytes > 0 && writing_s > 0.0)
+                        .then(|| traffic.wire_bytes as f64 / writing_s),
+                    cuts: traffic.sent.iter().map(|(cut, sent)| self.cut(*cut, sent, decoded)).collect(),
                 });
             }
+        }
+    }
+
+    fn cut(&self, cut: Cut, sent: &CutTraffic, decoded: &[(Cut, u64)]) -> CutSummary {
+        let decode_ns = decoded.iter().find(|(other, _)| *other == cut).map_or(0, |(_, ns)| *ns);
+        CutSummary {
+            cut,
+            codec: self.codecs.of(&self.plan, cut.pass, cut.from, cut.to).to_string(),
+            tensors: sent.tensors,
+            raw_bytes: sent.raw_bytes,
+            wire_bytes: sent.wire_bytes,
+            ratio: (sent.wire_bytes > 0).then(|| sent.raw_bytes as f64 / sent.wire_bytes as f64),
+            encode_ms: sent.encode_ns as f64 / 1e6,
+            decode_ms: decode_ns as f64 / 1e6,
+            sent_raw: sent.sent_raw,
+            refusal: sent.refusal.clone(),
         }
     }
 
@@ -514,6 +627,7 @@ mod tests {
                     }
                     Event::TestStepDone { .. } => tests += 1,
                     Event::EpochDone(_) => epochs += 1,
+                    Event::Captured { .. } => panic!("nobody asked"),
                 }
                 Ok(())
             })

@@ -1,6 +1,7 @@
 //! How a message gets from one worker to another. Members of the family:
 //!
 //! - [`memory`]: to a thread of this process; tensors move, nothing is copied
+//! - [`recoded`]: to a thread of this process, through the codec of the link, as a wire would
 //! - [`tcp`]: to another process, on this host or another
 //! - [`faulty`]: wraps any of them and breaks it on purpose, for tests
 //!
@@ -8,13 +9,17 @@
 
 pub mod faulty;
 pub mod memory;
+pub mod recoded;
 pub mod tcp;
 
 use crate::failure::Fault;
 use crate::mailbox::Message;
+use distgpipe_core::schedule::Pass;
+use distgpipe_core::PartitionId;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// The sending end of a link.
@@ -29,6 +34,45 @@ pub trait Outgoing: Send {
     fn cut(&mut self);
 }
 
+/// One way from partition to partition: what a codec is chosen for, and what is counted apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Cut {
+    /// Activations or gradients.
+    pub pass: Pass,
+    /// The sending partition.
+    pub from: PartitionId,
+    /// The receiving partition.
+    pub to: PartitionId,
+}
+
+/// What a worker has sent over one cut.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CutTraffic {
+    /// Tensors.
+    pub tensors: u64,
+    /// Their bytes as they lie in memory.
+    pub raw_bytes: u64,
+    /// Their bytes as encoded, the frames' headers included: what the socket carries of them, or would.
+    pub wire_bytes: u64,
+    /// Time spent encoding.
+    pub encode_ns: u64,
+    /// Tensors that the codec refused, so that they went raw.
+    pub sent_raw: u64,
+    /// Why the first of those was refused.
+    pub refusal: Option<String>,
+}
+
+/// A tensor that was made ready to go.
+#[derive(Clone, Copy, Debug)]
+pub struct Encoded {
+    /// Its bytes as it lies in memory.
+    pub raw_bytes: u64,
+    /// Its bytes as encoded, with the header.
+    pub wire_bytes: u64,
+    /// How long that took.
+    pub encode_ns: u64,
+}
+
 /// What one direction of a link has carried. Shared between the thread that counts and those who read.
 #[derive(Clone, Debug, Default)]
 pub struct Counters(Arc<Cells>);
@@ -40,10 +84,12 @@ struct Cells {
     wire_bytes: AtomicU64,
     busy_ns: AtomicU64,
     waiting: AtomicU64,
+    sent: Mutex<BTreeMap<Cut, CutTraffic>>,
+    decoded_ns: Mutex<BTreeMap<Cut, u64>>,
 }
 
 /// A reading of [`Counters`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
     /// Messages of tensors.
     pub messages: u64,
@@ -54,6 +100,10 @@ pub struct Traffic {
     pub wire_bytes: u64,
     /// Time spent encoding and writing.
     pub busy_ns: u64,
+    /// What was sent, cut by cut.
+    pub sent: Vec<(Cut, CutTraffic)>,
+    /// Time spent decoding what came the other way, cut by cut.
+    pub decoded_ns: Vec<(Cut, u64)>,
 }
 
 impl Counters {
@@ -65,6 +115,37 @@ impl Counters {
         }
         self.0.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
         self.0.busy_ns.fetch_add(u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Counts a tensor that is ready to go.
+    pub fn encoded(&self, cut: Cut, tensor: Encoded) {
+        let mut sent = lock(&self.0.sent);
+        let traffic = sent.entry(cut).or_default();
+        traffic.tensors += 1;
+        traffic.raw_bytes += tensor.raw_bytes;
+        traffic.wire_bytes += tensor.wire_bytes;
+        traffic.encode_ns += tensor.encode_ns;
+    }
+
+    /// Counts tensors that moved without being encoded.
+    pub fn moved(&self, cut: Cut, tensors: u64, raw_bytes: u64) {
+        let mut sent = lock(&self.0.sent);
+        let traffic = sent.entry(cut).or_default();
+        traffic.tensors += tensors;
+        traffic.raw_bytes += raw_bytes;
+    }
+
+    /// Counts a tensor that its codec refused.
+    pub fn refused(&self, cut: Cut, why: impl FnOnce() -> String) {
+        let mut sent = lock(&self.0.sent);
+        let traffic = sent.entry(cut).or_default();
+        traffic.sent_raw += 1;
+        traffic.refusal.get_or_insert_with(why);
+    }
+
+    /// Counts the decoding of a tensor that came the other way.
+    pub fn decoded(&self, cut: Cut, ns: u64) {
+        *lock(&self.0.decoded_ns).entry(cut).or_default() += ns;
     }
 
     /// A message waits for the writer.
@@ -89,8 +170,14 @@ impl Counters {
             payload_bytes: self.0.payload_bytes.load(Ordering::Relaxed),
             wire_bytes: self.0.wire_bytes.load(Ordering::Relaxed),
             busy_ns: self.0.busy_ns.load(Ordering::Relaxed),
+            sent: lock(&self.0.sent).iter().map(|(cut, traffic)| (*cut, traffic.clone())).collect(),
+            decoded_ns: lock(&self.0.decoded_ns).iter().map(|(cut, ns)| (*cut, *ns)).collect(),
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// The times after which silence counts as failure.

@@ -1,5 +1,6 @@
 //! A worker: builds its partitions, then does what the driver says until it is told to stop or the run fails.
 
+use crate::coding::Coding;
 use crate::engine::{self, Stream};
 use crate::failure::{Failure, Fate, Fault};
 use crate::job::{forward_plan, Command, Job, Purpose, Step, StepReport, Which};
@@ -39,6 +40,8 @@ pub struct Worker {
     pub driver: Box<dyn Outgoing>,
     /// Counters of its outgoing links.
     pub links: Vec<(WorkerId, Counters)>,
+    /// What its links encode and decode with.
+    pub coding: Coding,
     /// The run's fate in this process.
     pub fate: Fate,
     /// For the watchdog.
@@ -123,11 +126,12 @@ struct Active {
     evaluate: BTreeMap<usize, Plan>,
     optimizer: Optimizer,
     links: Vec<(WorkerId, Counters)>,
+    coding: Coding,
 }
 
 impl Active {
     fn prepare(worker: Worker) -> Result<Self, Fault> {
-        let Worker { job, model, mailbox, ports, driver, links, fate, status } = worker;
+        let Worker { job, model, mailbox, ports, driver, links, coding, fate, status } = worker;
         let plan = job.checked_plan()?;
         job.balance.check(model.layers.len()).map_err(|e| Fault::protocol("a balance that fits", e.to_string()))?;
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
@@ -164,16 +168,19 @@ impl Active {
             loss: job.loss,
             device,
             channels_last: job.channels_last,
+            codecs: job.codecs,
+            captured: Vec::new(),
             scenario,
         };
         let optimizer = Optimizer::new(job.optim, parameters);
-        Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, links })
+        Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, links, coding })
     }
 
     fn step(&mut self, step: &Step) -> Result<StepReport, Failure> {
         let start = now_ns();
         let name = self.stage.name.clone();
         let failed = |phase: &'static str| move |fault: Fault| Failure::new(name, phase, fault);
+        self.stage.captured.clear();
         let learning = matches!(step.purpose, Purpose::Train | Purpose::Gradients);
         let outcome = if learning {
             self.clear_gradients();
@@ -203,7 +210,8 @@ impl Active {
             self.stage.fate.check().map_err(|fault| Failure::new(&self.stage.name, "sending", fault))?;
             std::thread::sleep(SETTLE);
         }
-        let (phases, spans) = self.stage.recorder.take();
+        let (phases, mut spans) = self.stage.recorder.take();
+        spans.append(&mut self.coding.beside.take());
         Ok(StepReport {
             loss_sum,
             correct,
@@ -246,16 +254,19 @@ impl Active {
     }
 
     fn collect(&mut self, number: u64, which: Which) -> Result<(), Fault> {
-        let mut names = Vec::new();
-        let mut tensors = Vec::new();
+        let captured = match which {
+            Which::Captured => std::mem::take(&mut self.stage.captured),
+            _ => Vec::new(),
+        };
+        let (mut names, mut tensors): (Vec<_>, Vec<_>) = captured.into_iter().unzip();
         for (spec, tensor) in self.stage.partitions.values().flat_map(Partition::tensors) {
             let wanted = match which {
                 Which::State => Some(tensor.f_detach()?),
                 Which::Gradients if spec.role == Role::Parameter => engine::grad(tensor),
-                Which::Gradients => None,
+                Which::Gradients | Which::Captured => None,
             };
             if let Some(tensor) = wanted {
-                names.push(&spec.name);
+                names.push(spec.name.clone());
                 // A copy: the driver must not see the next step change it, whatever the transport.
                 tensors.push(engine::copy(&tensor.f_to_device(tch::Device::Cpu)?)?);
             }

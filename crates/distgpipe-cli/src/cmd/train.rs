@@ -1,6 +1,7 @@
 //! `distgpipe train`, and what `distgpipe demo` runs.
 
 use crate::args::TrainFlags;
+use crate::capture;
 use crate::config::RunConfig;
 use crate::report::log::Log;
 use crate::report::progress::Progress;
@@ -22,6 +23,8 @@ Examples:
       distgpipe train … --workers 10.0.0.2:7000 --token-file token.txt
   Cut by measured time, save memory, and keep a trace for Perfetto:
       distgpipe train --model mobilenet_v2 --auto-balance 2 --recompute always --log run1 --trace
+  Send 4.5 bits a value over a slow link, and see what that did:
+      distgpipe train … --codec tile:4
   The flags out of a file, one of them changed:
       distgpipe train --config run1/config.toml --chunks 8
 
@@ -56,6 +59,9 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         let mut progress = Progress::new(trainer.steps(), config.options.epochs);
         trainer.run(&mut |event: &Event<'_>| {
             progress.on(event)?;
+            if let (Event::Captured { step, tensors }, Some(directory)) = (event, &config.capture) {
+                progress.say(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
+            }
             log.as_mut().map_or(Ok(()), |log| log.on(event))
         })
     };

@@ -1,14 +1,19 @@
 //! How far the run is: a bar on a terminal, a line an epoch elsewhere. On standard error, so that results can be piped.
 
-use super::{note, units};
+use super::{carried, note, units};
+use distgpipe::pipeline::StepOutcome;
 use distgpipe::trainer::{EpochSummary, Event, Observer};
+use distgpipe::transport::Cut;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::collections::BTreeSet;
 use std::io::IsTerminal;
 
 /// Shows how far the run is.
 pub struct Progress {
     bar: Option<ProgressBar>,
     epochs: u64,
+    /// Where tensors were refused by their codec, and the user has been told.
+    told: BTreeSet<Cut>,
 }
 
 impl Progress {
@@ -20,7 +25,7 @@ impl Progress {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Progress { bar, epochs }
+        Progress { bar, epochs, told: BTreeSet::new() }
     }
 
     /// Ends the bar.
@@ -30,10 +35,31 @@ impl Progress {
         }
     }
 
-    fn say(&self, line: &str) {
+    /// Says something, above the bar if there is one.
+    pub fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
             None => note(line),
+        }
+    }
+}
+
+impl Progress {
+    /// Says once for each cut that its codec does not take all that it is given.
+    fn tell_refusals(&mut self, outcome: &StepOutcome) {
+        for worker in &outcome.workers {
+            for (cut, sent) in worker.report.links.iter().flat_map(|(_, traffic)| &traffic.sent) {
+                if let (Some(refusal), true) = (&sent.refusal, !self.told.contains(cut)) {
+                    self.told.insert(*cut);
+                    self.say(&format!(
+                        "warning: {} sends {} {} → {} raw where the codec refuses: {refusal}",
+                        worker.name,
+                        carried(cut.pass),
+                        cut.from,
+                        cut.to
+                    ));
+                }
+            }
         }
     }
 }
@@ -42,6 +68,7 @@ impl Observer for Progress {
     fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
             Event::StepDone(done) => {
+                self.tell_refusals(done.outcome);
                 if let Some(bar) = &self.bar {
                     let rate = units::rate(done.outcome.rows as f64 / done.seconds.max(1e-9));
                     bar.set_message(format!("loss {:.4}, {rate} samples/s", done.outcome.loss));

@@ -1,7 +1,7 @@
 //! A run in tables: epochs, workers, links.
 
 use super::table::{Side, Table};
-use super::units;
+use super::{carried, units};
 use distgpipe::core::schedule::{simulate, Costs, Plan};
 use distgpipe::trace::Phase;
 use distgpipe::trainer::RunSummary;
@@ -34,6 +34,8 @@ impl RunReport {
         if !self.summary.links.is_empty() {
             text.push('\n');
             text.push_str(&self.links());
+            text.push('\n');
+            text.push_str(&self.cuts());
         }
         text.push('\n');
         text.push_str(&self.speed());
@@ -103,8 +105,40 @@ impl RunReport {
                 units::count(link.messages),
                 units::bytes(link.payload_bytes as f64),
                 if wire { units::bytes(link.wire_bytes as f64) } else { "in memory".to_owned() },
-                units::bytes(link.payload_bytes.max(link.wire_bytes) as f64 / self.summary.steps.max(1) as f64),
+                units::bytes(
+                    if wire { link.wire_bytes } else { link.payload_bytes } as f64 / self.summary.steps.max(1) as f64,
+                ),
                 link.bytes_per_s.map_or("–".to_owned(), |rate| format!("{}/s", units::bytes(rate))),
+            ]);
+        }
+        table.render()
+    }
+
+    /// What the codecs did, for everything that crossed from partition to partition.
+    pub fn cuts(&self) -> String {
+        let mut table = Table::new(&[
+            ("link", Side::Left),
+            ("carries", Side::Left),
+            ("codec", Side::Left),
+            ("raw", Side::Right),
+            ("on the wire", Side::Right),
+            ("ratio", Side::Right),
+            ("encode", Side::Right),
+            ("decode", Side::Right),
+            ("sent raw", Side::Right),
+        ]);
+        let milliseconds = |ms: f64| format!("{ms:.1} ms");
+        for (link, cut) in self.summary.links.iter().flat_map(|link| link.cuts.iter().map(move |cut| (link, cut))) {
+            table.row(vec![
+                format!("{} → {}", link.from, link.to),
+                format!("{} {} → {}", carried(cut.cut.pass), cut.cut.from, cut.cut.to),
+                cut.codec.clone(),
+                units::bytes(cut.raw_bytes as f64),
+                if cut.wire_bytes > 0 { units::bytes(cut.wire_bytes as f64) } else { "in memory".to_owned() },
+                cut.ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}")),
+                milliseconds(cut.encode_ms),
+                milliseconds(cut.decode_ms),
+                format!("{} of {}", units::count(cut.sent_raw), units::count(cut.tensors)),
             ]);
         }
         table.render()
@@ -121,7 +155,7 @@ impl RunReport {
             row("samples/s".to_owned(), units::rate(rate));
         }
         for link in &self.summary.links {
-            let carried = units::bytes(link.wire_bytes.max(link.payload_bytes) as f64);
+            let carried = units::bytes(if link.wire_bytes > 0 { link.wire_bytes } else { link.payload_bytes } as f64);
             row(
                 format!("{} → {}", link.from, link.to),
                 format!("{carried} in {} messages", units::count(link.messages)),

@@ -1,6 +1,6 @@
 //! A codec as it is written down: checked when it is made, so that both ends of a link can make their own from it.
 
-use super::{parse, Codec, CodecError, Crew};
+use super::{parse, Alone, Codec, CodecError, Crew};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -22,6 +22,11 @@ impl Spec {
     /// Whether tensors go as they are.
     pub fn is_raw(&self) -> bool {
         self.0 == "raw"
+    }
+
+    /// Whether it remembers samples.
+    pub fn wants_samples(&self) -> bool {
+        self.codec(Arc::new(Alone)).wants_samples()
     }
 
     /// The text.

@@ -14,11 +14,13 @@
 //! for one micro-batch in one pass. Messages exist only between different workers.
 
 use crate::{MicroBatchId, PartitionId};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
 /// The direction of travel through the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Pass {
     /// From the input to the loss.
     Forward,

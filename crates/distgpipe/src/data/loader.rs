@@ -120,8 +120,10 @@ impl Loader {
         let thread = std::thread::spawn(move || {
             engine::attach_thread(1, 0);
             for rows in plan {
+                let samples = rows.iter().map(|&row| row as u64).collect();
+                let batch = data.batch(&rows).map(|batch| Batch { samples, ..batch });
                 // Nobody listens any more: the epoch was given up.
-                if send.send(data.batch(&rows)).is_err() {
+                if send.send(batch).is_err() {
                     return;
                 }
             }

@@ -237,7 +237,7 @@ impl Dataset for Synthetic {
             Source::Tokens => self.tokens(rows)?,
         };
         let target = self.target(rows, &inputs)?;
-        Ok(Batch { inputs, target })
+        Ok(Batch { inputs, target, samples: Vec::new() })
     }
 }
 

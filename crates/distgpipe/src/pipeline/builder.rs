@@ -1,6 +1,7 @@
 //! From what the user says to a running pipeline.
 
 use super::{Batch, Pipeline};
+use crate::codecs::{Codecs, CodecsError};
 use crate::engine::{self, Device};
 use crate::failure::Failure;
 use crate::job::Job;
@@ -44,6 +45,9 @@ pub enum BuildError {
     /// The fault scenario is not one.
     #[error(transparent)]
     Scenario(#[from] ScenarioError),
+    /// The codecs do not fit the links.
+    #[error("codecs: {0}")]
+    Codecs(#[from] CodecsError),
     /// Two settings contradict each other.
     #[error("{0}")]
     Settings(String),
@@ -82,6 +86,7 @@ impl Builder {
             seed: 0,
             optim: Optim::default(),
             loss: Loss::default(),
+            codecs: Codecs::default(),
             device: Device::Cpu,
             threads: 1,
             channels_last: true,
@@ -162,6 +167,12 @@ impl Builder {
     /// What is made small.
     pub fn loss(mut self, loss: Loss) -> Self {
         self.job.loss = loss;
+        self
+    }
+
+    /// How tensors are encoded on their way between workers; raw unless said otherwise.
+    pub fn codecs(mut self, codecs: Codecs) -> Self {
+        self.job.codecs = codecs;
         self
     }
 
@@ -259,6 +270,7 @@ impl Builder {
             );
             return Err(BuildError::Settings(text));
         }
+        self.job.codecs.check(&plan)?;
         self.job.balance = balance.clone();
         self.job.plan = plan.to_string();
         let team = launch::start(&self.job, &plan, &self.model, &self.workers)?;
@@ -273,6 +285,9 @@ impl Builder {
             learned: 0,
             evaluating: None,
             learning_rate: self.learning_rate,
+            wants_samples: self.job.codecs.want_samples(),
+            codecs: self.job.codecs,
+            capture: false,
         };
         pipeline.wait_ready()?;
         Ok(pipeline)

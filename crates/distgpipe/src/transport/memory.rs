@@ -1,6 +1,7 @@
 //! Between threads of one process: the message itself moves into the receiver's mailbox.
 
 use super::{Counters, Outgoing};
+use crate::coding::cut_of;
 use crate::failure::Fault;
 use crate::mailbox::{Mailbox, Message};
 use std::sync::Arc;
@@ -27,6 +28,9 @@ impl Outgoing for Memory {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
         let start = Instant::now();
         let (tensors, payload) = (message.carries_tensors(), message.payload_bytes());
+        if let Some(cut) = cut_of(&message.tag) {
+            self.counters.moved(cut, message.tensors.iter().flatten().count() as u64, payload);
+        }
         self.mailbox()?.put(message)?;
         self.counters.count(tensors, payload, 0, start.elapsed());
         Ok(())

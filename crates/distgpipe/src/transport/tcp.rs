@@ -14,10 +14,11 @@ mod frames;
 pub use frames::{read_frame, write_frame, Frame, Patience};
 
 use super::{Counters, Outgoing, Timeouts};
+use crate::coding::{Coding, Decoder, Encoder};
 use crate::failure::{Failure, Fate, Fault, POLL};
 use crate::mailbox::Message;
 use distgpipe_core::wire::{AbortNotice, Header, Kind, Limits};
-use frames::Encoder;
+use frames::Framer;
 use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
 use std::panic::AssertUnwindSafe;
@@ -59,6 +60,8 @@ pub struct Options {
     pub queue: usize,
     /// The memory meter that received tensors count on.
     pub meter: usize,
+    /// The codecs of what is sent and received.
+    pub coding: Coding,
     /// The text of a sign of life.
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Wraps the socket's sending end, to break it in tests.
@@ -95,7 +98,7 @@ impl Connection {
         let broken = Arc::new(AtomicBool::new(false));
         let socket = Socket {
             stream: sending.try_clone().map_err(doing)?,
-            encoder: Encoder::new(limits()),
+            framer: Framer::new(limits(), Encoder::new(options.coding.clone(), counters.clone())),
             counters: counters.clone(),
             fate: options.fate.clone(),
             silence: options.timeouts.silence(),
@@ -117,6 +120,7 @@ impl Connection {
             fate: options.fate.clone(),
             silence: options.timeouts.silence(),
             closing: closing.clone(),
+            decoder: Decoder::new(options.coding, counters.clone()),
             admit: options.admit,
             deliver: options.deliver,
             alive: options.alive,
@@ -221,7 +225,7 @@ impl Outgoing for Queue {
 /// The socket itself, used by the writer thread.
 struct Socket {
     stream: TcpStream,
-    encoder: Encoder,
+    framer: Framer,
     counters: Counters,
     fate: Fate,
     silence: Duration,
@@ -234,16 +238,16 @@ impl Outgoing for Socket {
         let start = Instant::now();
         let patience = Patience::new(&self.fate, self.silence).with_grace(FINISH_FRAME);
         self.broken.store(true, Ordering::Release);
-        let wire = self.encoder.write(&mut self.stream, &message, &patience);
+        let wire = self.framer.write(&mut self.stream, &message, &patience);
         // An error of the run's own comes from between two frames, unless the grace was used up.
-        self.broken.store(wire.is_err() && !self.encoder.at_boundary(), Ordering::Release);
+        self.broken.store(wire.is_err() && !self.framer.at_boundary(), Ordering::Release);
         self.counters.count(message.carries_tensors(), message.payload_bytes(), wire?, start.elapsed());
         Ok(())
     }
 
     fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault> {
         let patience = Patience::new(&self.fate, self.silence).with_grace(FINISH_FRAME);
-        self.encoder.write_damaged(&mut self.stream, &message, seed, &patience)
+        self.framer.write_damaged(&mut self.stream, &message, seed, &patience)
     }
 
     fn cut(&mut self) {
@@ -328,6 +332,7 @@ struct Reader {
     fate: Fate,
     silence: Duration,
     closing: Arc<AtomicBool>,
+    decoder: Decoder,
     admit: Admit,
     deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
     alive: Box<dyn FnMut(&str) + Send>,
@@ -364,7 +369,7 @@ impl Reader {
         let mut assembler = frames::Assembler::default();
         loop {
             let patience = Patience::new(&self.fate, self.silence);
-            let frame = read_frame(&mut self.stream, &limits, &patience, &self.admit)?;
+            let frame = read_frame(&mut self.stream, &limits, &patience, &mut self.decoder, &self.admit)?;
             match frame.header.kind {
                 Kind::Goodbye => return Ok(()),
                 Kind::Ping => (self.alive)(&frame.text()?),

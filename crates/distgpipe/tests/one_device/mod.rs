@@ -63,7 +63,7 @@ impl Subject {
                 for row in (0..rows).step_by(2) {
                     let _ = mask.get(row).narrow(0, 5, 2).fill_(0);
                 }
-                Batch { inputs: vec![ids, mask], target: classes(3) }
+                Batch { inputs: vec![ids, mask], target: classes(3), samples: Vec::new() }
             }
         }
     }

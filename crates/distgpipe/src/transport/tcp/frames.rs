@@ -1,11 +1,9 @@
 //! Messages as frames on a socket: one frame per tensor, or one for a text.
 
-use crate::engine::{self, Layout};
+use crate::coding::{Decoder, Encoder};
 use crate::failure::{Fate, Fault};
 use crate::mailbox::{Message, Tag};
-use distgpipe_core::codec::raw::Raw;
-use distgpipe_core::codec::{Codec, CodecId, Context, TensorView};
-use distgpipe_core::wire::{self, DType, Header, Kind, Limits, Shape, TensorMeta, HEADER_BYTES};
+use distgpipe_core::wire::{Header, Kind, Limits, HEADER_BYTES};
 use std::cell::Cell;
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
@@ -142,6 +140,7 @@ pub fn read_frame(
     stream: &mut impl Read,
     limits: &Limits,
     patience: &Patience<'_>,
+    decoder: &mut Decoder,
     admit: impl FnOnce(&Header) -> Result<(), Fault>,
 ) -> Result<Frame, Fault> {
     let mut head = [0; HEADER_BYTES];
@@ -156,29 +155,8 @@ pub fn read_frame(
         header.verify(&body)?;
         return Ok(Frame { header, body, tensor: None });
     };
-    let mut tensor = empty(&meta)?;
-    let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
-    let mut codec = decoder(meta.codec)?;
-    if codec.is_identity(meta.dtype) {
-        read_exact(stream, room, patience)?;
-        header.verify(room)?;
-    } else {
-        let length =
-            usize::try_from(header.body_bytes).map_err(|_| Fault::protocol("a body that fits memory", "more"))?;
-        let mut body = vec![0; length];
-        read_exact(stream, &mut body, patience)?;
-        header.verify(&body)?;
-        codec.decode(&meta, &body, room).map_err(|e| Fault::protocol("a valid body", e.to_string()))?;
-    }
+    let tensor = decoder.read(&header, &meta, |body| read_exact(stream, body, patience))?;
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
-}
-
-fn decoder(id: CodecId) -> Result<Box<dyn Codec>, Fault> {
-    match id {
-        CodecId::Raw => Ok(Box::new(Raw)),
-        // Their parameters are not in the header: a link that uses one has to bring its own.
-        other => Err(Fault::protocol("a body in codec Raw", other.to_string())),
-    }
 }
 
 /// A message of the connection itself.
@@ -196,13 +174,7 @@ impl Assembler {
     /// Takes the next frame; gives the message once it is complete.
     pub fn add(&mut self, frame: Frame) -> Result<Option<Message>, Fault> {
         let header = frame.header;
-        let tag = Tag {
-            kind: header.kind,
-            step: header.step,
-            micro_batch: header.micro_batch,
-            from: header.from,
-            to: header.to,
-        };
+        let tag = Tag::of(&header);
         if !header.kind.carries_tensors() {
             return match &self.open {
                 None => Ok(Some(Message::text(tag, frame.body))),
@@ -224,18 +196,17 @@ impl Assembler {
 }
 
 /// Turns messages into frames.
-pub struct Encoder {
+pub struct Framer {
     limits: Limits,
     /// Whether all frames that were begun were written to their end.
     at_boundary: bool,
-    codec: Box<dyn Codec>,
-    scratch: Vec<u8>,
+    encoder: Encoder,
 }
 
-impl Encoder {
-    /// An encoder that keeps to these limits, so that the error is where the remedy is.
-    pub fn new(limits: Limits) -> Self {
-        Encoder { limits, at_boundary: true, codec: Box::new(Raw), scratch: Vec::new() }
+impl Framer {
+    /// Keeps to these limits, so that the error is where the remedy is.
+    pub fn new(limits: Limits, encoder: Encoder) -> Self {
+        Framer { limits, at_boundary: true, encoder }
     }
 
     /// Writes a message; returns the bytes that went onto the wire.
@@ -297,76 +268,16 @@ impl Encoder {
             header.seal(&[]);
             return then(&header, &[]);
         };
-        let tensor = dense(tensor)?;
-        let dtype = dtype_of(tensor.kind())?;
-        let dims: Vec<usize> = tensor.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
-        let layout = match engine::layout(&tensor) {
-            Some(Layout::ChannelsLast) => wire::Layout::ChannelsLast,
-            _ => wire::Layout::Contiguous,
-        };
-        let shape = Shape::new(&dims).map_err(|e| Fault::protocol("a shape that can be sent", e.to_string()))?;
-        header.tensor = Some(TensorMeta { dtype, layout, shape, codec: self.codec.id() });
-        let bytes = engine::bytes(&tensor).ok_or_else(|| Fault::protocol("a dense CPU tensor", "another"))?;
-        if self.codec.is_identity(dtype) {
-            header.seal(bytes);
-            header.check(&self.limits)?;
-            return then(&header, bytes);
-        }
-        self.scratch.clear();
-        self.codec
-            .encode(TensorView { dtype, dims: &dims, layout, bytes }, &Context::default(), &mut self.scratch)
-            .map_err(|e| Fault::protocol("a tensor the codec takes", e.to_string()))?;
-        header.seal(&self.scratch);
-        header.check(&self.limits)?;
-        then(&header, &self.scratch)
+        let Framer { limits, encoder, .. } = self;
+        encoder.with_encoded(message, slot, tensor, |meta, body| {
+            header.tensor = Some(meta);
+            header.seal(body);
+            header.check(limits)?;
+            then(&header, body)
+        })
     }
 }
 
 fn slots(message: &Message) -> usize {
     message.tensors.len().max(1)
-}
-
-/// The tensor on the CPU, without gaps, in the layout it has.
-fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
-    let tensor = if tensor.device() == tch::Device::Cpu {
-        tensor.shallow_clone()
-    } else {
-        tensor.f_to_device(tch::Device::Cpu)?
-    };
-    match engine::layout(&tensor) {
-        Some(_) => Ok(tensor),
-        None => Ok(tensor.f_contiguous()?),
-    }
-}
-
-fn empty(meta: &TensorMeta) -> Result<Tensor, Fault> {
-    let dims: Vec<i64> = meta.shape.dims().iter().map(|&d| i64::try_from(d).unwrap_or(i64::MAX)).collect();
-    let layout = match meta.layout {
-        wire::Layout::ChannelsLast if dims.len() == 4 => Layout::ChannelsLast,
-        _ => Layout::Contiguous,
-    };
-    engine::empty(&dims, kind_of(meta.dtype), layout)
-}
-
-/// Both ways in one table.
-const KINDS: [(DType, tch::Kind); 10] = [
-    (DType::F32, tch::Kind::Float),
-    (DType::F64, tch::Kind::Double),
-    (DType::F16, tch::Kind::Half),
-    (DType::BF16, tch::Kind::BFloat16),
-    (DType::I64, tch::Kind::Int64),
-    (DType::I32, tch::Kind::Int),
-    (DType::U8, tch::Kind::Uint8),
-    (DType::Bool, tch::Kind::Bool),
-    (DType::I16, tch::Kind::Int16),
-    (DType::I8, tch::Kind::Int8),
-];
-
-fn dtype_of(kind: tch::Kind) -> Result<DType, Fault> {
-    let found = KINDS.iter().find(|(_, k)| *k == kind);
-    found.map(|(d, _)| *d).ok_or_else(|| Fault::protocol("an element type that can be sent", format!("{kind:?}")))
-}
-
-fn kind_of(dtype: DType) -> tch::Kind {
-    KINDS.iter().find(|(d, _)| *d == dtype).map_or(tch::Kind::Float, |(_, k)| *k)
 }

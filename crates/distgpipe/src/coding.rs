@@ -1,0 +1,321 @@
+//! Tensors to bytes and back, at the two ends of a link: the run's codecs at work.
+//!
+//! ```text
+//!  stage ──► Encoder: its codec, or raw where that refuses ──bytes──► Decoder: the same codec ──► mailbox
+//! ```
+//!
+//! Each pair of partitions has its own codec in each direction, because a codec may remember. Both ends make theirs
+//! from the job, so a frame says only which member of the family encoded it, and that it is raw where it is.
+
+use crate::codecs::Codecs;
+use crate::engine::{self, Layout};
+use crate::failure::Fault;
+use crate::job::Job;
+use crate::mailbox::{Message, Tag};
+use crate::trace::{now_ns, Beside, Phase};
+use crate::transport::{Counters, Cut, Encoded};
+use distgpipe_core::codec::raw::Raw;
+use distgpipe_core::codec::{Alone, Codec, CodecId, Context, Crew, TensorView};
+use distgpipe_core::schedule::{Pass, Plan};
+use distgpipe_core::wire::{self, DType, Header, Kind, Shape, TensorMeta, HEADER_BYTES};
+use distgpipe_core::PartitionId;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use tch::Tensor;
+
+/// What the links of a worker share.
+#[derive(Clone)]
+pub struct Coding {
+    codecs: Arc<Codecs>,
+    plan: Arc<Plan>,
+    crew: Arc<dyn Crew>,
+    /// What is done beside the stage, on the links' threads.
+    pub beside: Beside,
+}
+
+impl Coding {
+    /// For the worker of this job.
+    pub fn new(job: &Job, plan: &Plan) -> Self {
+        let crew: Arc<dyn Crew> = match job.threads {
+            0 | 1 => Arc::new(Alone),
+            size => Arc::new(Threads { size }),
+        };
+        Coding {
+            codecs: Arc::new(job.codecs.clone()),
+            plan: Arc::new(plan.clone()),
+            crew,
+            beside: Beside::new(job.worker.0, job.trace),
+        }
+    }
+
+    /// A codec for what goes by this name; `None` for what is never encoded.
+    fn codec(&self, cut: Cut) -> Option<Box<dyn Codec>> {
+        let spec = self.codecs.of(&self.plan, cut.pass, cut.from, cut.to);
+        (!spec.is_raw()).then(|| spec.codec(self.crew.clone()))
+    }
+}
+
+/// The cut that a message crosses, if it is one between partitions.
+pub fn cut_of(tag: &Tag) -> Option<Cut> {
+    let pass = match tag.kind {
+        Kind::Activation => Pass::Forward,
+        Kind::Gradient => Pass::Backward,
+        _ => return None,
+    };
+    Some(Cut { pass, from: PartitionId(tag.from), to: PartitionId(tag.to) })
+}
+
+/// Codecs of one direction of a link, made when they are first needed. The plan bounds their number.
+struct Made {
+    coding: Coding,
+    codecs: HashMap<Cut, Option<Box<dyn Codec>>>,
+}
+
+impl Made {
+    fn of(&mut self, cut: Cut) -> Option<&mut Box<dyn Codec>> {
+        self.codecs.entry(cut).or_insert_with(|| self.coding.codec(cut)).as_mut()
+    }
+}
+
+/// The sending end.
+pub struct Encoder {
+    made: Made,
+    counters: Counters,
+    body: Vec<u8>,
+}
+
+impl Encoder {
+    /// Counts on these counters.
+    pub fn new(coding: Coding, counters: Counters) -> Self {
+        Encoder { made: Made { coding, codecs: HashMap::new() }, counters, body: Vec::new() }
+    }
+
+    /// Lends one tensor of a message, as it goes onto the wire, to `then`.
+    pub fn with_encoded<T>(
+        &mut self,
+        message: &Message,
+        index: usize,
+        tensor: &Tensor,
+        then: impl FnOnce(TensorMeta, &[u8]) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        let start = now_ns();
+        let tensor = dense(tensor)?;
+        let bytes = engine::bytes(&tensor).ok_or_else(|| Fault::protocol("a dense CPU tensor", "another"))?;
+        let dims: Vec<usize> = tensor.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
+        let shape = Shape::new(&dims).map_err(|e| Fault::protocol("a shape that can be sent", e.to_string()))?;
+        let layout = match engine::layout(&tensor) {
+            Some(Layout::ChannelsLast) => wire::Layout::ChannelsLast,
+            _ => wire::Layout::Contiguous,
+        };
+        let view = TensorView { dtype: dtype_of(tensor.kind())?, dims: &dims, layout, bytes };
+        let cut = cut_of(&message.tag);
+        self.body.clear();
+        let encoded = match cut {
+            Some(cut) if message.handling.compress => self.encode(cut, message, index, view)?,
+            _ => None,
+        };
+        let meta = TensorMeta { dtype: view.dtype, layout, shape, codec: encoded.unwrap_or(CodecId::Raw) };
+        let as_it_is = encoded.is_none() && Raw.is_identity(view.dtype);
+        if encoded.is_none() && !as_it_is {
+            Raw.encode(view, &Context::default(), &mut self.body).map_err(not_encoded)?;
+        }
+        let body = if as_it_is { bytes } else { &self.body };
+        if let Some(cut) = cut {
+            let times = Encoded {
+                raw_bytes: bytes.len() as u64,
+                wire_bytes: (HEADER_BYTES + body.len()) as u64,
+                encode_ns: now_ns().saturating_sub(start),
+            };
+            self.counters.encoded(cut, times);
+            if encoded.is_some() {
+                self.made.coding.beside.record(message.tag.step, Phase::Encode, &message.tag, start);
+            }
+        }
+        then(meta, body)
+    }
+
+    /// Fills `body` by the cut's codec, if it has one and that takes the tensor.
+    fn encode(
+        &mut self,
+        cut: Cut,
+        message: &Message,
+        index: usize,
+        view: TensorView<'_>,
+    ) -> Result<Option<CodecId>, Fault> {
+        let Some(codec) = self.made.of(cut) else { return Ok(None) };
+        let handling = &message.handling;
+        let context = Context {
+            slot: u64::from(message.tag.micro_batch) << 16 | index as u64,
+            seed: handling.seed.wrapping_add(index as u64),
+            samples: &handling.samples,
+            learning: handling.learning,
+        };
+        match codec.encode(view, &context, &mut self.body) {
+            Ok(()) => Ok(Some(codec.id())),
+            Err(error) if error.refuses_tensor() => {
+                self.counters.refused(cut, || format!("{} {:?}: {error}", view.dtype, view.dims));
+                Ok(None)
+            }
+            Err(error) => Err(not_encoded(error)),
+        }
+    }
+}
+
+fn not_encoded(error: distgpipe_core::codec::CodecError) -> Fault {
+    Fault::protocol("a tensor the codec takes", error.to_string())
+}
+
+/// The receiving end.
+pub struct Decoder {
+    /// Absent where no job is known yet: everything is raw then.
+    made: Option<Made>,
+    raw: Raw,
+    counters: Counters,
+    body: Vec<u8>,
+}
+
+impl Decoder {
+    /// Counts on these counters.
+    pub fn new(coding: Coding, counters: Counters) -> Self {
+        Decoder { made: Some(Made { coding, codecs: HashMap::new() }), raw: Raw, counters, body: Vec::new() }
+    }
+
+    /// For connections that carry no job yet.
+    pub fn raw() -> Self {
+        Decoder { made: None, raw: Raw, counters: Counters::default(), body: Vec::new() }
+    }
+
+    /// The tensor of a frame whose header has been checked; `fill` reads its body.
+    pub fn read(
+        &mut self,
+        header: &Header,
+        meta: &TensorMeta,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<Tensor, Fault> {
+        if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
+            let mut tensor = empty(meta)?;
+            let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
+            fill(room)?;
+            header.verify(room)?;
+            return Ok(tensor);
+        }
+        let tag = Tag::of(header);
+        // What the peer says is held against what the codec can make before there is room for it.
+        let dims: Vec<usize> = meta.shape.dims().iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
+        let most = self.codec(&tag, meta.codec)?.encoded_bytes(meta.dtype, &dims) as u64;
+        if header.body_bytes > most {
+            return Err(Fault::protocol(format!("at most {most} bytes for {tag}"), header.body_bytes.to_string()));
+        }
+        let mut body = std::mem::take(&mut self.body);
+        body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
+        fill(&mut body)?;
+        header.verify(&body)?;
+        let tensor = self.decode(&tag, meta, &body);
+        self.body = body;
+        tensor
+    }
+
+    /// The tensor of a body.
+    pub fn decode(&mut self, tag: &Tag, meta: &TensorMeta, body: &[u8]) -> Result<Tensor, Fault> {
+        let start = now_ns();
+        let mut tensor = empty(meta)?;
+        let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
+        let decoded = self.codec(tag, meta.codec)?.decode(meta, body, room);
+        decoded.map_err(|e| Fault::protocol(format!("a valid body of {tag}"), e.to_string()))?;
+        if let Some((cut, made)) = cut_of(tag).zip(self.made.as_ref()) {
+            self.counters.decoded(cut, now_ns().saturating_sub(start));
+            if meta.codec != CodecId::Raw {
+                made.coding.beside.record(tag.step, Phase::Decode, tag, start);
+            }
+        }
+        Ok(tensor)
+    }
+
+    /// The codec for a frame of this name that says it was encoded so. Any frame may be raw; otherwise it has to be in
+    /// the codec of the job.
+    fn codec(&mut self, tag: &Tag, id: CodecId) -> Result<&mut dyn Codec, Fault> {
+        if id == CodecId::Raw {
+            return Ok(&mut self.raw);
+        }
+        let made = cut_of(tag).zip(self.made.as_mut());
+        match made.and_then(|(cut, made)| made.of(cut)) {
+            Some(codec) if codec.id() == id => Ok(codec.as_mut()),
+            Some(codec) => Err(Fault::protocol(format!("{tag} in codec {} or raw", codec.id()), id.to_string())),
+            None => Err(Fault::protocol(format!("{tag} raw"), format!("codec {id}"))),
+        }
+    }
+}
+
+/// Threads for large tensors, started for each: a tensor that is worth splitting takes far longer than starting them.
+struct Threads {
+    size: usize,
+}
+
+impl Crew for Threads {
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn run(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        let next = AtomicUsize::new(0);
+        let work = || loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= tasks {
+                return;
+            }
+            task(number);
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..self.size.min(tasks) {
+                scope.spawn(work);
+            }
+            work();
+        });
+    }
+}
+
+/// The tensor on the CPU, without gaps, in the layout it has.
+fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
+    let tensor = if tensor.device() == tch::Device::Cpu {
+        tensor.shallow_clone()
+    } else {
+        tensor.f_to_device(tch::Device::Cpu)?
+    };
+    match engine::layout(&tensor) {
+        Some(_) => Ok(tensor),
+        None => Ok(tensor.f_contiguous()?),
+    }
+}
+
+fn empty(meta: &TensorMeta) -> Result<Tensor, Fault> {
+    let dims: Vec<i64> = meta.shape.dims().iter().map(|&d| i64::try_from(d).unwrap_or(i64::MAX)).collect();
+    let layout = match meta.layout {
+        wire::Layout::ChannelsLast if dims.len() == 4 => Layout::ChannelsLast,
+        _ => Layout::Contiguous,
+    };
+    engine::empty(&dims, kind_of(meta.dtype), layout)
+}
+
+/// Both ways in one table.
+const KINDS: [(DType, tch::Kind); 10] = [
+    (DType::F32, tch::Kind::Float),
+    (DType::F64, tch::Kind::Double),
+    (DType::F16, tch::Kind::Half),
+    (DType::BF16, tch::Kind::BFloat16),
+    (DType::I64, tch::Kind::Int64),
+    (DType::I32, tch::Kind::Int),
+    (DType::U8, tch::Kind::Uint8),
+    (DType::Bool, tch::Kind::Bool),
+    (DType::I16, tch::Kind::Int16),
+    (DType::I8, tch::Kind::Int8),
+];
+
+fn dtype_of(kind: tch::Kind) -> Result<DType, Fault> {
+    let found = KINDS.iter().find(|(_, k)| *k == kind);
+    found.map(|(d, _)| *d).ok_or_else(|| Fault::protocol("an element type that can be sent", format!("{kind:?}")))
+}
+
+fn kind_of(dtype: DType) -> tch::Kind {
+    KINDS.iter().find(|(d, _)| *d == dtype).map_or(tch::Kind::Float, |(_, k)| *k)
+}
