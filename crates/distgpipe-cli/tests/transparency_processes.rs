@@ -1,5 +1,7 @@
 //! Law 1 between processes over TCP: gradients, parameters and buffers are those of one device, bit for bit.
 
+#[path = "../../distgpipe/tests/one_device/coded.rs"]
+mod coded;
 #[path = "../../distgpipe/tests/one_device/matrix.rs"]
 mod matrix;
 #[path = "../../distgpipe/tests/one_device/mod.rs"]
@@ -31,4 +33,20 @@ fn transformer_is_transparent_between_processes() {
 fn ten_steps_between_processes_have_the_losses_of_one_device() {
     let servers = Servers::start(1);
     matrix::check_ten_steps(|_| -> Workers { servers.first(1) });
+}
+
+#[test]
+fn with_a_codec_processes_are_one_device_that_rounds_at_the_cuts() {
+    let servers = Servers::start(1);
+    coded::check_rounding(|| servers.first(1));
+}
+
+/// Both ends of a link keep what a codec remembers, and stay in step.
+#[test]
+fn every_codec_learns_the_same_between_processes_as_between_threads() {
+    let servers = Servers::start(1);
+    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+        let learned = |workers| coded::learned(coded::codecs(text, text), workers, false);
+        one_device::assert_identical(text, &learned(servers.first(1)), &learned(Workers::Threads));
+    }
 }

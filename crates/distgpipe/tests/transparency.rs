@@ -1,5 +1,7 @@
 //! Law 1 between threads: gradients, parameters and buffers are those of one device, bit for bit.
 
+#[path = "one_device/coded.rs"]
+mod coded;
 #[path = "one_device/matrix.rs"]
 mod matrix;
 #[path = "one_device/mod.rs"]
@@ -25,6 +27,20 @@ fn transformer_is_transparent_between_threads() {
 #[test]
 fn ten_steps_between_threads_have_the_losses_of_one_device() {
     matrix::check_ten_steps(|_| Workers::Threads);
+}
+
+#[test]
+fn with_a_codec_a_pipeline_is_one_device_that_rounds_at_the_cuts() {
+    coded::check_rounding(|| Workers::Threads);
+}
+
+/// A codec that remembers must not remember what nobody learns from.
+#[test]
+fn evaluating_in_between_changes_nothing_whatever_the_codec() {
+    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+        let learned = |evaluate| coded::learned(coded::codecs(text, text), Workers::Threads, evaluate);
+        one_device::assert_identical(text, &learned(true), &learned(false));
+    }
 }
 
 /// A skip from the first to the last of three workers does not pass through the one between.
