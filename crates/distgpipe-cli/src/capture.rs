@@ -7,10 +7,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// Writes `step-N.safetensors`, N counted from 1, into a directory, which is made if need be.
+/// Makes the directory, so that what is wrong with it shows before the training.
+pub fn prepare(directory: &Path) -> Result<()> {
+    std::fs::create_dir_all(directory).map_err(|e| at(directory, e))
+}
+
+/// Writes `step-N.safetensors`, N counted from 1, into the directory.
 pub fn save(directory: &Path, step: u64, tensors: &BTreeMap<String, Tensor>) -> Result<PathBuf> {
-    let at = |e: Error| Error::new(e.kind(), format!("--capture {}: {e}", directory.display()));
-    std::fs::create_dir_all(directory).map_err(at)?;
+    let at = |e: Error| at(directory, e);
     let path = directory.join(format!("step-{}.safetensors", step + 1));
     let tensors: Vec<(&String, Tensor)> = tensors.iter().map(|(name, tensor)| (name, tensor.contiguous())).collect();
     let views: Vec<(&String, TensorView<'_>)> =
@@ -24,6 +28,10 @@ pub fn save(directory: &Path, step: u64, tensors: &BTreeMap<String, Tensor>) -> 
     let unfinished = path.with_extension("part");
     std::fs::write(&unfinished, bytes).and_then(|()| std::fs::rename(&unfinished, &path)).map_err(at)?;
     Ok(path)
+}
+
+fn at(directory: &Path, error: Error) -> Error {
+    Error::new(error.kind(), format!("--capture {}: {error}", directory.display()))
 }
 
 fn view(tensor: &Tensor) -> Result<TensorView<'_>> {

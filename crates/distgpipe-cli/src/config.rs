@@ -113,7 +113,7 @@ impl RunConfig {
             steps_max: flags.steps,
             learning_rate,
             decay: flags.lr_decay.unwrap_or(Decay::None),
-            capture: capture(&flags)?,
+            capture: capture(&flags, worker_count)?,
             ..TrainOptions::default()
         };
         let weights = flags.weights.as_deref().map(|path| crate::weights::read(path, &model)).transpose()?;
@@ -419,7 +419,10 @@ fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {
     })
 }
 
-fn capture(flags: &TrainFlags) -> anyhow::Result<Capture> {
+fn capture(flags: &TrainFlags, workers: usize) -> anyhow::Result<Capture> {
+    if flags.capture.is_some() && workers == 1 {
+        return Err(usage("--capture: one worker has no links: cut the model with --partitions or --balance"));
+    }
     match (&flags.capture, flags.capture_step) {
         (None, None) => Ok(Capture::Nothing),
         (None, Some(_)) => Err(usage("--capture-step: add --capture DIR, which says where to save it")),

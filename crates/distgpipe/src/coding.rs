@@ -319,3 +319,92 @@ fn dtype_of(kind: tch::Kind) -> Result<DType, Fault> {
 fn kind_of(dtype: DType) -> tch::Kind {
     KINDS.iter().find(|(d, _)| *d == dtype).map_or(tch::Kind::Float, |(_, k)| *k)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codecs::Codecs;
+    use distgpipe_core::placement::Placement;
+    use distgpipe_core::schedule::{Request, Schedule};
+
+    fn coding(codec: &str) -> Coding {
+        let placement: Placement = "a,b".parse().unwrap();
+        let plan = Schedule::GPipe.plan(&Request::new(placement, 1)).unwrap();
+        Coding {
+            codecs: Arc::new(Codecs::all(codec.parse().unwrap())),
+            plan: Arc::new(plan),
+            crew: Arc::new(Alone),
+            beside: Beside::new(0, false),
+        }
+    }
+
+    fn message(kind: Kind) -> Message {
+        let tag = Tag { kind, step: 0, micro_batch: 0, from: 0, to: 1 };
+        let mut message = Message::tensors(tag, vec![Some(Tensor::from_slice(&[1.0f32, 2.0, 4.0, 8.0]))]);
+        message.handling.compress = true;
+        message
+    }
+
+    /// The header and the body of a message as one codec sends it.
+    fn frame(codec: &str, kind: Kind) -> (Header, Vec<u8>) {
+        let mut encoder = Encoder::new(coding(codec), Counters::default());
+        let message = message(kind);
+        let tensor = message.tensors[0].as_ref().unwrap().shallow_clone();
+        let encoded = encoder.with_encoded(&message, 0, &tensor, |meta, body| {
+            let mut header = Header { to: 1, tensor: Some(meta), ..Header::new(kind) };
+            header.seal(body);
+            Ok((header, body.to_vec()))
+        });
+        encoded.unwrap()
+    }
+
+    fn read(decoder: &mut Decoder, header: &Header, body: &[u8]) -> Result<Vec<f32>, String> {
+        let meta = header.tensor.unwrap();
+        let tensor = decoder.read(header, &meta, |into| {
+            into.copy_from_slice(body);
+            Ok(())
+        });
+        tensor.map(|t| Vec::<f32>::try_from(&t).unwrap()).map_err(|fault| fault.to_string())
+    }
+
+    #[test]
+    fn a_decoder_takes_its_own_codec_and_raw_and_nothing_else() {
+        let mut decoder = Decoder::new(coding("uniform:8"), Counters::default());
+        let values = [1.0, 2.0, 4.0, 8.0];
+        for codec in ["raw", "uniform:8"] {
+            let (header, body) = frame(codec, Kind::Activation);
+            let got = read(&mut decoder, &header, &body).unwrap();
+            assert!(got.iter().zip(values).all(|(a, b)| (a - b).abs() < 0.02), "{codec}: {got:?}");
+        }
+        let (header, body) = frame("tile:8", Kind::Activation);
+        let refused = read(&mut decoder, &header, &body).unwrap_err();
+        assert!(refused.contains("in codec Uniform or raw") && refused.contains("Tile"), "{refused}");
+        let (header, body) = frame("uniform:8", Kind::Activation);
+        let refused = read(&mut Decoder::raw(), &header, &body).unwrap_err();
+        assert!(refused.contains("raw") && refused.contains("Uniform"), "{refused}");
+        // What is not between partitions is raw, whatever the codec.
+        assert_eq!(frame("uniform:8", Kind::Input).0.tensor.unwrap().codec, CodecId::Raw);
+    }
+
+    /// The room for a body is what the codec can make, not what the peer says.
+    #[test]
+    fn a_body_longer_than_its_tensor_is_refused_before_there_is_room_for_it() {
+        let mut decoder = Decoder::new(coding("uniform:8"), Counters::default());
+        let (mut header, _) = frame("uniform:8", Kind::Activation);
+        header.body_bytes = 1 << 40;
+        let meta = header.tensor.unwrap();
+        let refused = decoder.read(&header, &meta, |_| panic!("nothing may be read")).unwrap_err().to_string();
+        assert!(refused.contains("at most 12 bytes") && refused.contains("1099511627776"), "{refused}");
+    }
+
+    #[test]
+    fn a_crew_does_every_task_once() {
+        for size in [1, 2, 5] {
+            let done: Vec<AtomicUsize> = (0..37).map(|_| AtomicUsize::new(0)).collect();
+            Threads { size }.run(done.len(), &|task| {
+                done[task].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+}

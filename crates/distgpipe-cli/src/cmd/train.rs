@@ -53,6 +53,9 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let model = config.model.recipe.as_ref().map(|recipe| recipe.name.clone()).unwrap_or_default();
     let balance = pipeline.balance().sizes().to_vec();
     report::note(&headline(config, &model, &balance, &placed));
+    if let Some(directory) = &config.capture {
+        capture::prepare(directory)?;
+    }
     let mut log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
     let summary = {
         let trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;

@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""Measures what codecs cost and what they bring, in training steps, and writes the run into bench/runs/.
+
+  overhead   two processes on this host, MobileNetV2 224×224 cut after its first block, so that the link carries
+             [rows, 32, 112, 112] there and back: raw beside codecs. The socket is as fast as memory, so codecs can only cost.
+  thin       client and server in network namespaces of their own, between them a link of so many Mbit/s (veth, `tc … tbf`):
+             raw beside codecs, with the same model, and with one that computes almost nothing, where the link is all there is.
+             Needs root, `ip` and `tc` (Debian: iproute2); everything is removed at the end.
+
+The measurements are taken in rounds, each round through the whole list, so that a disturbance from outside hits all of them
+alike; ratios are between medians over all steps of all rounds.
+
+usage: bench/links.py overhead|thin [--rounds 3] [--steps 4] [--mbit 100] [--name NAME]            needs: a release build
+"""
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BINARY = HERE.parent / "target" / "release" / "distgpipe"
+WARM_UP = 1
+CODECS = ["raw", "bf16", "sort:16", "sort:12", "sort:8", "sort:4", "tile:4"]
+TOKEN = "5e" * 32
+
+MODELS = {
+    # flags, rows of a batch
+    "MobileNetV2": ("--model mobilenet_v2 --set dropout=0.0 --balance 1,19 --chunks 8", {"overhead": 32, "thin": 16}),
+    "wide layer": ("--model mlp --set input=[64] --set hidden=[32768] --balance 1,1 --chunks 8", {"thin": 64}),
+}
+
+
+def train(model, codec, mode, steps, workers, prefix=()):
+    flags, rows = MODELS[model]
+    rows = rows[mode]
+    with tempfile.TemporaryDirectory() as log:
+        command = [
+            *prefix, str(BINARY), "train", *flags.split(), "--place", "client,server", "--schedule", "1f1b",
+            "--data", "synthetic", "--samples", str(rows * (steps + WARM_UP)), "--batch", str(rows), "--threads", "1",
+            "--optimizer", "sgd", "--momentum", "0", "--lr", "0.005", "--no-evaluate", "--epochs", "1", "--json",
+            "--codec", codec, "--log", log, *workers,
+        ]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              env={**os.environ, "DISTGPIPE_TOKEN": TOKEN})
+        if done.returncode:
+            raise SystemExit(f"failed: {' '.join(command)}\n{done.stderr}")
+        summary = json.loads(done.stdout)
+        lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
+    cuts = [cut for link in summary["links"] for cut in link["cuts"]]
+    return {
+        "model": model,
+        "codec": codec,
+        "rows": rows,
+        "step_s": [line["seconds"] for line in lines][WARM_UP:],
+        "wire_bytes_a_step": sum(cut["wire_bytes"] for cut in cuts) / len(lines),
+        "encode_ms_a_step": sum(cut["encode_ms"] for cut in cuts) / len(lines),
+        "decode_ms_a_step": sum(cut["decode_ms"] for cut in cuts) / len(lines),
+        "command": "distgpipe " + " ".join(command[len(prefix) + 1:]).replace(log, "LOG"),
+    }
+
+
+def run(*command):
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def thin_link(mbit):
+    """Two namespaces with a slow link between them; the server's worker listens in one of them."""
+    if os.geteuid() != 0:
+        raise SystemExit("network namespaces need root: run this with sudo")
+    for tool in ("ip", "tc"):
+        if not shutil.which(tool):
+            raise SystemExit(f"there is no `{tool}`: install iproute2")
+    names = [f"dg{os.getpid()}{end}" for end in "cs"]
+    worker = None
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        run("ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1])
+        for name, address in zip(names, ("10.77.0.1/24", "10.77.0.2/24")):
+            run("ip", "link", "set", name, "netns", name)
+            run("ip", "-n", name, "addr", "add", address, "dev", name)
+            run("ip", "-n", name, "link", "set", name, "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf",
+                "rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms")
+        worker = subprocess.Popen(
+            ["ip", "netns", "exec", names[1], str(BINARY), "worker", "--listen", "10.77.0.2:7000", "--expose"],
+            env={**os.environ, "DISTGPIPE_TOKEN": TOKEN}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        worker.stdout.readline()
+        yield ["ip", "netns", "exec", names[0]], ["--workers", "10.77.0.2:7000"]
+    finally:
+        if worker:
+            worker.kill()
+            worker.wait()
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+        time.sleep(0.2)
+
+
+def machine():
+    model = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "?")
+    memory = int(next(l.split()[1] for l in open("/proc/meminfo") if l.startswith("MemTotal"))) // 1024 // 1024
+    return f"{os.cpu_count()} cores of {model}, {memory} GiB, Linux {platform.release()}, Python {platform.python_version()}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["overhead", "thin"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="per round, after the warm-up")
+    parser.add_argument("--mbit", type=int, default=100, help="of the thin link")
+    parser.add_argument("--name", default=datetime.date.today().isoformat() + "-links", help="of the folder under bench/runs")
+    options = parser.parse_args()
+    if not BINARY.exists():
+        raise SystemExit(f"there is no {BINARY.relative_to(HERE.parent)}: run `cargo build --release` first")
+    rows = []
+    link = thin_link(options.mbit) if options.mode == "thin" else contextlib.nullcontext(([], ["--workers", "processes"]))
+    with link as (prefix, workers):
+        for round_number in range(options.rounds):
+            for model in (m for m, (_, sizes) in MODELS.items() if options.mode in sizes):
+                for codec in CODECS:
+                    row = train(model, codec, options.mode, options.steps, workers, prefix)
+                    rows.append({**row, "round": round_number})
+                    print(f"round {round_number}  {model:12} {codec:8} {statistics.median(row['step_s']):7.3f} s a step", flush=True)
+    folder = HERE / "runs" / options.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{options.mode}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report(rows, options)
+    (folder / f"{options.mode}.md").write_text(text)
+    print(text)
+
+
+def report(rows, options):
+    title = {"overhead": "on one host, where the link costs nothing", "thin": f"over a link of {options.mbit} Mbit/s"}
+    mbit = f" --mbit {options.mbit}" if options.mode == "thin" else ""
+    lines = [
+        f"# Codecs in training steps, {title[options.mode]}",
+        "",
+        f"Machine: {machine()}.  ",
+        f"Command: `bench/links.py {options.mode} --rounds {options.rounds} --steps {options.steps}{mbit}`; "
+        f"every step's time is in `{options.mode}.jsonl`.",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of = {codec: [row for row in rows if (row["model"], row["codec"]) == (model, codec)] for codec in CODECS}
+        step = {codec: statistics.median(t for row in of[codec] for t in row["step_s"]) for codec in CODECS}
+        lines += [
+            "",
+            f"## {model}, {of['raw'][0]['rows']} rows in 8 micro-batches",
+            "",
+            f"`{of['raw'][0]['command']}`",
+            "",
+            "| codec | seconds a step, median | times as fast as raw | on the wire a step | encode | decode |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for codec in CODECS:
+            mean = lambda key: statistics.mean(row[key] for row in of[codec])
+            lines.append(
+                f"| {codec} | {step[codec]:.3f} | {step['raw'] / step[codec]:.2f} | {mean('wire_bytes_a_step') / 1e6:.2f} MB | "
+                f"{mean('encode_ms_a_step'):.0f} ms | {mean('decode_ms_a_step'):.0f} ms |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

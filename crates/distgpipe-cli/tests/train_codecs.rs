@@ -1,0 +1,161 @@
+//! `distgpipe train` with codecs: the flags, the table, the warning, the captured file, the trace.
+
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+fn train(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
+    command.arg("train").args(arguments).stdin(Stdio::null());
+    command.output().expect("the binary was built with this test")
+}
+
+fn fine(arguments: &[&str]) -> (String, String) {
+    let output = train(arguments);
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success(), "{arguments:?}: {err}");
+    (out, err)
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&fine(&[arguments, &["--json"]].concat()).0).expect("--json prints JSON and nothing else")
+}
+
+fn directory(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    path
+}
+
+/// The cuts of a report: pass and codec, with the ratio.
+fn cuts(report: &Value) -> Vec<(String, String, f64)> {
+    let links = report["links"].as_array().unwrap().iter();
+    let cuts = links.flat_map(|link| link["cuts"].as_array().unwrap());
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    cuts.map(|cut| (text(&cut["pass"]), text(&cut["codec"]), cut["ratio"].as_f64().unwrap())).collect()
+}
+
+/// Rows of 256 floats in messages of 16: large enough that headers and tables hardly show.
+const RUN: [&str; 12] = [
+    "--set",
+    "hidden=[256,256]",
+    "--partitions",
+    "3",
+    "--place",
+    "client,server,client",
+    "--chunks",
+    "4",
+    "--steps",
+    "4",
+    "--batch",
+    "64",
+];
+
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&RUN[..], more].concat()
+}
+
+#[test]
+fn each_direction_and_each_link_has_the_codec_it_was_given() {
+    let report = json(&with(&["--codec", "sort:8", "--codec-backward", "uniform:8"]));
+    let named = |report: &Value| cuts(report).into_iter().map(|(pass, codec, _)| (pass, codec)).collect::<Vec<_>>();
+    let pair = |pass: &str, codec: &str| (pass.to_owned(), codec.to_owned());
+    // From the client: activations 0 → 1 and gradients 2 → 1; from the server the others.
+    let expected = [pair("forward", "sort:8"), pair("backward", "uniform:8")];
+    assert_eq!(named(&report), [&expected[..], &expected].concat());
+    assert!(cuts(&report).iter().all(|(_, _, ratio)| (3.6..4.0).contains(ratio)), "{:?}", cuts(&report));
+
+    let one = json(&with(&["--codec", "f16", "--codec-link", "1-2=tile:4,raw"]));
+    let expected =
+        [pair("forward", "f16"), pair("backward", "raw"), pair("forward", "tile:4"), pair("backward", "f16")];
+    assert_eq!(named(&one), expected);
+}
+
+#[test]
+fn the_flags_of_the_seeds_work_as_they_stand() {
+    let log = directory("seeds");
+    let directory = log.to_str().unwrap();
+    let seeds = ["--sortquant", "--quant", "6", "--split", "2", "--chunk", "8", "--log", directory];
+    let report = json(&[&["--partitions", "2", "--steps", "3"], &seeds[..]].concat());
+    assert_eq!(report["micro_batches"], 8);
+    assert!(cuts(&report).iter().all(|(_, codec, _)| codec == "sort:6+2"));
+    // The log repeats the run.
+    let config = log.join("config.toml");
+    let again = json(&["--config", config.to_str().unwrap()]);
+    let losses = |report: &Value| report["epochs"][0]["train_loss"].clone();
+    assert_eq!(losses(&again), losses(&report));
+    let same = json(&["--partitions", "2", "--steps", "3", "--chunks", "8", "--codec", "sort:8"]);
+    assert_eq!(losses(&same), losses(&report));
+}
+
+#[test]
+fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
+    let cases: [(&[&str], &str); 9] = [
+        (&["--codec", "zip"], "expected a codec out of: raw, f16"),
+        (&["--codec-backward", "sort:6"], "such as sort:6+2"),
+        (&["--codec", "tile:4", "--sortquant"], "keep one"),
+        (&["--split", "2"], "--split: it is a parameter of --sortquant"),
+        (&["--sortquant", "--quant", "15", "--split", "2"], "Q+S at most 16 bits"),
+        (&["--codec-link", "0-2=raw"], "one of the run's links, 0-1, 1-2"),
+        (&["--codec-link", "raw"], "expected LINK=CODEC"),
+        (&["--capture-step", "3"], "add --capture DIR"),
+        (&["--capture", "x", "--capture-step", "0"], "counted from 1"),
+    ];
+    for (arguments, remedy) in cases {
+        let output = train(&with(arguments));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        assert!(said.contains(remedy), "{arguments:?}: {said}");
+    }
+    let alone = train(&["--capture", "x"]);
+    assert!(String::from_utf8_lossy(&alone.stderr).contains("one worker has no links"));
+}
+
+/// The attention mask is of integers: it goes raw every time, and the user hears of it once per link.
+#[test]
+fn what_a_codec_refuses_is_told_once_and_counted() {
+    let small = ["layers=2", "hidden=16", "heads=2", "feed_forward=16", "tokens=8", "vocabulary=50"];
+    let mut arguments = vec!["--model", "transformer", "--data", "synthetic", "--samples", "64", "--batch", "16"];
+    small.iter().for_each(|setting| arguments.extend(["--set", setting]));
+    arguments.extend(["--partitions", "2", "--codec", "tile:8", "--epochs", "1", "--workers", "processes"]);
+    let (out, err) = fine(&arguments);
+    assert_eq!(err.matches("warning: w0 sends activations 0 → 1 raw").count(), 1, "{err}");
+    assert!(err.contains("expected an F32 tensor for codec"), "{err}");
+    // 4 training steps and 1 test step of 4 micro-batches, one mask in each.
+    assert!(out.lines().any(|line| line.contains("activations 0 → 1") && line.ends_with("20 of 40")), "{out}");
+}
+
+#[test]
+fn a_captured_step_is_a_safetensors_file_of_what_crossed_the_links() {
+    let path = directory("captured");
+    let capture = ["--codec", "tile:4", "--capture", path.to_str().unwrap(), "--capture-step", "2"];
+    let (_, err) = fine(&with(&capture));
+    assert!(err.contains("step-2.safetensors"), "{err}");
+    let bytes = std::fs::read(path.join("step-2.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut names = file.names().into_iter().cloned().collect::<Vec<_>>();
+    names.sort();
+    let cut = |what: &str| (0..4).map(|m| format!("{what}.{m}.0")).collect::<Vec<_>>();
+    let expected = ["activation.0-1", "activation.1-2", "gradient.1-0", "gradient.2-1"].map(cut).concat();
+    assert_eq!(names, expected);
+    assert_eq!(file.tensor("activation.0-1.0.0").unwrap().shape(), [16, 256]);
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1, "nothing half-written is left");
+}
+
+/// Encoding and decoding have lines of their own in the trace, beside the stage they overlap with.
+#[test]
+fn the_trace_shows_encoding_and_decoding_beside_the_stages() {
+    let log = directory("traced");
+    fine(&with(&["--codec", "sort:8", "--workers", "processes", "--log", log.to_str().unwrap(), "--trace"]));
+    let trace: Value = serde_json::from_slice(&std::fs::read(log.join("trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let lines: Vec<&str> = events.iter().filter_map(|event| event["args"]["name"].as_str()).collect();
+    assert_eq!(lines, ["client", "client encodes", "client decodes", "server", "server encodes", "server decodes"]);
+    for category in ["encode", "decode"] {
+        let spans: Vec<&Value> = events.iter().filter(|event| event["cat"] == category).collect();
+        // 4 steps of 4 micro-batches over two cuts, there and back.
+        assert_eq!(spans.len(), 4 * 4 * 4, "{category}");
+        let stages = [0, 3].map(Value::from);
+        assert!(spans.iter().all(|span| !stages.contains(&span["tid"])), "{category} is not on a stage's line");
+    }
+}
