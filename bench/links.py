@@ -46,7 +46,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
             *prefix, str(BINARY), "train", *flags.split(), "--place", "client,server", "--schedule", "1f1b",
             "--data", "synthetic", "--samples", str(rows * (steps + WARM_UP)), "--batch", str(rows), "--threads", "1",
             "--optimizer", "sgd", "--momentum", "0", "--lr", "0.005", "--no-evaluate", "--epochs", "1", "--json",
-            "--codec", codec, "--log", log, *workers,
+            "--codec", codec, "--log", log, "--trace", *workers,
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                               env={**os.environ, "DISTGPIPE_TOKEN": TOKEN})
@@ -54,6 +54,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
             raise SystemExit(f"failed: {' '.join(command)}\n{done.stderr}")
         summary = json.loads(done.stdout)
         lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
+        spans = [json.loads(line) for line in (Path(log) / "trace.jsonl").read_text().splitlines()]
     cuts = [cut for link in summary["links"] for cut in link["cuts"]]
     return {
         "model": model,
@@ -63,8 +64,24 @@ def train(model, codec, mode, steps, workers, prefix=()):
         "wire_bytes_a_step": sum(cut["wire_bytes"] for cut in cuts) / len(lines),
         "encode_ms_a_step": sum(cut["encode_ms"] for cut in cuts) / len(lines),
         "decode_ms_a_step": sum(cut["decode_ms"] for cut in cuts) / len(lines),
+        "overlap": overlap(spans),
         "command": "distgpipe " + " ".join(command[len(prefix) + 1:]).replace(log, "LOG"),
     }
+
+
+def overlap(spans):
+    """The share of the time of encoding and decoding in which some stage computes; none if there was no codec."""
+    work = sorted((s["start_ns"], s["end_ns"]) for s in spans if s["phase"] in ("forward", "recompute", "backward"))
+    busy = []
+    for start, end in work:
+        if busy and start <= busy[-1][1]:
+            busy[-1][1] = max(busy[-1][1], end)
+        else:
+            busy.append([start, end])
+    coding = [(s["start_ns"], s["end_ns"]) for s in spans if s["phase"] in ("encode", "decode")]
+    shared = sum(max(0, min(end, e) - max(start, b)) for start, end in coding for b, e in busy)
+    total = sum(end - start for start, end in coding)
+    return shared / total if total else None
 
 
 def run(*command):
@@ -158,14 +175,20 @@ def report(rows, options):
             "",
             f"`{of['raw'][0]['command']}`",
             "",
-            "| codec | seconds a step, median | times as fast as raw | on the wire a step | encode | decode |",
-            "| --- | --- | --- | --- | --- | --- |",
+            "| codec | seconds a step, median | times as fast as raw | on the wire a step | encode | decode | beside computing |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
         ]
         for codec in CODECS:
             mean = lambda key: statistics.mean(row[key] for row in of[codec])
+            beside = [row["overlap"] for row in of[codec] if row["overlap"] is not None]
+            beside = f"{statistics.mean(beside):.0%}" if beside else "–"
             lines.append(
                 f"| {codec} | {step[codec]:.3f} | {step['raw'] / step[codec]:.2f} | {mean('wire_bytes_a_step') / 1e6:.2f} MB | "
-                f"{mean('encode_ms_a_step'):.0f} ms | {mean('decode_ms_a_step'):.0f} ms |")
+                f"{mean('encode_ms_a_step'):.0f} ms | {mean('decode_ms_a_step'):.0f} ms | {beside} |")
+    lines += [
+        "",
+        "Beside computing: the share of the time of encoding and decoding in which a stage was computing, from the trace.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -30,6 +30,8 @@ pub struct Coding {
     codecs: Arc<Codecs>,
     plan: Arc<Plan>,
     crew: Arc<dyn Crew>,
+    /// Where what is decoded will be used.
+    near: tch::Device,
     /// What is done beside the stage, on the links' threads.
     pub beside: Beside,
 }
@@ -45,6 +47,8 @@ impl Coding {
             codecs: Arc::new(job.codecs.clone()),
             plan: Arc::new(plan.clone()),
             crew,
+            // A device that cannot be opened fails the worker by itself.
+            near: job.device.open().unwrap_or(tch::Device::Cpu),
             beside: Beside::new(job.worker.0, job.trace),
         }
     }
@@ -100,7 +104,7 @@ impl Encoder {
         then: impl FnOnce(TensorMeta, &[u8]) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
         let start = now_ns();
-        let tensor = dense(tensor)?;
+        let tensor = engine::on_host(tensor)?;
         let bytes = engine::bytes(&tensor).ok_or_else(|| Fault::protocol("a dense CPU tensor", "another"))?;
         let dims: Vec<usize> = tensor.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
         let shape = Shape::new(&dims).map_err(|e| Fault::protocol("a shape that can be sent", e.to_string()))?;
@@ -186,6 +190,10 @@ impl Decoder {
         Decoder { made: None, raw: Raw, counters: Counters::default(), body: Vec::new() }
     }
 
+    fn near(&self) -> tch::Device {
+        self.made.as_ref().map_or(tch::Device::Cpu, |made| made.coding.near)
+    }
+
     /// The tensor of a frame whose header has been checked; `fill` reads its body.
     pub fn read(
         &mut self,
@@ -194,7 +202,7 @@ impl Decoder {
         fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
     ) -> Result<Tensor, Fault> {
         if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
-            let mut tensor = empty(meta)?;
+            let mut tensor = empty(meta, self.near())?;
             let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
             fill(room)?;
             header.verify(room)?;
@@ -219,7 +227,7 @@ impl Decoder {
     /// The tensor of a body.
     pub fn decode(&mut self, tag: &Tag, meta: &TensorMeta, body: &[u8]) -> Result<Tensor, Fault> {
         let start = now_ns();
-        let mut tensor = empty(meta)?;
+        let mut tensor = empty(meta, self.near())?;
         let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
         let decoded = self.codec(tag, meta.codec)?.decode(meta, body, room);
         decoded.map_err(|e| Fault::protocol(format!("a valid body of {tag}"), e.to_string()))?;
@@ -275,26 +283,13 @@ impl Crew for Threads {
     }
 }
 
-/// The tensor on the CPU, without gaps, in the layout it has.
-fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
-    let tensor = if tensor.device() == tch::Device::Cpu {
-        tensor.shallow_clone()
-    } else {
-        tensor.f_to_device(tch::Device::Cpu)?
-    };
-    match engine::layout(&tensor) {
-        Some(_) => Ok(tensor),
-        None => Ok(tensor.f_contiguous()?),
-    }
-}
-
-fn empty(meta: &TensorMeta) -> Result<Tensor, Fault> {
+fn empty(meta: &TensorMeta, near: tch::Device) -> Result<Tensor, Fault> {
     let dims: Vec<i64> = meta.shape.dims().iter().map(|&d| i64::try_from(d).unwrap_or(i64::MAX)).collect();
     let layout = match meta.layout {
         wire::Layout::ChannelsLast if dims.len() == 4 => Layout::ChannelsLast,
         _ => Layout::Contiguous,
     };
-    engine::empty(&dims, kind_of(meta.dtype), layout)
+    engine::empty_near(near, &dims, kind_of(meta.dtype), layout)
 }
 
 /// Both ways in one table.
@@ -334,6 +329,7 @@ mod tests {
             codecs: Arc::new(Codecs::all(codec.parse().unwrap())),
             plan: Arc::new(plan),
             crew: Arc::new(Alone),
+            near: tch::Device::Cpu,
             beside: Beside::new(0, false),
         }
     }

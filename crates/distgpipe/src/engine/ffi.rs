@@ -15,8 +15,14 @@ extern "C" {
     fn dg_uniform(tensor: *mut C_tensor, low: f64, high: f64, seed: u64) -> *mut c_char;
     fn dg_layout(tensor: *const C_tensor) -> c_int;
     fn dg_with_layout(tensor: *const C_tensor, layout: c_int, result: *mut *mut C_tensor) -> *mut c_char;
-    fn dg_empty(sizes: *const i64, dims: usize, dtype: c_int, layout: c_int, result: *mut *mut C_tensor)
-        -> *mut c_char;
+    fn dg_empty(
+        sizes: *const i64,
+        dims: usize,
+        dtype: c_int,
+        layout: c_int,
+        pinned: bool,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
     fn dg_keep_memory();
     fn dg_release_memory();
     fn dg_meter_install();
@@ -118,11 +124,11 @@ pub fn with_layout(tensor: &Tensor, layout: Layout) -> Result<Tensor, String> {
     }
 }
 
-pub fn empty(dims: &[i64], kind: Kind, layout: Layout) -> Result<Tensor, String> {
+pub fn empty(dims: &[i64], kind: Kind, layout: Layout, pinned: bool) -> Result<Tensor, String> {
     let mut result = std::ptr::null_mut();
     // SAFETY: `dims` is read for its length; on success the shim stores a handle made with `new`.
     unsafe {
-        outcome(dg_empty(dims.as_ptr(), dims.len(), scalar_type(kind)?, layout.code(), &mut result))?;
+        outcome(dg_empty(dims.as_ptr(), dims.len(), scalar_type(kind)?, layout.code(), pinned, &mut result))?;
         Ok(Tensor::from_ptr(result))
     }
 }

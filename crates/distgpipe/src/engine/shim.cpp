@@ -189,11 +189,11 @@ char *dg_with_layout(at::Tensor *tensor, int layout, at::Tensor **result) {
   });
 }
 
-char *dg_empty(const int64_t *sizes, size_t dims, int dtype, int layout, at::Tensor **result) {
+char *dg_empty(const int64_t *sizes, size_t dims, int dtype, int layout, bool pinned, at::Tensor **result) {
   return guarded([&] {
     auto format = layout == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
     auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(dtype)).memory_format(format);
-    *result = new at::Tensor(at::empty(at::IntArrayRef(sizes, dims), options));
+    *result = new at::Tensor(at::empty(at::IntArrayRef(sizes, dims), options.pinned_memory(pinned)));
   });
 }
 
