@@ -6,6 +6,7 @@ mod config;
 mod exit;
 mod files;
 mod report;
+mod tensor_file;
 mod weights;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
