@@ -47,6 +47,8 @@ enum Command {
     Models(cmd::models::ModelsArgs),
     /// Find the cut of a model whose slowest partition is quickest
     Balance(cmd::balance::BalanceArgs),
+    /// Try codecs on a tensor: bytes on the wire, errors and speeds
+    Codecs(cmd::codecs::CodecsArgs),
     /// Wait for somebody who has the token, and run the partitions he sends
     Worker(cmd::worker::WorkerArgs),
 }
@@ -60,6 +62,7 @@ fn main() {
         Command::Schedule(args) => cmd::schedule::run(&args),
         Command::Models(args) => cmd::models::run(&args),
         Command::Balance(args) => cmd::balance::run(&args),
+        Command::Codecs(args) => cmd::codecs::run(&args),
         Command::Worker(args) => cmd::worker::run(&args),
     })
 }

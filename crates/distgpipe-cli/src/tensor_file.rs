@@ -53,6 +53,16 @@ impl TensorFile {
     pub fn data(&self, entry: &Entry) -> &[u8] {
         &self.bytes[entry.range.clone()]
     }
+
+    /// The same, to be changed.
+    pub fn data_mut(&mut self, entry: &Entry) -> &mut [u8] {
+        &mut self.bytes[entry.range.clone()]
+    }
+
+    /// The whole file, with names and metadata as they were read.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// Where the tensors are. The crate's own check adds lengths from the file without asking whether they overflow, so it
