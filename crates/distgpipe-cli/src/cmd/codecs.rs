@@ -27,6 +27,9 @@ use std::path::{Path, PathBuf};
 /// So many examples of a codec are in the table if nobody chose.
 const EXAMPLES_MAX: usize = 4;
 
+/// Columns of the list of codecs, which is wrapped here so that its lines hang under each other.
+const HELP_WIDTH: usize = 80;
+
 /// Flags of `distgpipe codecs`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = after_help())]
@@ -44,8 +47,15 @@ pub struct CodecsArgs {
         help_heading = "Tensors"
     )]
     shape: Vec<usize>,
-    /// How its values are distributed
-    #[arg(long, value_name = "NAME", default_value = "relu", conflicts_with = "input", help_heading = "Tensors")]
+    /// Its values: gaussian, or relu, where those below 0 are set to 0
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "relu",
+        hide_possible_values = true,
+        conflicts_with = "input",
+        help_heading = "Tensors"
+    )]
     values: Values,
     /// Of its values
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "input", help_heading = "Tensors")]
@@ -375,7 +385,20 @@ fn speed(speed: Option<f64>) -> String {
 /// Written from [`ALL`], so that a new codec need not be mentioned here.
 fn after_help() -> String {
     let width = ALL.iter().map(|member| member.name.len()).max().unwrap_or(0);
-    let codecs: String = ALL.iter().map(|member| format!("  {:<width$}  {}\n", member.name, member.about)).collect();
+    let mut codecs = String::new();
+    for member in ALL {
+        let mut line = format!("  {:<width$} ", member.name);
+        for word in member.about.split(' ') {
+            if line.chars().count() + word.chars().count() >= HELP_WIDTH {
+                codecs.push_str(&line);
+                line = format!("\n  {:<width$} ", "");
+            }
+            line.push(' ');
+            line.push_str(word);
+        }
+        codecs.push_str(&line);
+        codecs.push('\n');
+    }
     format!(
         "\
 Codecs:
@@ -384,12 +407,12 @@ Examples:
   All of them on a made-up activation, and a picture:
       distgpipe codecs --plot codecs.svg
   Some of them on tensors of your own:
-      distgpipe codecs --input captured.safetensors --codec bf16,tile:8,tile:4
+      distgpipe codecs --input in.safetensors --codec bf16,tile:8,tile:4
   What a model's output is worth after such a link, with a script of your own:
-      distgpipe codecs --input captured.safetensors --codec tile:4 --write-decoded decoded.safetensors --json
+      distgpipe codecs --input in.safetensors --codec tile:4 --write-decoded out.safetensors --json
 
-Codecs take F32. Other tensors go as they are, and so does one that a codec has no numbers for, such as one with a NaN:
-a link does the same. docs/codecs.md has the formulas."
+Codecs take F32. Other tensors go raw, and so does one that a codec has no numbers for, such as one with a NaN: a link \
+does the same. docs/codecs.md has the formulas."
     )
 }
 
