@@ -7,6 +7,7 @@ mod config;
 mod exit;
 mod files;
 mod report;
+mod tensor_file;
 mod weights;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -47,6 +48,8 @@ enum Command {
     Models(cmd::models::ModelsArgs),
     /// Find the cut of a model whose slowest partition is quickest
     Balance(cmd::balance::BalanceArgs),
+    /// Try codecs on a tensor: bytes on the wire, errors and speeds
+    Codecs(cmd::codecs::CodecsArgs),
     /// Wait for somebody who has the token, and run the partitions he sends
     Worker(cmd::worker::WorkerArgs),
 }
@@ -60,6 +63,7 @@ fn main() {
         Command::Schedule(args) => cmd::schedule::run(&args),
         Command::Models(args) => cmd::models::run(&args),
         Command::Balance(args) => cmd::balance::run(&args),
+        Command::Codecs(args) => cmd::codecs::run(&args),
         Command::Worker(args) => cmd::worker::run(&args),
     })
 }

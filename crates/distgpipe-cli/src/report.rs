@@ -10,6 +10,16 @@ use distgpipe::core::schedule::Pass;
 use serde::Serialize;
 use std::io::Write;
 
+/// Names listed before "and N more".
+const LISTED: usize = 8;
+
+/// `a, b, c`; of many, the first few and how many more.
+pub fn listed(names: &[String]) -> String {
+    let more = names.len().saturating_sub(LISTED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{}{more}", names[..names.len().min(LISTED)].join(", "))
+}
+
 /// Columns of the terminal, or of a page where there is none.
 pub fn width() -> usize {
     terminal_size::terminal_size().map_or(120, |(width, _)| usize::from(width.0))

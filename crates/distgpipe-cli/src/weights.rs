@@ -2,15 +2,14 @@
 //! whatever does not fit is listed.
 
 use crate::exit::usage;
+use crate::report::listed;
+use crate::tensor_file::TensorFile;
 use anyhow::Context;
 use distgpipe::tch::{Kind, Tensor};
 use distgpipe::{Model, TensorSpec};
-use safetensors::{Dtype, SafeTensors};
-use std::collections::BTreeMap;
+use safetensors::Dtype;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-
-/// Names listed before "and N more".
-const LISTED: usize = 8;
 
 /// torch.nn.BatchNorm2d counts its batches; nothing here needs the count.
 const IGNORED_SUFFIX: &str = ".num_batches_tracked";
@@ -18,38 +17,37 @@ const IGNORED_SUFFIX: &str = ".num_batches_tracked";
 /// The tensors of a file, all of the model's and no others.
 pub fn read(path: &Path, model: &Model) -> anyhow::Result<BTreeMap<String, Tensor>> {
     let flag = || format!("--weights {}", path.display());
-    let bytes = std::fs::read(path).map_err(|e| usage(format!("{}: {e}", flag())))?;
-    let file =
-        SafeTensors::deserialize(&bytes).map_err(|e| usage(format!("{}: not a safetensors file: {e:?}", flag())))?;
+    let file = TensorFile::read("--weights", path)?;
     let specs: BTreeMap<String, TensorSpec> =
         model.layers.iter().flat_map(|layer| layer.tensors()).map(|spec| (spec.name.clone(), spec)).collect();
     let mut tensors = BTreeMap::new();
     let (mut extra, mut misshaped) = (Vec::new(), Vec::new());
-    for (name, view) in file.tensors() {
-        let Some(spec) = specs.get(&name) else {
+    for entry in file.entries() {
+        let name = &entry.name;
+        let Some(spec) = specs.get(name) else {
             if !name.ends_with(IGNORED_SUFFIX) {
-                extra.push(name);
+                extra.push(name.clone());
             }
             continue;
         };
-        let dims: Vec<i64> = view.shape().iter().map(|&d| i64::try_from(d).unwrap_or(i64::MAX)).collect();
+        let dims: Vec<i64> = entry.dims.iter().map(|&d| i64::try_from(d).unwrap_or(i64::MAX)).collect();
         if dims != spec.dims {
             misshaped.push(format!("{name} is {dims:?}, the model's is {:?}", spec.dims));
             continue;
         }
-        let Some(kind) = kind(view.dtype()) else {
-            misshaped.push(format!("{name} holds {:?}", view.dtype()));
+        let Some(kind) = kind(entry.dtype) else {
+            misshaped.push(format!("{name} holds {:?}", entry.dtype));
             continue;
         };
-        let tensor = Tensor::f_from_data_size(view.data(), &dims, kind).and_then(|t| t.f_to_kind(spec.kind));
-        tensors.insert(name, tensor.with_context(flag)?);
+        let tensor = Tensor::f_from_data_size(file.data(entry), &dims, kind).and_then(|t| t.f_to_kind(spec.kind));
+        tensors.insert(name.clone(), tensor.with_context(flag)?);
     }
-    let seen = |name: &String| file.names().contains(&name);
-    let missing: Vec<String> = specs.into_keys().filter(|name| !seen(name)).collect();
+    let seen: BTreeSet<&str> = file.entries().iter().map(|entry| &entry.name[..]).collect();
+    let missing: Vec<String> = specs.into_keys().filter(|name| !seen.contains(&name[..])).collect();
     let complaints: Vec<String> = [("missing", missing), ("not the model's", extra), ("of the wrong shape", misshaped)]
         .into_iter()
         .filter(|(_, names)| !names.is_empty())
-        .map(|(what, names)| list(what, &names))
+        .map(|(what, names)| format!("  {} {what}: {}", names.len(), listed(&names)))
         .collect();
     if complaints.is_empty() {
         return Ok(tensors);
@@ -59,12 +57,6 @@ pub fn read(path: &Path, model: &Model) -> anyhow::Result<BTreeMap<String, Tenso
         flag(),
         complaints.join("\n")
     )))
-}
-
-fn list(what: &str, names: &[String]) -> String {
-    let more = names.len().saturating_sub(LISTED);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("  {} {what}: {}{more}", names.len(), names[..names.len().min(LISTED)].join(", "))
 }
 
 fn kind(dtype: Dtype) -> Option<Kind> {

@@ -1,0 +1,310 @@
+//! What a codec makes of some tensors: bytes, errors, times. The tensors go through two codecs, as over a link: one that
+//! encodes and one that decodes.
+
+use super::sample::Sample;
+use anyhow::Context as _;
+use distgpipe::core::codec::{Alone, Codec, CodecError, Context, Spec, TensorView};
+use distgpipe::core::wire::{DType, Shape, TensorMeta, HEADER_BYTES};
+use safetensors::Dtype;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The most rounds of which the quickest counts.
+pub const ROUNDS_MAX: u32 = 7;
+
+/// No further round is begun after so long.
+const ROUNDS_TIME: Duration = Duration::from_millis(600);
+
+/// A codec's figures.
+pub struct Measured {
+    /// The codec.
+    pub spec: Spec,
+    /// Each tensor's, in the order of the samples.
+    pub tensors: Vec<Sent>,
+    /// Of the tensors that were encoded.
+    pub speed: Speed,
+    /// How often they were encoded and decoded.
+    pub rounds: u32,
+}
+
+/// What became of one tensor.
+pub struct Sent {
+    /// The size of its elements.
+    pub raw_bytes: u64,
+    /// What the socket would carry: the frame's header and the body.
+    pub wire_bytes: u64,
+    /// What was lost.
+    pub errors: Errors,
+    /// Why it went as it is, where the codec was to encode it and could not.
+    pub refused: Option<String>,
+}
+
+/// Differences between `F32` values and what they decode to. Values of other types always go as they are and do not
+/// count.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Errors {
+    values: u64,
+    /// Of the finite values; squared, of the values themselves.
+    squares: f64,
+    error_squares: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+/// Input bytes a second, in billions; none where nothing was encoded.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Speed {
+    /// Of the way to the wire.
+    pub encode_gb_per_s: Option<f64>,
+    /// Of the way back.
+    pub decode_gb_per_s: Option<f64>,
+}
+
+impl Errors {
+    /// Of one tensor's values and their decoded twins. What comes back bit for bit has no error, NaN included.
+    fn between(values: &[u8], decoded: &[u8]) -> Self {
+        let mut errors = Errors { values: (values.len() / 4) as u64, ..Errors::default() };
+        for (value, decoded) in floats(values).zip(floats(decoded)) {
+            if value.is_finite() {
+                errors.squares += f64::from(value) * f64::from(value);
+            }
+            if value.to_bits() != decoded.to_bits() {
+                let error = (f64::from(value) - f64::from(decoded)).abs();
+                // A number that became none, or the other way round, is as wrong as can be.
+                let error = if error.is_nan() { f64::INFINITY } else { error };
+                errors.error_squares += error * error;
+                errors.max = errors.max.max(error);
+            }
+        }
+        errors
+    }
+
+    /// Of several tensors together.
+    pub fn sum<'a>(all: impl Iterator<Item = &'a Errors>) -> Self {
+        all.fold(Errors::default(), |sum, one| Errors {
+            values: sum.values + one.values,
+            squares: sum.squares + one.squares,
+            error_squares: sum.error_squares + one.error_squares,
+            max: sum.max.max(one.max),
+        })
+    }
+
+    /// The mean squared error.
+    pub fn mse(&self) -> f64 {
+        self.error_squares / self.values.max(1) as f64
+    }
+
+    /// The mean squared error as a share of the mean square.
+    pub fn relative_mse(&self) -> f64 {
+        if self.error_squares == 0.0 {
+            0.0
+        } else {
+            self.error_squares / self.squares
+        }
+    }
+}
+
+impl Measured {
+    /// Of all tensors, in bytes.
+    pub fn raw_bytes(&self) -> u64 {
+        self.tensors.iter().map(|sent| sent.raw_bytes).sum()
+    }
+
+    /// Of all tensors, headers included.
+    pub fn wire_bytes(&self) -> u64 {
+        self.tensors.iter().map(|sent| sent.wire_bytes).sum()
+    }
+
+    /// How many times fewer bytes there are on the wire.
+    pub fn ratio(&self) -> f64 {
+        self.raw_bytes() as f64 / self.wire_bytes().max(1) as f64
+    }
+
+    /// Of all tensors.
+    pub fn errors(&self) -> Errors {
+        Errors::sum(self.tensors.iter().map(|sent| &sent.errors))
+    }
+
+    /// How many tensors the codec did not take.
+    pub fn refused(&self) -> usize {
+        self.tensors.iter().filter(|sent| sent.refused.is_some()).count()
+    }
+}
+
+/// Sends the samples through a codec. `keep` gets the number and the decoded elements of each that was encoded.
+pub fn measure(spec: &Spec, samples: &[Sample<'_>], mut keep: impl FnMut(usize, &[u8])) -> anyhow::Result<Measured> {
+    let mut link = Link::new(spec);
+    let mut tensors = Vec::with_capacity(samples.len());
+    let mut encoded = Vec::new();
+    let (mut bytes, mut best) = (0, Times::default());
+    for (slot, sample) in samples.iter().enumerate() {
+        let raw_bytes = sample.bytes.len() as u64;
+        let sent = match link.send(slot, sample).with_context(|| format!("tensor {} in {spec}", sample.name))? {
+            Ok(times) => {
+                best = best.plus(times);
+                bytes += sample.bytes.len();
+                encoded.push(slot);
+                keep(slot, &link.decoded);
+                let errors = Errors::between(&sample.bytes, &link.decoded);
+                Sent { raw_bytes, wire_bytes: (HEADER_BYTES + link.body.len()) as u64, errors, refused: None }
+            }
+            Err(why) => {
+                let errors = match sample.dtype {
+                    Dtype::F32 => Errors::between(&sample.bytes, &sample.bytes),
+                    _ => Errors::default(),
+                };
+                let refused = Some(why).filter(|_| !spec.is_raw());
+                Sent { raw_bytes, wire_bytes: HEADER_BYTES as u64 + raw_bytes, errors, refused }
+            }
+        };
+        tensors.push(sent);
+    }
+    let rounds = rounds(&mut best, || {
+        link.encoder.reset();
+        let mut times = Times::default();
+        for &slot in &encoded {
+            if let Ok(sent) = link.send(slot, &samples[slot])? {
+                times = times.plus(sent);
+            }
+        }
+        Ok(times)
+    })?;
+    Ok(Measured { spec: spec.clone(), tensors, speed: best.speed(bytes), rounds })
+}
+
+/// The speed of copying the samples, with which the codecs' can be compared.
+pub fn copy(samples: &[Sample<'_>]) -> anyhow::Result<Speed> {
+    let mut out = Vec::new();
+    let mut round = || {
+        let mut times = Times::default();
+        for sample in samples {
+            out.clear();
+            let start = Instant::now();
+            out.extend_from_slice(black_box(&sample.bytes));
+            black_box(&mut out);
+            times.encode_s += start.elapsed().as_secs_f64();
+        }
+        times.decode_s = times.encode_s;
+        Ok(times)
+    };
+    let mut best = round()?;
+    rounds(&mut best, round)?;
+    Ok(best.speed(samples.iter().map(|sample| sample.bytes.len()).sum()))
+}
+
+/// Makes further rounds while there is time, and keeps the best of each direction; how many there were with the first.
+fn rounds(best: &mut Times, mut round: impl FnMut() -> anyhow::Result<Times>) -> anyhow::Result<u32> {
+    let start = Instant::now();
+    let mut rounds = 1;
+    while rounds < ROUNDS_MAX && start.elapsed() + best.whole() < ROUNDS_TIME {
+        let times = round()?;
+        best.encode_s = best.encode_s.min(times.encode_s);
+        best.decode_s = best.decode_s.min(times.decode_s);
+        rounds += 1;
+    }
+    Ok(rounds)
+}
+
+#[derive(Clone, Copy, Default)]
+struct Times {
+    encode_s: f64,
+    decode_s: f64,
+}
+
+impl Times {
+    fn plus(self, other: Times) -> Times {
+        Times { encode_s: self.encode_s + other.encode_s, decode_s: self.decode_s + other.decode_s }
+    }
+
+    fn whole(self) -> Duration {
+        Duration::from_secs_f64(self.encode_s + self.decode_s)
+    }
+
+    fn speed(self, bytes: usize) -> Speed {
+        let speed = |seconds: f64| (bytes > 0 && seconds > 0.0).then(|| bytes as f64 / 1e9 / seconds);
+        Speed { encode_gb_per_s: speed(self.encode_s), decode_gb_per_s: speed(self.decode_s) }
+    }
+}
+
+/// Both ends of a link without anything between them.
+struct Link {
+    encoder: Box<dyn Codec>,
+    decoder: Box<dyn Codec>,
+    body: Vec<u8>,
+    decoded: Vec<u8>,
+}
+
+impl Link {
+    fn new(spec: &Spec) -> Self {
+        let end = || spec.codec(Arc::new(Alone));
+        Link { encoder: end(), decoder: end(), body: Vec::new(), decoded: Vec::new() }
+    }
+
+    /// Encodes into `body` and decodes into `decoded`; or says why the tensor has to go raw.
+    fn send(&mut self, slot: usize, sample: &Sample<'_>) -> Result<Result<Times, String>, CodecError> {
+        if sample.dtype != Dtype::F32 {
+            return Ok(Err(format!("{:?}, codecs take F32", sample.dtype)));
+        }
+        let shape = match Shape::new(sample.dims) {
+            Ok(shape) => shape,
+            Err(why) => return Ok(Err(why.to_string())),
+        };
+        let (dtype, layout) = (DType::F32, sample.layout);
+        let meta = TensorMeta { dtype, layout, shape, codec: self.encoder.id() };
+        let view = TensorView { dtype, dims: sample.dims, layout, bytes: &sample.bytes };
+        let context = Context { slot: slot as u64, seed: slot as u64, ..Context::default() };
+        self.body.clear();
+        self.decoded.resize(sample.bytes.len(), 0);
+        let start = Instant::now();
+        match self.encoder.encode(view, &context, &mut self.body) {
+            Err(error) if error.refuses_tensor() => return Ok(Err(reason(error))),
+            encoded => encoded?,
+        }
+        let encode_s = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        self.decoder.decode(&meta, &self.body, &mut self.decoded)?;
+        Ok(Ok(Times { encode_s, decode_s: start.elapsed().as_secs_f64() }))
+    }
+}
+
+/// Why a codec did not take a tensor, without the codec, which the reader knows, and the remedy, which was applied.
+fn reason(error: CodecError) -> String {
+    match error {
+        CodecError::NotFinite { at, .. } => format!("a NaN or an infinity at {at}"),
+        CodecError::Overflow { at, .. } => format!("a value too large at {at}, or too wide a range"),
+        other => other.to_string(),
+    }
+}
+
+fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+    bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+    }
+
+    #[test]
+    fn errors_are_those_of_the_definition() {
+        let one = Errors::between(&bytes(&[1.0, -2.0, 0.0, 3.0]), &bytes(&[1.5, -2.0, 0.0, 2.0]));
+        assert_eq!((one.mse(), one.relative_mse(), one.max), (1.25 / 4.0, 1.25 / 14.0, 1.0));
+        let both = Errors::sum([one, Errors::between(&bytes(&[4.0]), &bytes(&[2.0]))].iter());
+        assert_eq!((both.mse(), both.relative_mse(), both.max), (5.25 / 5.0, 5.25 / 30.0, 2.0));
+    }
+
+    #[test]
+    fn what_comes_back_as_it_was_has_no_error_and_poisons_no_sum() {
+        let odd = bytes(&[f32::NAN, f32::INFINITY, 1.0]);
+        let same = Errors::between(&odd, &odd);
+        assert_eq!((same.mse(), same.relative_mse(), same.max), (0.0, 0.0, 0.0));
+        let sum = Errors::sum([same, Errors::between(&bytes(&[2.0]), &bytes(&[1.0]))].iter());
+        assert_eq!((sum.mse(), sum.relative_mse()), (0.25, 0.2));
+        assert_eq!(Errors::between(&odd, &bytes(&[0.0; 3])).max, f64::INFINITY);
+        assert_eq!(Errors::default().mse(), 0.0);
+    }
+}

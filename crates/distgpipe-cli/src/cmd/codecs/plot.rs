@@ -1,0 +1,269 @@
+//! Error against ratio as an SVG picture that needs nothing else: a point for each codec, both axes logarithmic, the
+//! points of one family joined. What loses nothing has no logarithm and stands on a line of its own at the bottom.
+
+mod labels;
+
+use std::fmt::Write;
+
+const WIDTH: f64 = 960.0;
+const HEIGHT: f64 = 620.0;
+const LEFT: f64 = 84.0;
+const RIGHT: f64 = 936.0;
+const TOP: f64 = 64.0;
+/// Where the smallest error that is not 0 may stand.
+const BOTTOM: f64 = 510.0;
+/// Where error 0 stands.
+const ZERO: f64 = 540.0;
+const FONT_SIZE: f64 = 12.0;
+const LETTER_WIDTH: f64 = 7.3;
+const POINT_RADIUS: f64 = 4.5;
+/// The most numbers beside an axis.
+const TICKS_MAX: i32 = 12;
+
+/// Okabe and Ito's colours, which colour-blind eyes tell apart, darkened to be read as letters on white; then some more.
+const COLOURS: [&str; 12] = [
+    "#444444", "#0072b2", "#3a9bd6", "#b8860b", "#d55e00", "#00795a", "#a8508a", "#6a4fb3", "#8c2d04", "#4d7c0f",
+    "#b0125b", "#0f766e",
+];
+
+/// A codec in the picture.
+pub struct Point {
+    /// Its text.
+    pub label: String,
+    /// Which points are joined and have one colour.
+    pub family: usize,
+    /// Bytes of the tensor for each byte on the wire.
+    pub ratio: f64,
+    /// The relative mean squared error.
+    pub error: f64,
+}
+
+/// The picture; `source` says in a line what was encoded.
+pub fn draw(points: &[Point], source: &str) -> String {
+    let chart = Chart::around(points);
+    let places: Vec<(f64, f64)> = points.iter().map(|point| (chart.x(point.ratio), chart.y(point.error))).collect();
+    let mut svg = String::new();
+    let _ = write!(
+        svg,
+        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0} {HEIGHT:.0}" width="{WIDTH:.0}" height="{HEIGHT:.0}" font-family="ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace" font-size="{FONT_SIZE}">
+<rect width="100%" height="100%" fill="#ffffff"/>
+<text x="{LEFT}" y="26" font-size="13" fill="#222">relative mean squared error against ratio on the wire</text>
+<text x="{LEFT}" y="44" fill="#666">{}</text>
+<text x="{RIGHT}" y="26" text-anchor="end" fill="#666">better: further right, further down</text>
+"##,
+        escaped(source)
+    );
+    chart.axes(&mut svg);
+    let lines = joined(points, &places);
+    for Line { family, from, to } in &lines {
+        let _ = writeln!(
+            svg,
+            r##"<line x1="{:.1}" y1="{:.1}" x2="{:.1}" y2="{:.1}" stroke="{}" stroke-width="1.5" stroke-opacity="0.35"/>"##,
+            from.0,
+            from.1,
+            to.0,
+            to.1,
+            colour(*family)
+        );
+    }
+    let labels = labels::place(points, &places, &lines);
+    for ((point, &(x, y)), label) in points.iter().zip(&places).zip(&labels) {
+        let colour = colour(point.family);
+        if label.far {
+            let (to_x, to_y) = label.nearest(x, y);
+            let _ = writeln!(
+                svg,
+                r##"<line x1="{x:.1}" y1="{y:.1}" x2="{to_x:.1}" y2="{to_y:.1}" stroke="#bbb" stroke-width="1"/>"##
+            );
+        }
+        let _ = writeln!(
+            svg,
+            r##"<circle cx="{x:.1}" cy="{y:.1}" r="{POINT_RADIUS}" fill="{colour}" stroke="#ffffff"/><text x="{:.1}" y="{:.1}" fill="{colour}">{}</text>"##,
+            label.left,
+            label.top + FONT_SIZE - 1.0,
+            escaped(&point.label)
+        );
+    }
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// What the axes reach over: ratios in powers of two, errors in powers of ten.
+struct Chart {
+    ratio_log2: (i32, i32),
+    error_log10: (i32, i32),
+    zeros: bool,
+}
+
+impl Chart {
+    fn around(points: &[Point]) -> Self {
+        let ratios = points.iter().map(|point| log(point.ratio).log2());
+        let errors = points.iter().filter(|point| point.error > 0.0).map(|point| log(point.error).log10());
+        Chart {
+            // A raw tensor with its header is a little larger than without; that is no reason for an octave more.
+            ratio_log2: range(ratios, 0.02),
+            error_log10: range(errors, 0.0),
+            zeros: points.iter().any(|point| point.error <= 0.0),
+        }
+    }
+
+    fn x(&self, ratio: f64) -> f64 {
+        let (from, to) = (f64::from(self.ratio_log2.0), f64::from(self.ratio_log2.1));
+        // Room for half a label at both ends.
+        LEFT + 24.0 + (log(ratio).log2() - from) / (to - from) * (RIGHT - LEFT - 48.0)
+    }
+
+    fn y(&self, error: f64) -> f64 {
+        if error <= 0.0 {
+            return ZERO;
+        }
+        let (from, to) = (f64::from(self.error_log10.0), f64::from(self.error_log10.1));
+        BOTTOM - (log(error).log10() - from) / (to - from) * (BOTTOM - TOP)
+    }
+
+    fn axes(&self, svg: &mut String) {
+        let end = if self.zeros { ZERO } else { BOTTOM };
+        let (from, to) = self.ratio_log2;
+        for power in (from..=to).step_by(step(from, to)) {
+            let x = self.x(2f64.powi(power));
+            let _ = writeln!(
+                svg,
+                r##"<line x1="{x:.1}" y1="{TOP}" x2="{x:.1}" y2="{end}" stroke="#eeeeea"/><text x="{x:.1}" y="{:.1}" text-anchor="middle" font-size="11" fill="#666">{}</text>"##,
+                end + 20.0,
+                ratio(power)
+            );
+        }
+        let (from, to) = self.error_log10;
+        for power in (from..=to).step_by(step(from, to)) {
+            let y = self.y(10f64.powi(power));
+            line_across(svg, y, "#eeeeea", &format!("1e{power}"));
+        }
+        if self.zeros {
+            line_across(svg, ZERO, "#c8c8c2", "0");
+        }
+        let _ = writeln!(
+            svg,
+            r##"<line x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{end}" stroke="#999"/><line x1="{LEFT}" y1="{end}" x2="{RIGHT}" y2="{end}" stroke="#999"/>
+<text x="{:.1}" y="{:.1}" text-anchor="middle" fill="#444">ratio: bytes of the tensor / bytes on the wire</text>
+<text transform="translate(20 {:.1}) rotate(-90)" text-anchor="middle" fill="#444">mean squared error / mean square</text>"##,
+            (LEFT + RIGHT) / 2.0,
+            end + 46.0,
+            (TOP + BOTTOM) / 2.0,
+        );
+    }
+}
+
+fn line_across(svg: &mut String, y: f64, stroke: &str, text: &str) {
+    let _ = writeln!(
+        svg,
+        r##"<line x1="{LEFT}" y1="{y:.1}" x2="{RIGHT}" y2="{y:.1}" stroke="{stroke}"/><text x="{:.1}" y="{:.1}" text-anchor="end" font-size="11" fill="#666">{text}</text>"##,
+        LEFT - 8.0,
+        y + 4.0,
+    );
+}
+
+/// A number whose logarithm can be drawn, whatever it was.
+fn log(number: f64) -> f64 {
+    number.clamp(1e-300, 1e300)
+}
+
+/// The whole numbers around all of these, with at least one between them; `slack` is what may stick out below.
+fn range(values: impl Iterator<Item = f64>, slack: f64) -> (i32, i32) {
+    let (min, max) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(min, max), v| (min.min(v), max.max(v)));
+    if min > max {
+        return (0, 1);
+    }
+    let from = (min + slack).floor() as i32;
+    (from, (max.ceil() as i32).max(from + 1))
+}
+
+/// Every how many powers there is a number, so that there are not too many.
+fn step(from: i32, to: i32) -> usize {
+    ((to - from) / TICKS_MAX + 1) as usize
+}
+
+fn ratio(power: i32) -> String {
+    match power {
+        0..=20 => (1u32 << power).to_string(),
+        -20..=-1 => format!("1/{}", 1u32 << -power),
+        _ => format!("2^{power}"),
+    }
+}
+
+fn colour(family: usize) -> &'static str {
+    COLOURS[family % COLOURS.len()]
+}
+
+/// A line between two points of a family.
+struct Line {
+    family: usize,
+    from: (f64, f64),
+    to: (f64, f64),
+}
+
+/// The lines between neighbours of a family, by ratio. Left out are what stands on the line of error 0, and what
+/// another of the family beats in both.
+fn joined(points: &[Point], places: &[(f64, f64)]) -> Vec<Line> {
+    let beaten = |point: &Point| {
+        let better = |other: &Point| other.ratio >= point.ratio && other.error < point.error;
+        points.iter().any(|other| other.family == point.family && better(other))
+    };
+    let mut order: Vec<usize> = (0..points.len()).filter(|&i| points[i].error > 0.0 && !beaten(&points[i])).collect();
+    order.sort_by(|&a, &b| points[a].family.cmp(&points[b].family).then_with(|| places[a].0.total_cmp(&places[b].0)));
+    let pairs = order.windows(2).filter(|pair| points[pair[0]].family == points[pair[1]].family);
+    pairs.map(|pair| Line { family: points[pair[0]].family, from: places[pair[0]], to: places[pair[1]] }).collect()
+}
+
+/// A text as part of an SVG element, without what would be markup.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::new();
+    for letter in text.chars() {
+        match letter {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            letter if letter.is_control() => escaped.push('\u{fffd}'),
+            letter => escaped.push(letter),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(label: &str, family: usize, ratio: f64, error: f64) -> Point {
+        Point { label: label.to_owned(), family, ratio, error }
+    }
+
+    #[test]
+    fn every_codec_is_drawn_inside_the_picture_whatever_its_figures() {
+        let odd = [
+            point("raw", 0, 0.99, 0.0),
+            point("<a>", 1, 7.1, 1e-3),
+            point("b", 1, 1e9, f64::INFINITY),
+            point("c", 2, 0.0, 1e-300),
+        ];
+        for points in [&odd[..], &odd[..1], &odd[1..2], &[]] {
+            let svg = draw(points, "a & b");
+            assert_eq!(svg.matches("<circle").count(), points.len());
+            assert!(!svg.contains("NaN") && !svg.contains("inf") && !svg.contains("<a>"), "{svg}");
+            let chart = Chart::around(points);
+            for point in points {
+                assert!((LEFT..=RIGHT).contains(&chart.x(point.ratio)), "{}", point.label);
+                assert!((TOP..=ZERO).contains(&chart.y(point.error)), "{}", point.label);
+            }
+        }
+    }
+
+    #[test]
+    fn more_error_is_higher_and_more_ratio_further_right() {
+        let points = [point("a", 0, 2.0, 1e-8), point("b", 0, 8.0, 1e-2)];
+        let chart = Chart::around(&points);
+        assert!(chart.x(8.0) > chart.x(2.0) && chart.y(1e-2) < chart.y(1e-8));
+        // A decade is as high everywhere.
+        assert!((chart.y(1e-3) - chart.y(1e-2) - (chart.y(1e-7) - chart.y(1e-6))).abs() < 1e-9);
+        assert_eq!(joined(&points, &[(0.0, 0.0), (1.0, 1.0)]).len(), 1);
+    }
+}
