@@ -46,12 +46,12 @@ fn directory(name: &str) -> PathBuf {
 #[test]
 fn help_teaches_every_command() {
     let all = fine(&["--help"]);
-    for command in ["demo", "train", "schedule", "models", "balance", "worker"] {
+    for command in ["demo", "train", "schedule", "codecs", "models", "balance", "worker"] {
         assert!(all.contains(command), "{all}");
         let help = fine(&[command, "--help"]);
         assert!(help.contains("Usage: distgpipe"), "{help}");
     }
-    for command in ["train", "schedule", "models", "balance", "worker"] {
+    for command in ["train", "schedule", "codecs", "models", "balance", "worker"] {
         assert!(fine(&[command, "--help"]).contains("Examples:"), "{command}");
     }
     let train = fine(&["train", "--help"]);
