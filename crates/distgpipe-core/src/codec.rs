@@ -10,6 +10,7 @@
 //! | [`uniform`] | one grid over the tensor's range |
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
+//! | [`feedback`] | another codec, and what it lost is added to the next tensor |
 //!
 //! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass. `docs/codecs.md` has the
 //! formulas, says which to use when, and how to add one.
@@ -25,12 +26,15 @@ use thiserror::Error;
 
 pub mod bits;
 pub mod crew;
+pub mod feedback;
 mod grid;
 pub mod half;
+mod inner;
 mod order;
 pub mod raw;
 pub mod sort;
 mod spec;
+mod store;
 pub mod tile;
 pub mod uniform;
 
@@ -52,6 +56,8 @@ numbered! {
         Sort = 5,
         /// [`tile`].
         Tile = 6,
+        /// [`feedback`].
+        Feedback = 10,
     }
 }
 
@@ -83,8 +89,8 @@ impl TensorView<'_> {
 /// What the encoder is told about a tensor beside its numbers, for codecs that keep something from one to the next.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
-    /// Which of the tensors that take turns on this link: one number for each micro-batch and place in its message, the
-    /// same in every step.
+    /// Which of the tensors that take turns on this link, the same in every step: the micro-batch in the upper 48 bits,
+    /// the tensor's place in its message in the lower 16 ([`Context::place`]).
     pub slot: u64,
     /// The seed of whatever is random about this tensor; another for every tensor of a run.
     pub seed: u64,
@@ -93,6 +99,13 @@ pub struct Context<'a> {
     /// Whether the model learns from this tensor. What it does not learn from leaves no trace in a codec, so that an
     /// evaluation in between changes nothing.
     pub learning: bool,
+}
+
+impl Context<'_> {
+    /// The tensor's place in its message, whichever micro-batch it is of.
+    pub fn place(&self) -> u16 {
+        self.slot as u16
+    }
 }
 
 impl Default for Context<'_> {
@@ -160,6 +173,14 @@ pub enum CodecError {
         /// The beginning of what came after the colon.
         got: String,
     },
+    /// A wrapper around a codec that it has no use for.
+    #[error("expected {codec}(C) with C a codec that loses something and wraps no other, such as {codec}(tile:4); got `{codec}({got})`")]
+    Inner {
+        /// The wrapper's name.
+        codec: &'static str,
+        /// The beginning of what is between the parentheses.
+        got: String,
+    },
     /// A type of elements that the codec does not take.
     #[error("expected an F32 tensor for codec {codec}, got {got}: send this one raw")]
     DType {
@@ -183,6 +204,16 @@ pub enum CodecError {
         codec: CodecId,
         /// Which element, the first of them; 0 if it is the range.
         at: usize,
+    },
+    /// Dimensions that the codec cannot do anything with.
+    #[error("expected a tensor of {expected} for codec {codec}, got {got:?}: send this one raw")]
+    Shape {
+        /// The codec.
+        codec: CodecId,
+        /// What it takes.
+        expected: &'static str,
+        /// The dimensions.
+        got: Vec<usize>,
     },
     /// A body that describes values which no encoder makes.
     #[error("expected a finite lo and a finite step of at least 0 in codec {codec}'s table, got another at {at}: the peer is faulty, or its codec has other parameters")]
@@ -247,7 +278,8 @@ pub enum CodecError {
 impl CodecError {
     /// Whether the tensor is sound and only this codec cannot carry it, so that it should be sent [`raw`].
     pub fn refuses_tensor(&self) -> bool {
-        matches!(self, CodecError::DType { .. } | CodecError::NotFinite { .. } | CodecError::Overflow { .. })
+        use CodecError::{DType, NotFinite, Overflow, Shape};
+        matches!(self, DType { .. } | NotFinite { .. } | Overflow { .. } | Shape { .. })
     }
 
     fn parameter(codec: &'static str, expected: &'static str, got: &str) -> Self {
@@ -301,7 +333,8 @@ impl<'a> Arguments<'a> {
 }
 
 /// Every codec there is.
-pub const ALL: &[Member] = &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER];
+pub const ALL: &[Member] =
+    &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER, feedback::MEMBER];
 
 /// The longest text for [`parse`], in bytes: whoever wraps codecs in codecs comes to an end.
 const TEXT_BYTES_MAX: usize = 64;
@@ -356,20 +389,26 @@ fn check_f32(codec: CodecId, tensor: &TensorView<'_>) -> Result<usize, CodecErro
     Ok(elements)
 }
 
-/// Whether a body is one for this codec and as long as it has to be, with room for what it decodes to; how many
-/// elements that has.
-fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) -> Result<usize, CodecError> {
-    let id = codec.id();
-    if meta.codec != id {
-        return Err(CodecError::WrongCodec { expected: id, got: meta.codec });
+/// Whether a header is one for this codec, with room for what its body decodes to.
+fn check_meta(codec: CodecId, meta: &TensorMeta, out: &[u8]) -> Result<(), CodecError> {
+    if meta.codec != codec {
+        return Err(CodecError::WrongCodec { expected: codec, got: meta.codec });
     }
-    if id != CodecId::Raw && meta.dtype != DType::F32 {
-        return Err(CodecError::DType { codec: id, got: meta.dtype });
+    if codec != CodecId::Raw && meta.dtype != DType::F32 {
+        return Err(CodecError::DType { codec, got: meta.dtype });
     }
     let decoded = meta.decoded_bytes();
     if out.len() as u64 != decoded {
         return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
     }
+    Ok(())
+}
+
+/// Whether a body is one for this codec and as long as it has to be, with room for what it decodes to; how many
+/// elements that has.
+fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) -> Result<usize, CodecError> {
+    let id = codec.id();
+    check_meta(id, meta, out)?;
     let elements = out.len() / meta.dtype.size_bytes();
     let mut dims = [0; DIMS_MAX];
     dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
@@ -423,7 +462,10 @@ mod tests {
         let Err(error) = parse("zip") else {
             panic!("there is no codec zip");
         };
-        assert_eq!(error.to_string(), "expected a codec out of: raw, f16, bf16, uniform, sort, tile; got `zip`");
+        assert_eq!(
+            error.to_string(),
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, feedback; got `zip`"
+        );
     }
 
     #[test]
