@@ -10,6 +10,7 @@
 //! | [`uniform`] | one grid over the tensor's range |
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
+//! | [`delta`] | another codec, on what changed since the sample's last visit |
 //! | [`feedback`] | another codec, and what it lost is added to the next tensor |
 //!
 //! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass. `docs/codecs.md` has the
@@ -26,6 +27,7 @@ use thiserror::Error;
 
 pub mod bits;
 pub mod crew;
+pub mod delta;
 pub mod feedback;
 mod grid;
 pub mod half;
@@ -58,6 +60,8 @@ numbered! {
         Tile = 6,
         /// [`feedback`].
         Feedback = 10,
+        /// [`delta`].
+        Delta = 11,
     }
 }
 
@@ -223,6 +227,32 @@ pub enum CodecError {
         /// Which entry of the table.
         at: usize,
     },
+    /// A value in a body that no encoder sends.
+    #[error("expected finite values in codec {codec}'s body, got a NaN or an infinity at {at}: the peer is faulty, or its codec has other parameters")]
+    Value {
+        /// The codec.
+        codec: CodecId,
+        /// Which value.
+        at: usize,
+    },
+    /// A first byte that means nothing for this tensor.
+    #[error("expected {expected} as the first byte of codec {codec}'s body, got {got}: the peer is faulty, or its codec is of another version")]
+    FirstByte {
+        /// The codec.
+        codec: CodecId,
+        /// What it may be.
+        expected: &'static str,
+        /// What it is.
+        got: u8,
+    },
+    /// A body that builds on what this end does not have.
+    #[error("expected {expected} from a `delta` encoder, got {got}: a body was lost or decoded twice, or one end was restarted or has other parameters; reset the encoder, and the next body puts both ends in step")]
+    OutOfStep {
+        /// Where this end is.
+        expected: delta::Step,
+        /// Where the encoder was.
+        got: delta::Step,
+    },
     /// A `tile` body scaled as no `f32` needs it.
     #[error("expected a tile body's exponent from -162 to 114, got {got}: the peer is faulty, or its codec has other parameters")]
     Exponent {
@@ -334,7 +364,7 @@ impl<'a> Arguments<'a> {
 
 /// Every codec there is.
 pub const ALL: &[Member] =
-    &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER, feedback::MEMBER];
+    &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER, feedback::MEMBER, delta::MEMBER];
 
 /// The longest text for [`parse`], in bytes: whoever wraps codecs in codecs comes to an end.
 const TEXT_BYTES_MAX: usize = 64;
@@ -464,7 +494,7 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, feedback; got `zip`"
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, feedback, delta; got `zip`"
         );
     }
 

@@ -127,10 +127,10 @@ fn check(text: &str, values: &[f32]) -> Vec<f32> {
             }
             assert_eq!(decode(text, &encode(text, &decoded).unwrap(), values.len()), decoded, "{text} again");
         }
-        CodecId::Feedback => {
-            // Nothing is kept yet, so that only the codec inside loses anything.
+        CodecId::Feedback | CodecId::Delta => {
+            // Nothing is kept yet and no sample known, so that only the codec inside does anything.
             let inner = inner_of(text).unwrap();
-            assert_eq!(body, encode(inner, values).unwrap(), "{text}");
+            assert!(body.ends_with(&encode(inner, values).unwrap()), "{text}");
             assert_eq!(decoded, check(inner, values), "{text}");
         }
         _ => check_grids(text, values, &body, &decoded),

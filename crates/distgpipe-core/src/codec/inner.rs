@@ -19,7 +19,7 @@ impl Inner {
         let given = arguments.parameter.unwrap_or("");
         let text = arguments.inner.ok_or_else(|| CodecError::parameter(wrapper, expected, given))?;
         let encoder = parse(text)?;
-        if [CodecId::Raw, CodecId::Feedback].contains(&encoder.id()) {
+        if [CodecId::Raw, CodecId::Feedback, CodecId::Delta].contains(&encoder.id()) {
             return Err(CodecError::Inner { codec: wrapper, got: super::beginning(text) });
         }
         Ok(Inner { encoder, decoder: parse(text)? })
