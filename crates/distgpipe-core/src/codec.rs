@@ -10,6 +10,7 @@
 //! | [`uniform`] | one grid over the tensor's range |
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
+//! | [`top_k`] | the values of largest magnitude and their places |
 //! | [`delta`] | another codec, on what changed since the sample's last visit |
 //! | [`feedback`] | another codec, and what it lost is added to the next tensor |
 //!
@@ -34,10 +35,12 @@ pub mod half;
 mod inner;
 mod order;
 pub mod raw;
+mod rice;
 pub mod sort;
 mod spec;
 mod store;
 pub mod tile;
+pub mod top_k;
 pub mod uniform;
 
 pub use crew::{Alone, Crew};
@@ -58,6 +61,8 @@ numbered! {
         Sort = 5,
         /// [`tile`].
         Tile = 6,
+        /// [`top_k`].
+        TopK = 8,
         /// [`feedback`].
         Feedback = 10,
         /// [`delta`].
@@ -253,6 +258,16 @@ pub enum CodecError {
         /// Where the encoder was.
         got: delta::Step,
     },
+    /// A body of `topk` whose values have no places, or places in another tensor.
+    #[error("expected at most {most} values with ascending places below {elements} in codec {codec}'s body, got others: the peer is faulty, or its codec has other parameters")]
+    Places {
+        /// The codec.
+        codec: CodecId,
+        /// The most values there may be.
+        most: u64,
+        /// How many elements the tensor has.
+        elements: u64,
+    },
     /// A `tile` body scaled as no `f32` needs it.
     #[error("expected a tile body's exponent from -162 to 114, got {got}: the peer is faulty, or its codec has other parameters")]
     Exponent {
@@ -363,8 +378,17 @@ impl<'a> Arguments<'a> {
 }
 
 /// Every codec there is.
-pub const ALL: &[Member] =
-    &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER, feedback::MEMBER, delta::MEMBER];
+pub const ALL: &[Member] = &[
+    raw::MEMBER,
+    half::F16,
+    half::BF16,
+    uniform::MEMBER,
+    sort::MEMBER,
+    tile::MEMBER,
+    top_k::MEMBER,
+    feedback::MEMBER,
+    delta::MEMBER,
+];
 
 /// The longest text for [`parse`], in bytes: whoever wraps codecs in codecs comes to an end.
 const TEXT_BYTES_MAX: usize = 64;
@@ -494,7 +518,7 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, feedback, delta; got `zip`"
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, topk, feedback, delta; got `zip`"
         );
     }
 
@@ -538,6 +562,18 @@ mod tests {
             "tile:/64",
             "tile:4/64/2",
             "tile:4~",
+            "topk",
+            "topk:",
+            "topk:0",
+            "topk:0.0",
+            "topk:1.1",
+            "topk:2",
+            "topk:.5",
+            "topk:0.",
+            "topk:+0.5",
+            "topk:1e-2",
+            "topk:0.0000000001",
+            "topk:0.5.5",
         ] {
             let name = text.split(':').next().unwrap();
             assert!(told(text).starts_with(&format!("expected {name}:")), "{}", told(text));

@@ -127,6 +127,7 @@ fn check(text: &str, values: &[f32]) -> Vec<f32> {
             }
             assert_eq!(decode(text, &encode(text, &decoded).unwrap(), values.len()), decoded, "{text} again");
         }
+        CodecId::TopK => check_top_k(text, values, &body, &decoded),
         CodecId::Feedback | CodecId::Delta => {
             // Nothing is kept yet and no sample known, so that only the codec inside does anything.
             let inner = inner_of(text).unwrap();
@@ -136,6 +137,29 @@ fn check(text: &str, values: &[f32]) -> Vec<f32> {
         _ => check_grids(text, values, &body, &decoded),
     }
     decoded
+}
+
+/// The largest are there to the bit, the others 0, and their places take no more bits than either way of writing them.
+fn check_top_k(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
+    let (_, fraction) = text.split_once(':').unwrap();
+    let digits = fraction.replace('.', "");
+    let parts = digits.parse::<usize>().unwrap() * values.len();
+    let most = parts.div_ceil(10usize.pow(digits.len() as u32 - 1));
+    let mut order: Vec<usize> = (0..values.len()).filter(|&at| values[at] != 0.0).collect();
+    // A stable sort: of two that are equally large, the first comes first.
+    order.sort_by(|&a, &b| values[b].abs().total_cmp(&values[a].abs()));
+    order.truncate(most);
+    let mut expected = vec![0f32; values.len()];
+    order.iter().for_each(|&at| expected[at] = values[at]);
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(decoded), bits(&expected), "{text}");
+
+    order.sort();
+    let gaps = (0..order.len()).map(|at| if at == 0 { order[0] } else { order[at] - order[at - 1] - 1 });
+    let rice = |lower: usize| gaps.clone().map(|gap| (gap >> lower) + 1 + lower).sum::<usize>().div_ceil(8);
+    let places = (0..50).map(rice).min().unwrap().min(values.len().div_ceil(8));
+    assert_eq!(body.len(), 9 + 4 * order.len() + places, "{text}");
+    assert_eq!(decode(text, &encode(text, decoded).unwrap(), values.len()), decoded, "{text} again");
 }
 
 fn check_grids(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
@@ -230,7 +254,11 @@ fn awkward_tensors() {
 fn constants_and_zeros_come_back_exactly() {
     for text in lossy() {
         assert_eq!(check(text, &[0.0; 70]), [0.0; 70], "{text}");
-        assert_eq!(check(text, &[2.5; 70]), [2.5; 70], "{text}");
+        // Of equals, `topk` keeps the first ones.
+        let kept =
+            if text.contains("topk:0.") { check(text, &[2.5; 70]).iter().filter(|&&x| x != 0.0).count() } else { 70 };
+        let expected: Vec<f32> = (0..70).map(|at| if at < kept { 2.5 } else { 0.0 }).collect();
+        assert_eq!(check(text, &[2.5; 70]), expected, "{text}");
         // What a ReLU cuts off stays off.
         let relu: Vec<f32> = (0..256).map(|i| ((i * 37 % 101) as f32 - 50.0).max(0.0)).collect();
         for (x, y) in relu.iter().zip(check(text, &relu)) {
@@ -268,6 +296,10 @@ fn sizes_are_those_of_the_formulas() {
         ("tile:4/128", 1 << 20, (1 << 19) + (1 << 15) + 4),
         ("tile:3/10", 25, 26),
         ("tile:4", 0, 4),
+        ("topk:0.1", 1000, 9 + 400 + 125),
+        ("topk:0.1", 1001, 9 + 404 + 126),
+        ("topk:1", 8, 9 + 32 + 1),
+        ("topk:0.5", 0, 9),
     ] {
         assert_eq!(codec::parse(text).unwrap().encoded_bytes(DType::F32, &[elements]), size, "{text} {elements}");
     }

@@ -38,7 +38,7 @@ pub(super) const MEMBER: Member = Member {
     name: "delta",
     id: CodecId::Delta,
     lossless: false,
-    examples: &["delta(tile:4)", "delta:1(uniform:8)", "delta:64(sort:4)", "delta(bf16)"],
+    examples: &["delta(tile:4)", "delta:1(uniform:8)", "delta:64(sort:4)", "delta(bf16)", "delta(topk:0.1)"],
     about: "delta(C) or delta:MIB(C), codec C on each sample's change since its last visit, MIB (1024) MiB kept at both ends",
     parse: |arguments| parse(arguments).map(|codec| Box::new(codec) as _),
 };
@@ -428,9 +428,16 @@ mod tests {
     }
 
     /// Everything that decides how the next body is read.
-    fn state(memory: &Memory) -> (u64, u64, Vec<(Key, Box<[u8]>)>) {
-        let rows = memory.rows.iter().map(|(key, row)| (*key, row.clone()));
-        (memory.number, memory.chain, rows.collect())
+    #[derive(Debug, PartialEq)]
+    struct State {
+        number: u64,
+        chain: u64,
+        oldest_first: Vec<(Key, Box<[u8]>)>,
+    }
+
+    fn state(memory: &Memory) -> State {
+        let oldest_first = memory.rows.iter().map(|(key, row)| (*key, row.clone())).collect();
+        State { number: memory.number, chain: memory.chain, oldest_first }
     }
 
     fn out_of_step(result: Result<Vec<u8>, CodecError>) -> bool {
@@ -710,7 +717,7 @@ mod tests {
         #[test]
         fn the_receiver_has_what_the_sender_thinks_it_has(
             events in events(),
-            inner in prop::sample::select(&["tile:4", "uniform:3", "sort:8", "bf16"][..]),
+            inner in prop::sample::select(&["tile:4", "uniform:3", "sort:8", "bf16", "topk:0.3"][..]),
             rows_kept in 1usize..20,
         ) {
             let bytes_max = rows_kept * (24 + ENTRY_BYTES);

@@ -26,7 +26,7 @@ pub(super) const MEMBER: Member = Member {
     name: "feedback",
     id: CodecId::Feedback,
     lossless: false,
-    examples: &["feedback(tile:4)", "feedback(uniform:2)", "feedback(sort:4)", "feedback(f16)"],
+    examples: &["feedback(tile:4)", "feedback(uniform:2)", "feedback(sort:4)", "feedback(f16)", "feedback(topk:0.1)"],
     about: "feedback(C), codec C with what it lost of a tensor added to the next: sums come out right",
     parse: |arguments| parse(arguments).map(|codec| Box::new(codec) as _),
 };
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_was_decoded_sums_to_what_was_encoded_but_for_one_residual() {
-        for inner in ["uniform:2", "tile:2", "sort:3+1", "bf16"] {
+        for inner in ["uniform:2", "tile:2", "sort:3+1", "bf16", "topk:0.2"] {
             let (mut codec, values) = (feedback(inner, BYTES_MAX), wave(100, 0));
             let mut sums = vec![0.0; values.len()];
             let mut alone = vec![0.0; values.len()];
