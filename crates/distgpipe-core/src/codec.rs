@@ -11,6 +11,7 @@
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
 //! | [`top_k`] | the values of largest magnitude and their places |
+//! | [`power_svd`] | two thin factors instead of a matrix: `svd` |
 //! | [`delta`] | another codec, on what changed since the sample's last visit |
 //! | [`feedback`] | another codec, and what it lost is added to the next tensor |
 //!
@@ -34,6 +35,7 @@ mod grid;
 pub mod half;
 mod inner;
 mod order;
+pub mod power_svd;
 pub mod raw;
 mod rice;
 pub mod sort;
@@ -63,6 +65,8 @@ numbered! {
         Tile = 6,
         /// [`top_k`].
         TopK = 8,
+        /// [`power_svd`].
+        PowerSvd = 9,
         /// [`feedback`].
         Feedback = 10,
         /// [`delta`].
@@ -223,6 +227,16 @@ pub enum CodecError {
         expected: &'static str,
         /// The dimensions.
         got: Vec<usize>,
+    },
+    /// Factors of a higher rank than the matrix has.
+    #[error("expected a rank of at most {most} for matrices of a tensor of {dims:?}, got svd:{rank}: use svd:{most} or less on this link, or another codec")]
+    Rank {
+        /// The codec's rank.
+        rank: usize,
+        /// The smaller side of each matrix.
+        most: usize,
+        /// The dimensions.
+        dims: Vec<usize>,
     },
     /// A body that describes values which no encoder makes.
     #[error("expected a finite lo and a finite step of at least 0 in codec {codec}'s table, got another at {at}: the peer is faulty, or its codec has other parameters")]
@@ -386,6 +400,7 @@ pub const ALL: &[Member] = &[
     sort::MEMBER,
     tile::MEMBER,
     top_k::MEMBER,
+    power_svd::MEMBER,
     feedback::MEMBER,
     delta::MEMBER,
 ];
@@ -518,7 +533,7 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, topk, feedback, delta; got `zip`"
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, topk, svd, feedback, delta; got `zip`"
         );
     }
 
@@ -574,6 +589,11 @@ mod tests {
             "topk:1e-2",
             "topk:0.0000000001",
             "topk:0.5.5",
+            "svd",
+            "svd:0",
+            "svd:4097",
+            "svd:08",
+            "svd:8/2",
         ] {
             let name = text.split(':').next().unwrap();
             assert!(told(text).starts_with(&format!("expected {name}:")), "{}", told(text));

@@ -107,6 +107,7 @@ fn numbers_are_never_reused() {
     assert_eq!(Layout::from_number(2), Some(Layout::ChannelsLast));
     assert_eq!(CodecId::from_number(1), Some(CodecId::Raw));
     assert_eq!(CodecId::from_number(8), Some(CodecId::TopK));
+    assert_eq!(CodecId::from_number(9), Some(CodecId::PowerSvd));
     assert_eq!(CodecId::from_number(10), Some(CodecId::Feedback));
     assert_eq!(CodecId::from_number(11), Some(CodecId::Delta));
     for number in 0..=255 {

@@ -38,7 +38,7 @@ pub(super) const MEMBER: Member = Member {
     name: "delta",
     id: CodecId::Delta,
     lossless: false,
-    examples: &["delta(tile:4)", "delta:1(uniform:8)", "delta:64(sort:4)", "delta(bf16)", "delta(topk:0.1)"],
+    examples: &["delta(tile:4)", "delta:1(uniform:8)", "delta:64(sort:4)", "delta(bf16)", "delta(topk:0.1)", "delta(svd:2)"],
     about: "delta(C) or delta:MIB(C), codec C on each sample's change since its last visit, MIB (1024) MiB kept at both ends",
     parse: |arguments| parse(arguments).map(|codec| Box::new(codec) as _),
 };
@@ -200,7 +200,9 @@ impl Delta {
             let mut dims = tensor.dims.to_vec();
             dims[0] = count;
             let view = TensorView { dims: &dims, bytes: &self.differences, ..tensor };
-            self.inner.round_trip(view, &Context { samples: &[], ..*context }, out, &mut self.decoded)?;
+            let context = Context { samples: &[], ..*context };
+            let sent = self.inner.round_trip(view, &context, out, &mut self.decoded);
+            sent.map_err(|error| fewer_rows(error, count, tensor.dims))?;
             add(&mut self.bases, &self.decoded);
         }
         // What the other end will have: differences added to their bases, the others as they are.
@@ -306,6 +308,18 @@ impl Codec for Delta {
         self.sent.forget();
         self.received.forget();
         self.inner.reset();
+    }
+}
+
+/// Where a tensor is one matrix, its known rows may be too few for `svd`. That is no fault of whoever chose the rank.
+fn fewer_rows(error: CodecError, count: usize, dims: &[usize]) -> CodecError {
+    match error {
+        CodecError::Rank { .. } if count < dims[0] => CodecError::Shape {
+            codec: CodecId::Delta,
+            expected: "as many known rows as the inner codec's rank",
+            got: dims.to_vec(),
+        },
+        error => error,
     }
 }
 
@@ -717,7 +731,7 @@ mod tests {
         #[test]
         fn the_receiver_has_what_the_sender_thinks_it_has(
             events in events(),
-            inner in prop::sample::select(&["tile:4", "uniform:3", "sort:8", "bf16", "topk:0.3"][..]),
+            inner in prop::sample::select(&["tile:4", "uniform:3", "sort:8", "bf16", "topk:0.3", "svd:1"][..]),
             rows_kept in 1usize..20,
         ) {
             let bytes_max = rows_kept * (24 + ENTRY_BYTES);

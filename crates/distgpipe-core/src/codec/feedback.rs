@@ -26,7 +26,14 @@ pub(super) const MEMBER: Member = Member {
     name: "feedback",
     id: CodecId::Feedback,
     lossless: false,
-    examples: &["feedback(tile:4)", "feedback(uniform:2)", "feedback(sort:4)", "feedback(f16)", "feedback(topk:0.1)"],
+    examples: &[
+        "feedback(tile:4)",
+        "feedback(uniform:2)",
+        "feedback(sort:4)",
+        "feedback(f16)",
+        "feedback(topk:0.1)",
+        "feedback(svd:1)",
+    ],
     about: "feedback(C), codec C with what it lost of a tensor added to the next: sums come out right",
     parse: |arguments| parse(arguments).map(|codec| Box::new(codec) as _),
 };
