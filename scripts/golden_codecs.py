@@ -11,11 +11,13 @@ import json
 import math
 import random
 import struct
+from fractions import Fraction
 from pathlib import Path
 
 TARGET = Path(__file__).resolve().parent.parent / "crates/distgpipe-core/tests/golden/codecs.json"
 SORTS = [(12, 4), (9, 3), (6, 2), (3, 1), (4, 4), (2, 2), (1, 4), (3, 6)]
 UNIFORMS = [1, 2, 4, 8, 11, 16]
+TOP_KS = ["0.01", "0.1", "0.5", "1"]
 TILES = [(1, 64), (2, 64), (3, 64), (4, 64), (8, 64), (4, 16), (6, 10)]
 
 
@@ -96,6 +98,15 @@ def tile(xs, q, t):
     return decoded, math.ceil(len(xs) * q / 8) + 4 * math.ceil(len(xs) / t) + 4
 
 
+def top_k(xs, fraction):
+    most = math.ceil(Fraction(fraction) * len(xs))
+    # Sorting is stable: of two that are equally large, the first comes first.
+    kept = sorted(sorted((i for i, x in enumerate(xs) if x), key=lambda i: -abs(xs[i]))[:most])
+    gaps = [i - before - 1 for before, i in zip([-1] + kept, kept)]
+    places = min([len(xs)] + [sum((gap >> r) + 1 + r for gap in gaps) for r in range(57)])
+    return [x if i in kept else 0.0 for i, x in enumerate(xs)], 9 + 4 * len(kept) + math.ceil(places / 8)
+
+
 def bf16(x):
     bits = struct.unpack("<I", struct.pack("<f", x))[0]
     upper, lower = divmod(bits, 1 << 16)
@@ -115,6 +126,7 @@ def main():
         made = [(f"sort:{q}+{s}", sort(xs, q, s)) for q, s in SORTS]
         made += [(f"uniform:{q}", sort(xs, q, 0)) for q in UNIFORMS]
         made += [(f"tile:{q}" if t == 64 else f"tile:{q}/{t}", tile(xs, q, t)) for q, t in TILES]
+        made += [(f"topk:{fraction}", top_k(xs, fraction)) for fraction in TOP_KS]
         made.append(("bf16", ([bf16(x) for x in xs], 2 * len(xs))))
         if all(abs(x) < 65520 for x in xs):
             made.append(("f16", ([f16_of(f16_bits(x)) for x in xs], 2 * len(xs))))

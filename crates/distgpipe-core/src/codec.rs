@@ -10,6 +10,10 @@
 //! | [`uniform`] | one grid over the tensor's range |
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
+//! | [`top_k`] | the values of largest magnitude and their places |
+//! | [`power_svd`] | two thin factors instead of a matrix: `svd` |
+//! | [`delta`] | another codec, on what changed since the sample's last visit |
+//! | [`feedback`] | another codec, and what it lost is added to the next tensor |
 //!
 //! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass. `docs/codecs.md` has the
 //! formulas, says which to use when, and how to add one.
@@ -25,13 +29,20 @@ use thiserror::Error;
 
 pub mod bits;
 pub mod crew;
+pub mod delta;
+pub mod feedback;
 mod grid;
 pub mod half;
+mod inner;
 mod order;
+pub mod power_svd;
 pub mod raw;
+mod rice;
 pub mod sort;
 mod spec;
+mod store;
 pub mod tile;
+pub mod top_k;
 pub mod uniform;
 
 pub use crew::{Alone, Crew};
@@ -52,6 +63,14 @@ numbered! {
         Sort = 5,
         /// [`tile`].
         Tile = 6,
+        /// [`top_k`].
+        TopK = 8,
+        /// [`power_svd`].
+        PowerSvd = 9,
+        /// [`feedback`].
+        Feedback = 10,
+        /// [`delta`].
+        Delta = 11,
     }
 }
 
@@ -83,8 +102,8 @@ impl TensorView<'_> {
 /// What the encoder is told about a tensor beside its numbers, for codecs that keep something from one to the next.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
-    /// Which of the tensors that take turns on this link: one number for each micro-batch and place in its message, the
-    /// same in every step.
+    /// Which of the tensors that take turns on this link, the same in every step: the micro-batch in the upper 48 bits,
+    /// the tensor's place in its message in the lower 16 ([`Context::place`]).
     pub slot: u64,
     /// The seed of whatever is random about this tensor; another for every tensor of a run.
     pub seed: u64,
@@ -93,6 +112,13 @@ pub struct Context<'a> {
     /// Whether the model learns from this tensor. What it does not learn from leaves no trace in a codec, so that an
     /// evaluation in between changes nothing.
     pub learning: bool,
+}
+
+impl Context<'_> {
+    /// The tensor's place in its message, whichever micro-batch it is of.
+    pub fn place(&self) -> u16 {
+        self.slot as u16
+    }
 }
 
 impl Default for Context<'_> {
@@ -165,6 +191,14 @@ pub enum CodecError {
         /// The beginning of what came after the colon.
         got: String,
     },
+    /// A wrapper around a codec that it has no use for.
+    #[error("expected {codec}(C) with C a codec that loses something and wraps no other, such as {codec}(tile:4); got `{codec}({got})`")]
+    Inner {
+        /// The wrapper's name.
+        codec: &'static str,
+        /// The beginning of what is between the parentheses.
+        got: String,
+    },
     /// A type of elements that the codec does not take.
     #[error("expected an F32 tensor for codec {codec}, got {got}: send this one raw")]
     DType {
@@ -189,6 +223,26 @@ pub enum CodecError {
         /// Which element, the first of them; 0 if it is the range.
         at: usize,
     },
+    /// Dimensions that the codec cannot do anything with.
+    #[error("expected a tensor of {expected} for codec {codec}, got {got:?}: send this one raw")]
+    Shape {
+        /// The codec.
+        codec: CodecId,
+        /// What it takes.
+        expected: &'static str,
+        /// The dimensions.
+        got: Vec<usize>,
+    },
+    /// Factors of a higher rank than the matrix has.
+    #[error("expected a rank of at most {most} for matrices of a tensor of {dims:?}, got svd:{rank}: use svd:{most} or less on this link, or another codec")]
+    Rank {
+        /// The codec's rank.
+        rank: usize,
+        /// The smaller side of each matrix.
+        most: usize,
+        /// The dimensions.
+        dims: Vec<usize>,
+    },
     /// A body that describes values which no encoder makes.
     #[error("expected a finite lo and a finite step of at least 0 in codec {codec}'s table, got another at {at}: the peer is faulty, or its codec has other parameters")]
     Grid {
@@ -196,6 +250,42 @@ pub enum CodecError {
         codec: CodecId,
         /// Which entry of the table.
         at: usize,
+    },
+    /// A value in a body that no encoder sends.
+    #[error("expected finite values in codec {codec}'s body, got a NaN or an infinity at {at}: the peer is faulty, or its codec has other parameters")]
+    Value {
+        /// The codec.
+        codec: CodecId,
+        /// Which value.
+        at: usize,
+    },
+    /// A first byte that means nothing for this tensor.
+    #[error("expected {expected} as the first byte of codec {codec}'s body, got {got}: the peer is faulty, or its codec is of another version")]
+    FirstByte {
+        /// The codec.
+        codec: CodecId,
+        /// What it may be.
+        expected: &'static str,
+        /// What it is.
+        got: u8,
+    },
+    /// A body that builds on what this end does not have.
+    #[error("expected {expected} from a `delta` encoder, got {got}: a body was lost or decoded twice, or one end was restarted or has other parameters; reset the encoder, and the next body puts both ends in step")]
+    OutOfStep {
+        /// Where this end is.
+        expected: delta::Step,
+        /// Where the encoder was.
+        got: delta::Step,
+    },
+    /// A body of `topk` whose values have no places, or places in another tensor.
+    #[error("expected at most {most} values with ascending places below {elements} in codec {codec}'s body, got others: the peer is faulty, or its codec has other parameters")]
+    Places {
+        /// The codec.
+        codec: CodecId,
+        /// The most values there may be.
+        most: u64,
+        /// How many elements the tensor has.
+        elements: u64,
     },
     /// A `tile` body scaled as no `f32` needs it.
     #[error("expected a tile body's exponent from -162 to 114, got {got}: the peer is faulty, or its codec has other parameters")]
@@ -252,7 +342,8 @@ pub enum CodecError {
 impl CodecError {
     /// Whether the tensor is sound and only this codec cannot carry it, so that it should be sent [`raw`].
     pub fn refuses_tensor(&self) -> bool {
-        matches!(self, CodecError::DType { .. } | CodecError::NotFinite { .. } | CodecError::Overflow { .. })
+        use CodecError::{DType, NotFinite, Overflow, Shape};
+        matches!(self, DType { .. } | NotFinite { .. } | Overflow { .. } | Shape { .. })
     }
 
     fn parameter(codec: &'static str, expected: &'static str, got: &str) -> Self {
@@ -306,7 +397,18 @@ impl<'a> Arguments<'a> {
 }
 
 /// Every codec there is.
-pub const ALL: &[Member] = &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER];
+pub const ALL: &[Member] = &[
+    raw::MEMBER,
+    half::F16,
+    half::BF16,
+    uniform::MEMBER,
+    sort::MEMBER,
+    tile::MEMBER,
+    top_k::MEMBER,
+    power_svd::MEMBER,
+    feedback::MEMBER,
+    delta::MEMBER,
+];
 
 /// The longest text for [`parse`], in bytes: whoever wraps codecs in codecs comes to an end.
 const TEXT_BYTES_MAX: usize = 64;
@@ -361,20 +463,26 @@ fn check_f32(codec: CodecId, tensor: &TensorView<'_>) -> Result<usize, CodecErro
     Ok(elements)
 }
 
-/// Whether a body is one for this codec and as long as it has to be, with room for what it decodes to; how many
-/// elements that has.
-fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) -> Result<usize, CodecError> {
-    let id = codec.id();
-    if meta.codec != id {
-        return Err(CodecError::WrongCodec { expected: id, got: meta.codec });
+/// Whether a header is one for this codec, with room for what its body decodes to.
+fn check_meta(codec: CodecId, meta: &TensorMeta, out: &[u8]) -> Result<(), CodecError> {
+    if meta.codec != codec {
+        return Err(CodecError::WrongCodec { expected: codec, got: meta.codec });
     }
-    if id != CodecId::Raw && meta.dtype != DType::F32 {
-        return Err(CodecError::DType { codec: id, got: meta.dtype });
+    if codec != CodecId::Raw && meta.dtype != DType::F32 {
+        return Err(CodecError::DType { codec, got: meta.dtype });
     }
     let decoded = meta.decoded_bytes();
     if out.len() as u64 != decoded {
         return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
     }
+    Ok(())
+}
+
+/// Whether a body is one for this codec and as long as it has to be, with room for what it decodes to; how many
+/// elements that has.
+fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) -> Result<usize, CodecError> {
+    let id = codec.id();
+    check_meta(id, meta, out)?;
     let elements = out.len() / meta.dtype.size_bytes();
     let mut dims = [0; DIMS_MAX];
     dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
@@ -428,7 +536,10 @@ mod tests {
         let Err(error) = parse("zip") else {
             panic!("there is no codec zip");
         };
-        assert_eq!(error.to_string(), "expected a codec out of: raw, f16, bf16, uniform, sort, tile; got `zip`");
+        assert_eq!(
+            error.to_string(),
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, topk, svd, feedback, delta; got `zip`"
+        );
     }
 
     #[test]
@@ -471,6 +582,23 @@ mod tests {
             "tile:/64",
             "tile:4/64/2",
             "tile:4~",
+            "topk",
+            "topk:",
+            "topk:0",
+            "topk:0.0",
+            "topk:1.1",
+            "topk:2",
+            "topk:.5",
+            "topk:0.",
+            "topk:+0.5",
+            "topk:1e-2",
+            "topk:0.0000000001",
+            "topk:0.5.5",
+            "svd",
+            "svd:0",
+            "svd:4097",
+            "svd:08",
+            "svd:8/2",
         ] {
             let name = text.split(':').next().unwrap();
             assert!(told(text).starts_with(&format!("expected {name}:")), "{}", told(text));

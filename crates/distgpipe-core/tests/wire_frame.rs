@@ -106,6 +106,10 @@ fn numbers_are_never_reused() {
     assert_eq!(Layout::from_number(1), Some(Layout::Contiguous));
     assert_eq!(Layout::from_number(2), Some(Layout::ChannelsLast));
     assert_eq!(CodecId::from_number(1), Some(CodecId::Raw));
+    assert_eq!(CodecId::from_number(8), Some(CodecId::TopK));
+    assert_eq!(CodecId::from_number(9), Some(CodecId::PowerSvd));
+    assert_eq!(CodecId::from_number(10), Some(CodecId::Feedback));
+    assert_eq!(CodecId::from_number(11), Some(CodecId::Delta));
     for number in 0..=255 {
         assert!(Kind::from_number(number).is_none_or(|kind| kind.number() == number));
     }
@@ -198,8 +202,8 @@ fn each_field_is_checked() {
     assert_eq!(refused(6, &[0]), unknown("kind", 16, 0));
     assert_eq!(refused(32, &[11]), unknown("dtype", 10, 11));
     assert_eq!(refused(33, &[3]), unknown("layout", 2, 3));
-    assert_eq!(refused(34, &[7]), unknown("codec", 6, 7));
-    assert_eq!(refused(34, &[0]), unknown("codec", 6, 0));
+    assert_eq!(refused(34, &[12]), unknown("codec", 11, 12));
+    assert_eq!(refused(34, &[0]), unknown("codec", 11, 0));
     assert_eq!(refused(35, &[9]), WireError::Shape(ShapeError::Rank { got: 9 }));
     assert_eq!(refused(35, &[3]), WireError::NotZero { field: "dimensions beyond the rank" });
     assert_eq!(refused(7, &[1]), WireError::NotZero { field: "byte 7" });

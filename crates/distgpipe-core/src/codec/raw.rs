@@ -58,7 +58,7 @@ fn check_bools(body: &[u8]) -> Result<(), CodecError> {
     }
 }
 
-fn to_or_from_little_endian(dtype: DType, bytes: &mut [u8]) {
+pub(super) fn to_or_from_little_endian(dtype: DType, bytes: &mut [u8]) {
     if cfg!(target_endian = "big") {
         for element in bytes.chunks_exact_mut(dtype.size_bytes()) {
             element.reverse();
