@@ -27,8 +27,13 @@ pub mod bits;
 pub mod crew;
 mod grid;
 pub mod half;
+mod hands;
 mod order;
+mod planes;
 pub mod raw;
+mod runs;
+#[allow(unsafe_code)]
+mod simd;
 pub mod sort;
 mod spec;
 pub mod tile;
@@ -465,7 +470,9 @@ mod tests {
             "tile:4/",
             "tile:/64",
             "tile:4/64/2",
-            "tile:4~",
+            "tile:~4",
+            "tile:4~~",
+            "tile:4~/64",
         ] {
             let name = text.split(':').next().unwrap();
             assert!(told(text).starts_with(&format!("expected {name}:")), "{}", told(text));

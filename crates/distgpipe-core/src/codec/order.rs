@@ -1,70 +1,232 @@
 //! Order statistics: the k-th smallest values, for many k at once, without sorting.
 //!
-//! A float's bits, suitably flipped, are ordered as the float is. One pass counts the values by their upper 16 bits, which
-//! says in which of 65536 buckets each rank lies; a second one gathers the values of just those buckets, a few in a
-//! hundred; among them the ranks are selected. Values that are all in one bucket, such as the half of a tensor that a ReLU
-//! has made 0, are gathered too, and selecting among ties is quick.
+//! A float's bits, suitably flipped, are ordered as the float is: its key. The keys of a sample say between which two
+//! values each rank should lie. One pass counts all values by these pivots and keeps those in between, a few in a
+//! hundred, among which the search goes on until few enough are left to select from.
+//!
+//! ```text
+//! keys   ────────┃p₀░░░░r₀░░░p₁┃──────────────┃p₂░░r₁░░p₃┃──────     ░ kept
+//! segment    0         1              2             3        4
+//! ```
+//!
+//! A value that is often in the sample, such as the 0 that a ReLU makes of half a tensor, has a segment of its own, and
+//! a rank in that is found without keeping any. Where a rank lies outside of what was kept, or there are too many for
+//! the pivots, the values are counted by their upper 16 bits instead, and those in the buckets of the ranks selected
+//! from. The statistics are exact either way.
 
-use super::{floats, BLOCK};
+use super::hands::{check_finite, Hands, PIECES_MAX};
+use super::simd::{self, Tally, KEPT_MORE};
+use super::{floats, CodecError, CodecId, BLOCK};
 
 /// The values at some ranks, with the tables of the search, which are kept from one tensor to the next.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OrderStatistics {
+    sample: Vec<i32>,
+    /// The ranks that are still looked for, and where their values go.
+    open: Vec<Open>,
+    brackets: Vec<(i64, i64)>,
+    /// What a pass has kept, by piece of the tensor; then all of it, and what the pass before had kept.
+    pieces: Vec<Vec<u8>>,
+    kept: Vec<u8>,
+    before: Vec<u8>,
     counts: Vec<u32>,
     wanted: Vec<bool>,
-    keys: Vec<u32>,
-    ranks: Vec<usize>,
+    keys: Vec<i32>,
+    found: Vec<f32>,
+    /// The smallest and the largest key, once they are known.
+    ends: Option<(i32, i32)>,
+}
+
+/// An `F32` tensor's memory, and which codec looks into it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Values<'a> {
+    pub codec: CodecId,
+    pub bytes: &'a [u8],
+}
+
+/// A rank among the values that are left, and its number among those that were asked for.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    rank: usize,
+    to: usize,
 }
 
 const BUCKETS: usize = 1 << 16;
 
-/// From so many values on, counting them first pays.
+/// Down to so many values, selecting at once is as quick.
+const SELECTED_MAX: usize = 1 << 13;
+
+/// From so many values on, counting them by their upper bits pays.
 const COUNTED_MIN: usize = 4 * BUCKETS;
 
+/// The most values in a sample.
+const SAMPLE_MAX: usize = 1 << 14;
+
+/// A value that is so often within a bracket of the sample has a segment of its own.
+const TIED_MIN: usize = 12;
+
 impl OrderStatistics {
-    /// The values at these ranks, which ascend and are below the number of values; none of those may be a NaN.
-    pub fn at_ranks(&mut self, bytes: &[u8], ranks: &[usize], out: &mut Vec<f32>) {
-        debug_assert!(ranks.is_sorted() && ranks.last().is_none_or(|&last| last < bytes.len() / 4));
-        self.ranks.clear();
-        self.ranks.extend_from_slice(ranks);
-        // The counters have 32 bits.
-        if bytes.len() / 4 >= COUNTED_MIN && u32::try_from(bytes.len() / 4).is_ok() {
-            self.gather(bytes);
-        } else {
-            self.keys.clear();
-            self.keys.extend(floats(bytes).map(key));
+    /// The values at these ranks, which ascend and are below the number of values; an error if one is not finite.
+    pub fn at_ranks(&mut self, hands: &Hands, tensor: Values<'_>, ranks: &[usize]) -> Result<&[f32], CodecError> {
+        let elements = tensor.bytes.len() / 4;
+        debug_assert!(ranks.is_sorted() && ranks.last().is_none_or(|&last| last < elements));
+        self.found.clear();
+        self.found.resize(ranks.len(), 0.0);
+        self.ends = None;
+        self.reopen(ranks, elements);
+        if !self.narrow(hands, tensor)? {
+            self.reopen(ranks, elements);
+            self.gather(tensor.bytes);
         }
-        out.clear();
-        out.resize(ranks.len(), 0.0);
-        select(&mut self.keys, 0, &self.ranks, out);
+        select(&mut self.keys, 0, &self.open, &mut self.found);
+        let (lo, hi) = match self.ends {
+            Some((lo, hi)) => (value(lo), value(hi)),
+            None => hands.extremes(tensor.codec, tensor.bytes)?.range(),
+        };
+        for (found, &rank) in self.found.iter_mut().zip(ranks) {
+            *found = if rank == 0 { lo } else { *found };
+            *found = if rank + 1 == elements { hi } else { *found };
+        }
+        Ok(&self.found)
     }
 
-    /// Fills `keys` with the buckets that hold a rank, and makes `ranks` count among them.
+    /// Opens all ranks but the first and the last, whose values every pass finds by the way.
+    fn reopen(&mut self, ranks: &[usize], elements: usize) {
+        let open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to });
+        self.open.clear();
+        self.open.extend(open.filter(|open| open.rank != 0 && open.rank + 1 != elements));
+    }
+
+    /// Fills `keys` with few values among which the open ranks count; false if that did not succeed.
+    fn narrow(&mut self, hands: &Hands, tensor: Values<'_>) -> Result<bool, CodecError> {
+        let mut left = tensor.bytes.len() / 4;
+        let mut first = true;
+        while left > SELECTED_MAX && !self.open.is_empty() {
+            let before = std::mem::take(&mut self.before);
+            let values = if first { tensor.bytes } else { &before };
+            sample(values, SAMPLE_MAX.min(left / 8), 0, &mut self.sample);
+            let pivots = self.pivots(left);
+            let tally = pivots.map(|pivots| pass(hands, values, &pivots, &mut self.pieces, &mut self.kept));
+            self.before = before;
+            let Some((pivots, tally)) = pivots.zip(tally) else { return Ok(false) };
+            if first {
+                let ends = (tally.key_min, tally.key_max);
+                let magnitude = |key| value(key).to_bits() & 0x7fff_ffff;
+                check_finite(tensor.codec, tensor.bytes, magnitude(ends.0).max(magnitude(ends.1)))?;
+                self.ends = Some(ends);
+            }
+            if !self.close(&pivots, &tally, left) {
+                return Ok(false);
+            }
+            std::mem::swap(&mut self.before, &mut self.kept);
+            let kept = self.before.len() / 4;
+            // Where most values are kept, a sample does not tell them apart.
+            let stuck = kept > left / 4 * 3;
+            (left, first) = (kept, false);
+            if stuck {
+                break;
+            }
+        }
+        self.keys.clear();
+        if !self.open.is_empty() {
+            let values = if first { tensor.bytes } else { &self.before };
+            self.keys.extend(floats(values).map(key));
+        }
+        Ok(true)
+    }
+
+    /// Pivots around where the sample, of a tensor of so many values, says that the open ranks are.
+    fn pivots(&mut self, elements: usize) -> Option<Pivots> {
+        let size = self.sample.len();
+        self.brackets.clear();
+        let mut found = [0i64; 64];
+        let mut length = 0;
+        let mut push = |key: i64| {
+            // Nothing is below the one and above the other.
+            if key > i32::MIN.into() && key <= i32::MAX.into() && length < found.len() {
+                found[length] = key;
+                length += 1;
+            }
+        };
+        for open in &self.open {
+            let part = (open.rank as f64 + 0.5) / elements as f64;
+            // Four standard deviations of how many of the sample are below the rank's value.
+            let margin = 4.0 * (size as f64 * part * (1.0 - part)).sqrt() + 4.0;
+            let (from, to) = (part * size as f64 - margin, part * size as f64 + margin);
+            let begin = if from < 0.0 { i32::MIN.into() } else { i64::from(self.sample[from as usize]) };
+            let end = self.sample.get(to.ceil() as usize).map_or(i64::MAX, |&key| i64::from(key) + 1);
+            push(begin);
+            push(end);
+            self.brackets.push((begin, end));
+            for tied in self.sample[from.max(0.0) as usize..size.min(to.ceil() as usize)].chunk_by(|a, b| a == b) {
+                if tied.len() >= TIED_MIN {
+                    push(tied[0].into());
+                    push(i64::from(tied[0]) + 1);
+                }
+            }
+        }
+        let found = &mut found[..length];
+        found.sort_unstable();
+        Pivots::new(found, &self.brackets)
+    }
+
+    /// Writes the values of ranks that are in a segment of one key, and makes the others count among those kept; false
+    /// if a rank is not among them.
+    fn close(&mut self, pivots: &Pivots, tally: &Tally, elements: usize) -> bool {
+        let mut all = true;
+        self.open.retain_mut(|open| {
+            let mut left_out = 0;
+            for segment in 0..=pivots.count {
+                let count = tally.segment(segment, pivots.count) as usize;
+                let begin = elements - tally.at_least[segment] as usize;
+                let kept = pivots.kept >> segment & 1 == 1;
+                if open.rank < begin + count {
+                    if pivots.single >> segment & 1 == 1 {
+                        self.found[open.to] = value(pivots.table[segment]);
+                        return false;
+                    }
+                    all &= kept;
+                    open.rank -= left_out;
+                    return true;
+                }
+                left_out += if kept { 0 } else { count };
+            }
+            unreachable!("the ranks are below the number of values");
+        });
+        all
+    }
+
+    /// Fills `keys` with the buckets that hold a rank, and makes the open ranks count among them.
     fn gather(&mut self, bytes: &[u8]) {
+        self.keys.clear();
+        // The counters have 32 bits.
+        if bytes.len() / 4 < COUNTED_MIN || u32::try_from(bytes.len() / 4).is_err() {
+            self.keys.extend(floats(bytes).map(key));
+            return;
+        }
         self.count(bytes);
         self.wanted.clear();
         self.wanted.resize(BUCKETS, false);
-        let mut ranks = self.ranks.iter_mut().peekable();
+        let mut open = self.open.iter_mut().peekable();
         // How many values are in buckets up to here, and how many of them nobody wants.
         let (mut below, mut left_out) = (0, 0);
         for (bucket, &count) in self.counts[..BUCKETS].iter().enumerate() {
             below += count as usize;
-            while let Some(rank) = ranks.next_if(|rank| **rank < below) {
-                *rank -= left_out;
+            while let Some(open) = open.next_if(|open| open.rank < below) {
+                open.rank -= left_out;
                 self.wanted[bucket] = true;
             }
             left_out += if self.wanted[bucket] { 0 } else { count as usize };
         }
 
         let wanted: &[bool; BUCKETS] = self.wanted.as_slice().try_into().expect("resized to that");
-        self.keys.clear();
         let mut block = [0; BLOCK];
         for bytes in bytes.chunks(4 * BLOCK) {
             // Every key is written, and kept by moving on: whether it is wanted cannot be foretold.
             let mut kept = 0;
-            for key in floats(bytes).map(key) {
-                block[kept % BLOCK] = key;
-                kept += usize::from(wanted[(key >> 16) as usize]);
+            for value in floats(bytes) {
+                block[kept % BLOCK] = key(value);
+                kept += usize::from(wanted[bucket(value)]);
             }
             self.keys.extend_from_slice(&block[..kept]);
         }
@@ -95,39 +257,137 @@ impl OrderStatistics {
     }
 }
 
-/// A number that is ordered as the float is, −0.0 below 0.0.
-#[inline(always)]
-fn key(value: f32) -> u32 {
-    let bits = value.to_bits();
-    bits ^ ((bits as i32 >> 31) as u32 | 0x8000_0000)
+/// What cuts the keys into segments, and which of them are kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pivots {
+    /// The first key of each segment; of segments that there are not, `i32::MAX`.
+    pub table: [i32; 32],
+    /// How many pivots there are, one fewer than segments.
+    pub count: usize,
+    /// A bit for each segment: whether its values are kept.
+    pub kept: u32,
+    /// A bit for each segment: whether it is one key.
+    single: u32,
 }
 
-fn value(key: u32) -> f32 {
-    f32::from_bits(key ^ (!(key as i32 >> 31) as u32 | 0x8000_0000))
+impl Pivots {
+    /// From pivots in ascending order, perhaps several times, that include the ends of all brackets; `None` if there are
+    /// too many.
+    fn new(found: &[i64], brackets: &[(i64, i64)]) -> Option<Pivots> {
+        let mut pivots = Pivots { table: [i32::MAX; 32], count: 0, kept: 0, single: 0 };
+        pivots.table[0] = i32::MIN;
+        for same in found.chunk_by(|a, b| a == b) {
+            pivots.count += 1;
+            *pivots.table.get_mut(pivots.count)? = same[0] as i32;
+        }
+        for segment in 0..=pivots.count {
+            let begin = i64::from(pivots.table[segment]);
+            let last = segment == pivots.count;
+            let end = if last { i64::from(i32::MAX) + 1 } else { pivots.table[segment + 1].into() };
+            let single = end - begin == 1;
+            let kept = !single && brackets.iter().any(|bracket| (bracket.0..bracket.1).contains(&begin));
+            pivots.single |= u32::from(single) << segment;
+            pivots.kept |= u32::from(kept) << segment;
+        }
+        Some(pivots)
+    }
+
+    /// The segment of a key.
+    #[inline(always)]
+    pub fn segment(&self, key: i32) -> usize {
+        let mut segment = 0;
+        for bit in [16, 8, 4, 2, 1] {
+            segment |= if key >= self.table[segment | bit] { bit } else { 0 };
+        }
+        segment
+    }
+}
+
+impl Tally {
+    /// How many values are in a segment of those up to `last`.
+    fn segment(&self, segment: usize, last: usize) -> u64 {
+        self.at_least[segment] - if segment < last { self.at_least[segment + 1] } else { 0 }
+    }
+}
+
+/// Counts all values by the pivots, and collects those to be kept.
+fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>, kept: &mut Vec<u8>) -> Tally {
+    let piece = hands.piece(bytes.len() / 4, BLOCK);
+    pieces.resize_with(pieces.len().max(bytes.len().div_ceil(4 * piece)), Vec::new);
+    let mut tallies = [Tally::default(); PIECES_MAX];
+    let work = bytes.chunks(4 * piece).zip(&mut *pieces).zip(&mut tallies);
+    hands.each(work, |((bytes, kept), tally)| {
+        kept.clear();
+        let mut room = [0; BLOCK + KEPT_MORE];
+        for block in bytes.chunks(4 * BLOCK) {
+            let length = simd::narrow(hands.level, block, pivots, tally, &mut room);
+            kept.extend(room[..length].iter().flat_map(|bits| bits.to_ne_bytes()));
+        }
+    });
+    let count = bytes.len().div_ceil(4 * piece);
+    kept.clear();
+    match &mut pieces[..count] {
+        [one] => std::mem::swap(one, kept),
+        several => several.iter().for_each(|piece| kept.extend_from_slice(piece)),
+    }
+    tallies.into_iter().fold(Tally::default(), |mut sum, tally| {
+        sum.at_least.iter_mut().zip(tally.at_least).for_each(|(sum, count)| *sum += count);
+        sum.key_min = sum.key_min.min(tally.key_min);
+        sum.key_max = sum.key_max.max(tally.key_max);
+        sum
+    })
+}
+
+/// The keys of about `size` of the values, in ascending order: one at random out of each of as many equal parts, so that
+/// no pattern of the tensor repeats with the sample.
+pub(super) fn sample(bytes: &[u8], size: usize, seed: u64, out: &mut Vec<i32>) {
+    let values = bytes.as_chunks().0;
+    let mut state = seed;
+    out.clear();
+    out.extend((0..size.min(values.len())).map(|part| {
+        // Knuth's constants for a linear congruential generator, of which the upper bits are good.
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let begin = (part as u128 * values.len() as u128 / size as u128) as usize;
+        let end = ((part as u128 + 1) * values.len() as u128 / size as u128) as usize;
+        let within = (((state >> 32) * (end - begin).max(1) as u64) >> 32) as usize;
+        key(f32::from_ne_bytes(values[begin + within]))
+    }));
+    out.sort_unstable();
+}
+
+/// A number that is ordered as the float is, −0.0 below 0.0.
+#[inline(always)]
+pub(super) fn key(value: f32) -> i32 {
+    let bits = value.to_bits() as i32;
+    bits ^ ((bits >> 31) & i32::MAX)
+}
+
+/// The float of a key.
+pub(super) fn value(key: i32) -> f32 {
+    f32::from_bits((key ^ ((key >> 31) & i32::MAX)) as u32)
 }
 
 #[inline(always)]
 fn bucket(value: f32) -> usize {
-    (key(value) >> 16) as usize
+    ((key(value) as u32 ^ 0x8000_0000) >> 16) as usize
 }
 
-/// The values at `ranks` of keys of which `before` smaller ones have been taken off: the middle rank is selected, and the
-/// others are looked for on their side of it. So deep as the logarithm of their number.
-fn select(keys: &mut [u32], before: usize, ranks: &[usize], out: &mut [f32]) {
-    let middle = ranks.len() / 2;
-    let Some(&rank) = ranks.get(middle) else { return };
+/// The values at the open ranks of keys of which `before` smaller ones have been taken off: the middle rank is selected,
+/// and the others are looked for on their side of it. So deep as the logarithm of their number.
+fn select(keys: &mut [i32], before: usize, open: &[Open], out: &mut [f32]) {
+    let Some(&Open { rank, .. }) = open.get(open.len() / 2) else { return };
     let (smaller, &mut found, larger) = keys.select_nth_unstable(rank - before);
-    out[middle] = value(found);
     // A run may be one value, which then is both of its ends.
-    let first = ranks.partition_point(|&other| other < rank);
-    let last = ranks.partition_point(|&other| other <= rank);
-    out[first..last].fill(value(found));
-    select(smaller, before, &ranks[..first], &mut out[..first]);
-    select(larger, rank + 1, &ranks[last..], &mut out[last..]);
+    let first = open.partition_point(|other| other.rank < rank);
+    let last = open.partition_point(|other| other.rank <= rank);
+    open[first..last].iter().for_each(|open| out[open.to] = value(found));
+    select(smaller, before, &open[..first], out);
+    select(larger, rank + 1, &open[last..], out);
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::simd::Level;
     use super::*;
     use proptest::prelude::*;
 
@@ -147,15 +407,18 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         let mut sorted = values.to_vec();
         sorted.sort_unstable_by(f32::total_cmp);
-        let mut found = Vec::new();
-        statistics.at_ranks(&bytes, ranks, &mut found);
-        assert_eq!(bits(found), bits(ranks.iter().map(|&rank| sorted[rank])));
+        for level in Level::all_here() {
+            let hands = level.force(Hands::default);
+            let tensor = Values { codec: CodecId::Sort, bytes: &bytes };
+            let found = statistics.at_ranks(&hands, tensor, ranks).unwrap();
+            assert_eq!(bits(found.iter().copied()), bits(ranks.iter().map(|&rank| sorted[rank])), "{level:?}");
+        }
 
-        // The way of large tensors, whatever the size.
-        statistics.ranks = ranks.to_vec();
+        // The other way, whatever the size.
+        statistics.open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to }).collect();
         statistics.gather(&bytes);
         let mut found = vec![0.0; ranks.len()];
-        select(&mut statistics.keys, 0, &statistics.ranks, &mut found);
+        select(&mut statistics.keys, 0, &statistics.open, &mut found);
         assert_eq!(bits(found), bits(ranks.iter().map(|&rank| sorted[rank])));
     }
 
