@@ -66,7 +66,7 @@ impl Grid {
 
     /// How values become codes of this grid.
     pub fn rounding(self, code_max: u16) -> Rounding {
-        Rounding { lo: self.lo, per_step: self.per_step(), code_max: code_max.into() }
+        Rounding { lo: self.lo, per_step: self.per_step(), code_max }
     }
 
     fn end(self, code_max: u16) -> f32 {
@@ -84,12 +84,13 @@ impl Grid {
     }
 }
 
-/// How values become codes: the nearest to `(value − lo) · per_step` from 0 to `code_max`, ties to the even one.
+/// How values, from `lo` to half a step above the grid's end, become codes: the nearest to `(value − lo) · per_step`, ties
+/// to the even one, at most `code_max`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rounding {
     pub lo: f64,
     pub per_step: f64,
-    pub code_max: f64,
+    pub code_max: u16,
 }
 
 impl Rounding {
@@ -97,45 +98,43 @@ impl Rounding {
     pub fn code(self, value: f32) -> u16 {
         // 1.5 · 2^52: a sum with it has a spacing of 1, so that the addition rounds and the lowest bits are the code.
         const ROUND: f64 = 6755399441055744.0;
-        (self.steps(value) + ROUND).to_bits() as u16
+        let steps = (f64::from(value) - self.lo) * self.per_step;
+        ((steps + ROUND).to_bits() as u32).min(self.code_max.into()) as u16
     }
 
     /// One of the two codes around a value, by a `random` number from 0 to 1: the nearer with the greater probability, so
-    /// that the expected value is the value. One within 2^-10 of a step of a code gets that, because a value that was
-    /// decoded from a code is only almost there.
+    /// that the expected value is the value. One within [`NEAR`] of a code gets that.
     #[inline(always)]
     pub fn code_stochastic(self, value: f32, random: f64) -> u16 {
-        const NEAR: f64 = 1.0 / 1024.0;
-        let steps = self.steps(value);
-        let below = f64::from(steps as u16);
-        let above = steps - below;
-        let up = if above <= NEAR { false } else { above >= 1.0 - NEAR || above + random >= 1.0 };
+        let code_max = f64::from(self.code_max);
+        let steps = ((f64::from(value) - self.lo) * self.per_step).min(code_max).max(0.0);
+        let below = steps as i32;
+        let above = steps - f64::from(below);
+        let up = above > NEAR && (above >= 1.0 - NEAR || above + random >= 1.0);
         below as u16 + u16::from(up)
     }
-
-    #[inline(always)]
-    fn steps(self, value: f32) -> f64 {
-        let steps = (f64::from(value) - self.lo) * self.per_step;
-        // Written so that either is one instruction. No number here is a NaN.
-        let steps = if steps < self.code_max { steps } else { self.code_max };
-        if steps > 0.0 {
-            steps
-        } else {
-            0.0
-        }
-    }
 }
+
+/// Within this part of a step, stochastic rounding goes to the nearest code: a value that was decoded from a code is only
+/// almost there, and should stay.
+pub(super) const NEAR: f64 = 1.0 / 1024.0;
 
 /// The random number from 0 to 1 of an element: a function of `key` and the element's number alone, so that it does not
 /// matter in which order, by whom and how many at a time elements are treated. The mixing is Wellons' `lowbias32`.
 #[inline(always)]
 pub(super) fn random(key: u32, element: u32) -> f64 {
     let mut mixed = element ^ key;
-    mixed = (mixed ^ mixed >> 16).wrapping_mul(0x7feb_352d);
-    mixed = (mixed ^ mixed >> 15).wrapping_mul(0x846c_a68b);
+    mixed = (mixed ^ mixed >> 16).wrapping_mul(MIX[0]);
+    mixed = (mixed ^ mixed >> 15).wrapping_mul(MIX[1]);
     mixed ^= mixed >> 16;
-    f64::from(mixed >> 8) * (1.0 / 16_777_216.0)
+    f64::from(mixed >> 8) * RANDOM_UNIT
 }
+
+/// The factors of [`random`].
+pub(super) const MIX: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
+
+/// Random numbers are multiples of this.
+pub(super) const RANDOM_UNIT: f64 = 1.0 / 16_777_216.0;
 
 #[cfg(test)]
 mod tests {
@@ -173,7 +172,7 @@ mod tests {
     proptest! {
         #[test]
         fn rounding_by_addition_is_rounding(steps in -0.4f64..65535.4, max in 0u16..) {
-            let got = Rounding { lo: 1.0 - steps, per_step: 1.0, code_max: max.into() }.code(1.0);
+            let got = Rounding { lo: 1.0 - steps, per_step: 1.0, code_max: max }.code(1.0);
             // 1 − (1 − steps), and not steps, is what is rounded.
             let steps = 1.0 - (1.0 - steps);
             prop_assert_eq!(f64::from(got), steps.round_ties_even().clamp(0.0, f64::from(max)));

@@ -17,6 +17,7 @@
 use super::hands::{check_finite, Hands, PIECES_MAX};
 use super::simd::{self, Tally, KEPT_MORE};
 use super::{floats, CodecError, CodecId, BLOCK};
+use std::ops::Range;
 
 /// The values at some ranks, with the tables of the search, which are kept from one tensor to the next.
 #[derive(Clone, Debug, Default)]
@@ -24,7 +25,7 @@ pub(super) struct OrderStatistics {
     sample: Vec<i32>,
     /// The ranks that are still looked for, and where their values go.
     open: Vec<Open>,
-    brackets: Vec<(i64, i64)>,
+    brackets: Vec<Bracket>,
     /// What a pass has kept, by piece of the tensor; then all of it, and what the pass before had kept.
     pieces: Vec<Vec<u8>>,
     kept: Vec<u8>,
@@ -49,6 +50,14 @@ pub(super) struct Values<'a> {
 struct Open {
     rank: usize,
     to: usize,
+}
+
+/// Keys between which some ranks should lie, and where in the sample that is.
+#[derive(Clone, Debug)]
+struct Bracket {
+    begin: i64,
+    end: i64,
+    within: Range<usize>,
 }
 
 const BUCKETS: usize = 1 << 16;
@@ -138,36 +147,37 @@ impl OrderStatistics {
     /// Pivots around where the sample, of a tensor of so many values, says that the open ranks are.
     fn pivots(&mut self, elements: usize) -> Option<Pivots> {
         let size = self.sample.len();
+        let key_at = |at: usize| self.sample.get(at).map(|&key| i64::from(key));
         self.brackets.clear();
-        let mut found = [0i64; 64];
-        let mut length = 0;
-        let mut push = |key: i64| {
-            // Nothing is below the one and above the other.
-            if key > i32::MIN.into() && key <= i32::MAX.into() && length < found.len() {
-                found[length] = key;
-                length += 1;
-            }
-        };
         for open in &self.open {
             let part = (open.rank as f64 + 0.5) / elements as f64;
             // Four standard deviations of how many of the sample are below the rank's value.
             let margin = 4.0 * (size as f64 * part * (1.0 - part)).sqrt() + 4.0;
-            let (from, to) = (part * size as f64 - margin, part * size as f64 + margin);
-            let begin = if from < 0.0 { i32::MIN.into() } else { i64::from(self.sample[from as usize]) };
-            let end = self.sample.get(to.ceil() as usize).map_or(i64::MAX, |&key| i64::from(key) + 1);
-            push(begin);
-            push(end);
-            self.brackets.push((begin, end));
-            for tied in self.sample[from.max(0.0) as usize..size.min(to.ceil() as usize)].chunk_by(|a, b| a == b) {
-                if tied.len() >= TIED_MIN {
-                    push(tied[0].into());
-                    push(i64::from(tied[0]) + 1);
+            let (from, to) = (part * size as f64 - margin, (part * size as f64 + margin).ceil());
+            let begin = if from < 0.0 { None } else { key_at(from as usize) };
+            let end = key_at(to as usize).map_or(i64::MAX, |key| key + 1);
+            let within = from.max(0.0) as usize..size.min(to as usize);
+            let bracket = Bracket { begin: begin.unwrap_or(i32::MIN.into()), end, within };
+            match self.brackets.last_mut() {
+                Some(last) if bracket.begin < last.end => {
+                    (last.end, last.within.end) = (last.end.max(end), last.within.end.max(bracket.within.end));
                 }
+                _ => self.brackets.push(bracket),
             }
         }
-        let found = &mut found[..length];
-        found.sort_unstable();
-        Pivots::new(found, &self.brackets)
+        let mut pivots = Pivots::default();
+        for bracket in &self.brackets {
+            pivots.push(bracket.begin)?;
+            for tied in self.sample[bracket.within.clone()].chunk_by(|a, b| a == b) {
+                if tied.len() >= TIED_MIN {
+                    pivots.push(tied[0].into())?;
+                    pivots.push(i64::from(tied[0]) + 1)?;
+                }
+            }
+            pivots.push(bracket.end)?;
+        }
+        pivots.keep(&self.brackets);
+        Some(pivots)
     }
 
     /// Writes the values of ranks that are in a segment of one key, and makes the others count among those kept; false
@@ -270,26 +280,36 @@ pub(super) struct Pivots {
     single: u32,
 }
 
+impl Default for Pivots {
+    fn default() -> Self {
+        let mut table = [i32::MAX; 32];
+        table[0] = i32::MIN;
+        Pivots { table, count: 0, kept: 0, single: 0 }
+    }
+}
+
 impl Pivots {
-    /// From pivots in ascending order, perhaps several times, that include the ends of all brackets; `None` if there are
-    /// too many.
-    fn new(found: &[i64], brackets: &[(i64, i64)]) -> Option<Pivots> {
-        let mut pivots = Pivots { table: [i32::MAX; 32], count: 0, kept: 0, single: 0 };
-        pivots.table[0] = i32::MIN;
-        for same in found.chunk_by(|a, b| a == b) {
-            pivots.count += 1;
-            *pivots.table.get_mut(pivots.count)? = same[0] as i32;
+    /// Adds one that is not below the last; `None` if there are too many.
+    fn push(&mut self, key: i64) -> Option<()> {
+        // Nothing lies beyond the ends of all keys.
+        if key > self.table[self.count].into() && key <= i32::MAX.into() {
+            *self.table.get_mut(self.count + 1)? = key as i32;
+            self.count += 1;
         }
-        for segment in 0..=pivots.count {
-            let begin = i64::from(pivots.table[segment]);
-            let last = segment == pivots.count;
-            let end = if last { i64::from(i32::MAX) + 1 } else { pivots.table[segment + 1].into() };
+        Some(())
+    }
+
+    /// Keeps the segments in these brackets, whose ends are pivots, but for those of one key.
+    fn keep(&mut self, brackets: &[Bracket]) {
+        for segment in 0..=self.count {
+            let begin = i64::from(self.table[segment]);
+            let last = segment == self.count;
+            let end = if last { i64::from(i32::MAX) + 1 } else { self.table[segment + 1].into() };
             let single = end - begin == 1;
-            let kept = !single && brackets.iter().any(|bracket| (bracket.0..bracket.1).contains(&begin));
-            pivots.single |= u32::from(single) << segment;
-            pivots.kept |= u32::from(kept) << segment;
+            let kept = !single && brackets.iter().any(|bracket| (bracket.begin..bracket.end).contains(&begin));
+            self.single |= u32::from(single) << segment;
+            self.kept |= u32::from(kept) << segment;
         }
-        Some(pivots)
     }
 
     /// The segment of a key.
@@ -318,10 +338,10 @@ fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>,
     let work = bytes.chunks(4 * piece).zip(&mut *pieces).zip(&mut tallies);
     hands.each(work, |((bytes, kept), tally)| {
         kept.clear();
-        let mut room = [0; BLOCK + KEPT_MORE];
+        let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
         for block in bytes.chunks(4 * BLOCK) {
             let length = simd::narrow(hands.level, block, pivots, tally, &mut room);
-            kept.extend(room[..length].iter().flat_map(|bits| bits.to_ne_bytes()));
+            kept.extend_from_slice(&room[..4 * length]);
         }
     });
     let count = bytes.len().div_ceil(4 * piece);

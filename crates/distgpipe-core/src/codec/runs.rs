@@ -16,6 +16,8 @@ pub(super) struct Runs {
     grids: Vec<Grid>,
     /// From here on values belong to a run: infinite where it has none. At least 16.
     pub begins: Vec<f32>,
+    /// Up to here values belong to the last run.
+    pub end: f32,
     /// What a difference from there is multiplied by. At least 16.
     pub per_steps: Vec<f64>,
     /// The values of all symbols.
@@ -30,7 +32,7 @@ impl Runs {
     pub fn new(code_bits: u32, run_bits: u32) -> Option<Runs> {
         let valid = code_bits >= 1 && code_bits.checked_add(run_bits)? <= bits::WIDTH_MAX;
         let (grids, begins, per_steps, values) = Default::default();
-        valid.then_some(Runs { code_bits, run_bits, grids, begins, per_steps, values })
+        valid.then_some(Runs { code_bits, run_bits, grids, begins, end: 0.0, per_steps, values })
     }
 
     /// The bits of a symbol.
@@ -55,7 +57,9 @@ impl Runs {
     /// Sets the ends of the runs that have values.
     pub fn set(&mut self, codec: CodecId, ends: impl Iterator<Item = (f32, f32)>) -> Result<(), CodecError> {
         self.grids.clear();
+        self.end = 0.0;
         for (lo, hi) in ends {
+            self.end = hi;
             let grid = Grid::over(lo, hi, code_max(self.code_bits));
             self.grids.push(grid.ok_or(CodecError::Overflow { codec, at: 0 })?);
         }

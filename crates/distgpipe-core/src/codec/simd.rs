@@ -114,9 +114,9 @@ dispatch! {
     fn bf16s(bytes: &[u8], out: &mut [u8]);
     /// The values of bfloat16.
     fn values_of_bf16s(bytes: &[u8], out: &mut [u8]);
-    /// Counts values by segment, and keeps the bits of those of some; gives how many were kept. The room has to be for
+    /// Counts values by segment, and keeps those of some; gives how many were kept. The room has to be for
     /// [`KEPT_MORE`] more than there are values.
-    fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u32]) -> usize;
+    fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize;
     /// Writes a matrix of 32-bit numbers with its rows as columns.
     fn transpose(from: &[u8], to: &mut [u8], shape: Transposition);
     /// The ends of as many tiles as fit.

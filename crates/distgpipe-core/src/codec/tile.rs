@@ -337,7 +337,7 @@ fn exponent_for(magnitude: u32) -> i32 {
 
 /// 2^exponent, for exponents of normal numbers.
 #[inline(always)]
-fn power_of_two(exponent: i32) -> f64 {
+pub(super) fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(((1023 + i64::from(exponent)) as u64) << 52)
 }
 
@@ -350,8 +350,8 @@ pub(super) struct Ranges {
     pub count: usize,
     pub lo: [f32; TILES],
     pub hi: [f32; TILES],
-    wire_lo: [u16; TILES],
-    wire_step: [u16; TILES],
+    pub wire_lo: [u16; TILES],
+    pub wire_step: [u16; TILES],
     pub grid_lo: [f64; TILES],
     pub per_step: [f64; TILES],
 }

@@ -29,7 +29,7 @@ compiled_for_avx2! {
     fn values_of_f16s(bytes: &[u8], out: &mut [u8]);
     fn bf16s(bytes: &[u8], out: &mut [u8]);
     fn values_of_bf16s(bytes: &[u8], out: &mut [u8]);
-    fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u32]) -> usize;
+    fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize;
     fn transpose(from: &[u8], to: &mut [u8], shape: Transposition);
     fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges);
     fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges);

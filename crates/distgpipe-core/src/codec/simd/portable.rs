@@ -110,10 +110,13 @@ pub fn symbols_of_few<const S: u32>(bytes: &[u8], runs: &Runs, code_bits: u32, o
 
 #[inline(always)]
 pub fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32, out: &mut [u16]) {
-    let code_max = f64::from(grid::code_max(code_bits));
+    let code_max = grid::code_max(code_bits);
+    let (least, most) = (runs.begins[0], runs.end);
     let begins = &runs.begins[..1 << run_bits];
     let per_steps = &runs.per_steps[..1 << run_bits];
     for (to, value) in out.iter_mut().zip(floats(bytes)) {
+        let value = if value < most { value } else { most };
+        let value = if value > least { value } else { least };
         // Each bit, from the highest, is set if the run so named has begun.
         let mut run = 0;
         for bit in (0..run_bits).rev() {
@@ -177,7 +180,7 @@ pub fn values_of_bf16s(bytes: &[u8], out: &mut [u8]) {
 }
 
 #[inline(always)]
-pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u32]) -> usize {
+pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize {
     let mut counts = [0u64; 32];
     let mut length = 0;
     for value in floats(bytes) {
@@ -187,7 +190,7 @@ pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u32]
         let segment = pivots.segment(key);
         counts[segment] += 1;
         // Every value is written, and kept by moving on: whether it is wanted cannot be foretold.
-        kept[length] = value.to_bits();
+        kept[4 * length..4 * length + 4].copy_from_slice(&value.to_ne_bytes());
         length += (pivots.kept >> segment & 1) as usize;
     }
     let mut at_least = 0;
@@ -235,7 +238,6 @@ pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
 
 #[inline(always)]
 pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]) {
-    let code_max = f64::from(code_max);
     for (at, (tile, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
         codes(tile, Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
     }
@@ -243,10 +245,9 @@ pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out
 
 #[inline(always)]
 pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
-    let code_max = f64::from(noise.code_max);
     let mut number = noise.first;
     for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
-        let rounding = Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max };
+        let rounding = Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max: noise.code_max };
         for ((to, value), element) in out.iter_mut().zip(floats(bytes)).zip(0u32..) {
             *to = rounding.code_stochastic(value, grid::random(noise.key, number.wrapping_add(element)));
         }
