@@ -84,18 +84,14 @@ impl Codec for Half {
     }
 
     fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
-        let elements = check_f32(self.id(), &tensor)?;
+        check_f32(self.id(), &tensor)?;
         let limit = self.format.overflow_bits();
         if self.hands.extremes(self.id(), tensor.bytes)?.magnitude_max() >= limit {
             let at = floats(tensor.bytes).position(|value| value.to_bits() & 0x7fff_ffff >= limit);
             return Err(CodecError::Overflow { codec: self.id(), at: at.unwrap_or(0) });
         }
-        let start = out.len();
-        out.resize(start + 2 * elements, 0);
-        let piece = self.hands.piece(elements, 1);
-        let work = tensor.bytes.chunks(4 * piece).zip(out[start..].chunks_mut(2 * piece));
         let level = self.hands.level;
-        self.hands.each(work, |(bytes, out)| match self.format {
+        self.hands.append(tensor.bytes, 16, out, |bytes, out| match self.format {
             Format::F16 => simd::f16s(level, bytes, out),
             Format::BF16 => simd::bf16s(level, bytes, out),
         });

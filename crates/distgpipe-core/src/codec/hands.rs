@@ -1,7 +1,8 @@
 //! What a codec works with: the processor's instructions, and the threads of its link.
 
+use super::bits::packed_bytes;
 use super::simd::{self, Extremes, Level};
-use super::{magnitude_max, Alone, CodecError, CodecId, Crew};
+use super::{magnitude_max, Alone, CodecError, CodecId, Crew, BLOCK};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -49,6 +50,26 @@ impl Hands {
             let piece = waiting[number].lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
             piece.into_iter().for_each(&task);
         });
+    }
+
+    /// Appends codes of so many bits for all values: `task` is given values, a multiple of `BLOCK` but for the last, and the
+    /// room for their codes.
+    pub fn append(&self, bytes: &[u8], bits: u32, out: &mut Vec<u8>, task: impl Fn(&[u8], &mut [u8]) + Sync) {
+        let elements = bytes.len() / 4;
+        let piece = self.piece(elements, BLOCK);
+        out.reserve(packed_bytes(elements, bits));
+        if piece < elements {
+            let start = out.len();
+            out.resize(start + packed_bytes(elements, bits), 0);
+            let rooms = out[start..].chunks_mut(packed_bytes(piece, bits));
+            return self.each(bytes.chunks(4 * piece).zip(rooms), |(bytes, room)| task(bytes, room));
+        }
+        // A little room at a time, which is still in the cache when it is filled.
+        for bytes in bytes.chunks(4 * 8 * BLOCK) {
+            let start = out.len();
+            out.resize(start + packed_bytes(bytes.len() / 4, bits), 0);
+            task(bytes, &mut out[start..]);
+        }
     }
 
     /// The extremes of an `F32` tensor's values; an error if one is not finite.

@@ -26,10 +26,10 @@ pub(super) struct OrderStatistics {
     /// The ranks that are still looked for, and where their values go.
     open: Vec<Open>,
     brackets: Vec<Bracket>,
-    /// What a pass has kept, by piece of the tensor; then all of it, and what the pass before had kept.
-    pieces: Vec<Vec<u8>>,
+    spare: Vec<i32>,
+    /// What passes have kept, and by piece of the tensor.
     kept: Vec<u8>,
-    before: Vec<u8>,
+    pieces: Vec<Vec<u8>>,
     counts: Vec<u32>,
     wanted: Vec<bool>,
     keys: Vec<i32>,
@@ -68,7 +68,8 @@ const SELECTED_MAX: usize = 1 << 13;
 /// From so many values on, counting them by their upper bits pays.
 const COUNTED_MIN: usize = 4 * BUCKETS;
 
-/// The most values in a sample.
+/// The least values in a sample for each open rank, and the most in all.
+const SAMPLE_MIN: usize = 1 << 10;
 const SAMPLE_MAX: usize = 1 << 14;
 
 /// A value that is so often within a bracket of the sample has a segment of its own.
@@ -111,13 +112,14 @@ impl OrderStatistics {
         let mut left = tensor.bytes.len() / 4;
         let mut first = true;
         while left > SELECTED_MAX && !self.open.is_empty() {
-            let before = std::mem::take(&mut self.before);
-            let values = if first { tensor.bytes } else { &before };
-            sample(values, SAMPLE_MAX.min(left / 8), 0, &mut self.sample);
-            let pivots = self.pivots(left);
-            let tally = pivots.map(|pivots| pass(hands, values, &pivots, &mut self.pieces, &mut self.kept));
-            self.before = before;
-            let Some((pivots, tally)) = pivots.zip(tally) else { return Ok(false) };
+            let size = (SAMPLE_MIN * self.open.len()).min(SAMPLE_MAX).min(left / 4);
+            sample(if first { tensor.bytes } else { &self.kept }, size, 0, &mut self.sample, &mut self.spare);
+            let Some(pivots) = self.pivots(left) else { return Ok(false) };
+            let tally = if first {
+                pass(hands, tensor.bytes, &pivots, &mut self.pieces, &mut self.kept)
+            } else {
+                pass_within(hands, &pivots, &mut self.kept)
+            };
             if first {
                 let ends = (tally.key_min, tally.key_max);
                 let magnitude = |key| value(key).to_bits() & 0x7fff_ffff;
@@ -127,8 +129,7 @@ impl OrderStatistics {
             if !self.close(&pivots, &tally, left) {
                 return Ok(false);
             }
-            std::mem::swap(&mut self.before, &mut self.kept);
-            let kept = self.before.len() / 4;
+            let kept = self.kept.len() / 4;
             // Where most values are kept, a sample does not tell them apart.
             let stuck = kept > left / 4 * 3;
             (left, first) = (kept, false);
@@ -138,7 +139,7 @@ impl OrderStatistics {
         }
         self.keys.clear();
         if !self.open.is_empty() {
-            let values = if first { tensor.bytes } else { &self.before };
+            let values = if first { tensor.bytes } else { &self.kept };
             self.keys.extend(floats(values).map(key));
         }
         Ok(true)
@@ -333,23 +334,20 @@ impl Tally {
 /// Counts all values by the pivots, and collects those to be kept.
 fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>, kept: &mut Vec<u8>) -> Tally {
     let piece = hands.piece(bytes.len() / 4, BLOCK);
-    pieces.resize_with(pieces.len().max(bytes.len().div_ceil(4 * piece)), Vec::new);
+    let count = bytes.len().div_ceil(4 * piece);
+    kept.clear();
     let mut tallies = [Tally::default(); PIECES_MAX];
+    if count == 1 {
+        collect(hands, bytes, pivots, &mut tallies[0], kept);
+        return tallies[0];
+    }
+    pieces.resize_with(pieces.len().max(count), Vec::new);
     let work = bytes.chunks(4 * piece).zip(&mut *pieces).zip(&mut tallies);
     hands.each(work, |((bytes, kept), tally)| {
         kept.clear();
-        let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
-        for block in bytes.chunks(4 * BLOCK) {
-            let length = simd::narrow(hands.level, block, pivots, tally, &mut room);
-            kept.extend_from_slice(&room[..4 * length]);
-        }
+        collect(hands, bytes, pivots, tally, kept);
     });
-    let count = bytes.len().div_ceil(4 * piece);
-    kept.clear();
-    match &mut pieces[..count] {
-        [one] => std::mem::swap(one, kept),
-        several => several.iter().for_each(|piece| kept.extend_from_slice(piece)),
-    }
+    pieces[..count].iter().for_each(|piece| kept.extend_from_slice(piece));
     tallies.into_iter().fold(Tally::default(), |mut sum, tally| {
         sum.at_least.iter_mut().zip(tally.at_least).for_each(|(sum, count)| *sum += count);
         sum.key_min = sum.key_min.min(tally.key_min);
@@ -358,21 +356,72 @@ fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>,
     })
 }
 
+fn collect(hands: &Hands, bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut Vec<u8>) {
+    let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
+    for block in bytes.chunks(4 * BLOCK) {
+        let length = simd::narrow(hands.level, block, pivots, tally, &mut room);
+        kept.extend_from_slice(&room[..4 * length]);
+    }
+}
+
+/// A pass over what an earlier one has kept, which moves to the front what is kept again.
+fn pass_within(hands: &Hands, pivots: &Pivots, kept: &mut Vec<u8>) -> Tally {
+    let mut tally = Tally::default();
+    let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
+    let mut end = 0;
+    for begin in (0..kept.len()).step_by(4 * BLOCK) {
+        let block = &kept[begin..kept.len().min(begin + 4 * BLOCK)];
+        let bytes = 4 * simd::narrow(hands.level, block, pivots, &mut tally, &mut room);
+        kept[end..end + bytes].copy_from_slice(&room[..bytes]);
+        end += bytes;
+    }
+    kept.truncate(end);
+    tally
+}
+
 /// The keys of about `size` of the values, in ascending order: one at random out of each of as many equal parts, so that
 /// no pattern of the tensor repeats with the sample.
-pub(super) fn sample(bytes: &[u8], size: usize, seed: u64, out: &mut Vec<i32>) {
+pub(super) fn sample(bytes: &[u8], size: usize, seed: u64, out: &mut Vec<i32>, spare: &mut Vec<i32>) {
     let values = bytes.as_chunks().0;
-    let mut state = seed;
+    let (length, size) = (values.len() as u64, size.min(values.len()) as u64);
+    let (mut state, mut begin) = (seed, 0);
     out.clear();
-    out.extend((0..size.min(values.len())).map(|part| {
+    out.extend((1..=size).map(|part| {
         // Knuth's constants for a linear congruential generator, of which the upper bits are good.
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        let begin = (part as u128 * values.len() as u128 / size as u128) as usize;
-        let end = ((part as u128 + 1) * values.len() as u128 / size as u128) as usize;
-        let within = (((state >> 32) * (end - begin).max(1) as u64) >> 32) as usize;
-        key(f32::from_ne_bytes(values[begin + within]))
+        let end = length * part / size;
+        let at = begin + (((state >> 32) * (end - begin)) >> 32);
+        begin = end;
+        key(f32::from_ne_bytes(values[at as usize]))
     }));
-    out.sort_unstable();
+    sort(out, spare);
+}
+
+/// Sorts keys, digit by digit from the lowest of three.
+fn sort(keys: &mut Vec<i32>, spare: &mut Vec<i32>) {
+    const DIGIT: u32 = 11;
+    const VALUES: usize = 1 << DIGIT;
+    if keys.len() < VALUES {
+        return keys.sort_unstable();
+    }
+    let digit = |key: i32, which: usize| ((key as u32 ^ 0x8000_0000) >> (DIGIT * which as u32)) as usize % VALUES;
+    let mut counts = [[0u32; VALUES]; 3];
+    for &key in keys.iter() {
+        (0..3).for_each(|which| counts[which][digit(key, which)] += 1);
+    }
+    spare.resize(keys.len(), 0);
+    for (which, places) in counts.iter_mut().enumerate() {
+        let mut begin = 0;
+        for place in &mut *places {
+            begin += std::mem::replace(place, begin);
+        }
+        for &key in keys.iter() {
+            let place = &mut places[digit(key, which)];
+            spare[*place as usize] = key;
+            *place += 1;
+        }
+        std::mem::swap(keys, spare);
+    }
 }
 
 /// A number that is ordered as the float is, −0.0 below 0.0.

@@ -76,15 +76,10 @@ impl Runs {
     /// Appends the body of finite values. Those below the first run get its lowest code, and those above the last its
     /// highest.
     pub fn encode(&self, hands: &Hands, bytes: &[u8], out: &mut Vec<u8>) {
-        let (elements, width) = (bytes.len() / 4, self.width());
-        out.reserve(self.table_bytes() + packed_bytes(elements, width));
+        let width = self.width();
         self.grids.iter().for_each(|grid| push_f32(out, grid.lo as f32));
         self.grids.iter().for_each(|grid| push_f32(out, grid.step as f32));
-        let start = out.len();
-        out.resize(start + packed_bytes(elements, width), 0);
-        let piece = hands.piece(elements, BLOCK);
-        let packed = out[start..].chunks_mut(piece / bits::GROUP * width as usize);
-        hands.each(bytes.chunks(4 * piece).zip(packed), |(bytes, packed)| {
+        hands.append(bytes, width, out, |bytes, packed| {
             let mut symbols = [0; BLOCK];
             let rooms = packed.chunks_mut(BLOCK / bits::GROUP * width as usize);
             for (block, room) in bytes.chunks(4 * BLOCK).zip(rooms) {

@@ -63,19 +63,15 @@ impl Codec for Uniform {
     }
 
     fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
-        let elements = check_f32(self.id(), &tensor)?;
+        check_f32(self.id(), &tensor)?;
         let (lo, hi) = self.hands.extremes(self.id(), tensor.bytes)?.range();
         let max = code_max(self.bits);
         let grid = Grid::over(lo, hi, max).ok_or(CodecError::Overflow { codec: self.id(), at: 0 })?;
 
-        out.reserve(self.encoded_bytes(tensor.dtype, tensor.dims));
         push_f32(out, grid.lo as f32);
         push_f32(out, grid.step as f32);
-        let start = out.len();
-        out.resize(start + packed_bytes(elements, self.bits), 0);
-        let (piece, level) = (self.hands.piece(elements, BLOCK), self.hands.level);
-        let work = tensor.bytes.chunks(4 * piece).zip(out[start..].chunks_mut(self.packed(piece)));
-        self.hands.each(work, |(bytes, packed)| {
+        let level = self.hands.level;
+        self.hands.append(tensor.bytes, self.bits, out, |bytes, packed| {
             let mut codes = [0; BLOCK];
             for (block, packed) in bytes.chunks(4 * BLOCK).zip(packed.chunks_mut(self.packed(BLOCK))) {
                 let codes = &mut codes[..block.len() / 4];

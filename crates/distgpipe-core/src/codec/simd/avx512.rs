@@ -602,6 +602,10 @@ with_avx512! {
     }
 }
 
+/// Four vectors of values have their segments in one vector of bytes, and so many of those are counted at once: a count
+/// fits a byte.
+const FOURS: usize = 32;
+
 with_avx512! {
     /// The segments of 16 keys, given the table of pivots.
     #[inline]
@@ -615,6 +619,17 @@ with_avx512! {
         segment
     }
 
+    /// How many bytes of at most [`FOURS`] vectors are at least `least`.
+    #[inline]
+    fn count_at_least(least: u8, vectors: &[__m512i]) -> u64 {
+        let (least, one) = (_mm512_set1_epi8(least as i8), _mm512_set1_epi8(1));
+        let mut counts = _mm512_setzero_si512();
+        for vector in vectors {
+            counts = _mm512_mask_add_epi8(counts, _mm512_cmpge_epu8_mask(*vector, least), counts, one);
+        }
+        _mm512_reduce_add_epi64(_mm512_sad_epu8(counts, _mm512_setzero_si512())) as u64
+    }
+
     pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize {
         let table = pivots.table.as_chunks().0;
         let (low, high) = (load_i32s(&table[0]), load_i32s(&table[1]));
@@ -622,21 +637,23 @@ with_avx512! {
         let (mut key_min, mut key_max) = (_mm512_set1_epi32(i32::MAX), _mm512_set1_epi32(i32::MIN));
         let mut length = 0;
         let (fours, rest) = bytes.as_chunks::<256>();
-        for four in fours {
-            let mut together = _mm512_setzero_si512();
-            for vector in four.as_chunks().0 {
-                let bits = load(vector);
-                let keys = _mm512_xor_si512(bits, _mm512_srli_epi32::<1>(_mm512_srai_epi32::<31>(bits)));
-                (key_min, key_max) = (_mm512_min_epi32(key_min, keys), _mm512_max_epi32(key_max, keys));
-                let segment = segments(keys, low, high);
-                together = _mm512_or_si512(_mm512_slli_epi32::<8>(together), segment);
-                let keep = _mm512_test_epi32_mask(_mm512_sllv_epi32(_mm512_set1_epi32(1), segment), wanted);
-                let room = kept[4 * length..].first_chunk_mut().expect("room for 16 more than values");
-                store(_mm512_maskz_compress_epi32(keep, bits), room);
-                length += keep.count_ones() as usize;
+        for fours in fours.chunks(FOURS) {
+            let mut segments_of = [_mm512_setzero_si512(); FOURS];
+            for (together, four) in segments_of.iter_mut().zip(fours) {
+                for vector in four.as_chunks().0 {
+                    let bits = load(vector);
+                    let keys = _mm512_xor_si512(bits, _mm512_srli_epi32::<1>(_mm512_srai_epi32::<31>(bits)));
+                    (key_min, key_max) = (_mm512_min_epi32(key_min, keys), _mm512_max_epi32(key_max, keys));
+                    let segment = segments(keys, low, high);
+                    *together = _mm512_or_si512(_mm512_slli_epi32::<8>(*together), segment);
+                    let keep = _mm512_test_epi32_mask(_mm512_sllv_epi32(_mm512_set1_epi32(1), segment), wanted);
+                    let room = kept[4 * length..].first_chunk_mut().expect("room for 16 more than values");
+                    store(_mm512_maskz_compress_epi32(keep, bits), room);
+                    length += keep.count_ones() as usize;
+                }
             }
-            for (segment, at_least) in (0..=pivots.count as i8).zip(&mut tally.at_least) {
-                *at_least += u64::from(_mm512_cmpge_epu8_mask(together, _mm512_set1_epi8(segment)).count_ones());
+            for segment in 0..=pivots.count {
+                tally.at_least[segment] += count_at_least(segment as u8, &segments_of[..fours.len()]);
             }
         }
         tally.key_min = tally.key_min.min(_mm512_reduce_min_epi32(key_min));
