@@ -26,6 +26,7 @@ pub(super) struct OrderStatistics {
     /// The ranks that are still looked for, and where their values go.
     open: Vec<Open>,
     brackets: Vec<Bracket>,
+    clusters: Vec<Cluster>,
     spare: Vec<i32>,
     /// What passes have kept, and by piece of the tensor.
     kept: Vec<u8>,
@@ -52,6 +53,21 @@ struct Open {
     to: usize,
 }
 
+/// The rank of what is not open any more.
+const CLOSED: usize = usize::MAX;
+
+/// Above every key.
+const KEYS_END: i64 = i32::MAX as i64 + 1;
+
+/// Consecutive keys of which all values are left: how many, from which rank on.
+#[derive(Clone, Copy, Debug)]
+struct Cluster {
+    begin: i64,
+    end: i64,
+    first: usize,
+    count: usize,
+}
+
 /// Keys between which some ranks should lie, and where in the sample that is.
 #[derive(Clone, Debug)]
 struct Bracket {
@@ -72,6 +88,9 @@ const COUNTED_MIN: usize = 4 * BUCKETS;
 const SAMPLE_MIN: usize = 1 << 10;
 const SAMPLE_MAX: usize = 1 << 14;
 
+/// So many standard deviations a rank may be off where the sample says it is, at first.
+const DEVIATIONS: f64 = 3.0;
+
 /// A value that is so often within a bracket of the sample has a segment of its own.
 const TIED_MIN: usize = 12;
 
@@ -84,9 +103,12 @@ impl OrderStatistics {
         self.found.resize(ranks.len(), 0.0);
         self.ends = None;
         self.reopen(ranks, elements);
-        if !self.narrow(hands, tensor)? {
+        if !self.narrow(hands, tensor, DEVIATIONS)? {
             self.reopen(ranks, elements);
-            self.gather(tensor.bytes);
+            if !self.narrow(hands, tensor, 2.0 * DEVIATIONS)? {
+                self.reopen(ranks, elements);
+                self.gather(tensor.bytes);
+            }
         }
         select(&mut self.keys, 0, &self.open, &mut self.found);
         let (lo, hi) = match self.ends {
@@ -108,13 +130,15 @@ impl OrderStatistics {
     }
 
     /// Fills `keys` with few values among which the open ranks count; false if that did not succeed.
-    fn narrow(&mut self, hands: &Hands, tensor: Values<'_>) -> Result<bool, CodecError> {
+    fn narrow(&mut self, hands: &Hands, tensor: Values<'_>, deviations: f64) -> Result<bool, CodecError> {
         let mut left = tensor.bytes.len() / 4;
+        self.clusters.clear();
+        self.clusters.push(Cluster { begin: i32::MIN.into(), end: KEYS_END, first: 0, count: left });
         let mut first = true;
         while left > SELECTED_MAX && !self.open.is_empty() {
             let size = (SAMPLE_MIN * self.open.len()).min(SAMPLE_MAX).min(left / 4);
             sample(if first { tensor.bytes } else { &self.kept }, size, 0, &mut self.sample, &mut self.spare);
-            let Some(pivots) = self.pivots(left) else { return Ok(false) };
+            let Some(pivots) = self.pivots(deviations) else { return Ok(false) };
             let tally = if first {
                 pass(hands, tensor.bytes, &pivots, &mut self.pieces, &mut self.kept)
             } else {
@@ -145,25 +169,29 @@ impl OrderStatistics {
         Ok(true)
     }
 
-    /// Pivots around where the sample, of a tensor of so many values, says that the open ranks are.
-    fn pivots(&mut self, elements: usize) -> Option<Pivots> {
-        let size = self.sample.len();
-        let key_at = |at: usize| self.sample.get(at).map(|&key| i64::from(key));
+    /// Pivots around where the sample says that the open ranks are, so many standard deviations to either side.
+    fn pivots(&mut self, deviations: f64) -> Option<Pivots> {
         self.brackets.clear();
+        let mut clusters = self.clusters.iter().peekable();
         for open in &self.open {
-            let part = (open.rank as f64 + 0.5) / elements as f64;
-            // Four standard deviations of how many of the sample are below the rank's value.
-            let margin = 4.0 * (size as f64 * part * (1.0 - part)).sqrt() + 4.0;
-            let (from, to) = (part * size as f64 - margin, (part * size as f64 + margin).ceil());
-            let begin = if from < 0.0 { None } else { key_at(from as usize) };
-            let end = key_at(to as usize).map_or(i64::MAX, |key| key + 1);
-            let within = from.max(0.0) as usize..size.min(to as usize);
-            let bracket = Bracket { begin: begin.unwrap_or(i32::MIN.into()), end, within };
+            while clusters.next_if(|cluster| cluster.first + cluster.count <= open.rank).is_some() {}
+            let cluster = *clusters.peek()?;
+            let place = |end: i64| self.sample.partition_point(|&key| i64::from(key) < end);
+            let members = place(cluster.begin)..place(cluster.end);
+            // How many of the sample's members of the cluster are below the rank's value, and how much that varies.
+            let part = ((open.rank - cluster.first) as f64 + 0.5) / cluster.count as f64;
+            let middle = members.len() as f64 * part;
+            let margin = deviations * (middle * (1.0 - part)).sqrt() + 4.0;
+            let from = members.start + (middle - margin).max(0.0) as usize;
+            let to = members.start + (middle + margin).ceil() as usize;
+            let begin = if middle < margin { cluster.begin } else { self.sample[from].into() };
+            let end = if to < members.end { i64::from(self.sample[to]) + 1 } else { cluster.end };
+            let within = from..members.end.min(to);
             match self.brackets.last_mut() {
-                Some(last) if bracket.begin < last.end => {
-                    (last.end, last.within.end) = (last.end.max(end), last.within.end.max(bracket.within.end));
+                Some(last) if begin < last.end => {
+                    (last.end, last.within.end) = (last.end.max(end), last.within.end.max(within.end));
                 }
-                _ => self.brackets.push(bracket),
+                _ => self.brackets.push(Bracket { begin, end, within }),
             }
         }
         let mut pivots = Pivots::default();
@@ -184,27 +212,32 @@ impl OrderStatistics {
     /// Writes the values of ranks that are in a segment of one key, and makes the others count among those kept; false
     /// if a rank is not among them.
     fn close(&mut self, pivots: &Pivots, tally: &Tally, elements: usize) -> bool {
-        let mut all = true;
-        self.open.retain_mut(|open| {
-            let mut left_out = 0;
-            for segment in 0..=pivots.count {
-                let count = tally.segment(segment, pivots.count) as usize;
-                let begin = elements - tally.at_least[segment] as usize;
-                let kept = pivots.kept >> segment & 1 == 1;
-                if open.rank < begin + count {
-                    if pivots.single >> segment & 1 == 1 {
-                        self.found[open.to] = value(pivots.table[segment]);
-                        return false;
-                    }
-                    all &= kept;
+        self.clusters.clear();
+        let mut open = self.open.iter_mut().peekable();
+        let mut left_out = 0;
+        for segment in 0..=pivots.count {
+            let begin = elements - tally.at_least[segment] as usize;
+            let next = if segment < pivots.count { tally.at_least[segment + 1] as usize } else { 0 };
+            let (end, kept) = (elements - next, pivots.kept >> segment & 1 == 1);
+            while let Some(open) = open.next_if(|open| open.rank < end) {
+                if kept {
                     open.rank -= left_out;
-                    return true;
+                } else if pivots.is_single(segment) {
+                    self.found[open.to] = value(pivots.table[segment]);
+                    open.rank = CLOSED;
+                } else {
+                    return false;
                 }
-                left_out += if kept { 0 } else { count };
             }
-            unreachable!("the ranks are below the number of values");
-        });
-        all
+            if kept {
+                let (from, to) = pivots.keys(segment);
+                self.clusters.push(Cluster { begin: from, end: to, first: begin - left_out, count: end - begin });
+            } else {
+                left_out += end - begin;
+            }
+        }
+        self.open.retain(|open| open.rank != CLOSED);
+        true
     }
 
     /// Fills `keys` with the buckets that hold a rank, and makes the open ranks count among them.
@@ -277,15 +310,13 @@ pub(super) struct Pivots {
     pub count: usize,
     /// A bit for each segment: whether its values are kept.
     pub kept: u32,
-    /// A bit for each segment: whether it is one key.
-    single: u32,
 }
 
 impl Default for Pivots {
     fn default() -> Self {
         let mut table = [i32::MAX; 32];
         table[0] = i32::MIN;
-        Pivots { table, count: 0, kept: 0, single: 0 }
+        Pivots { table, count: 0, kept: 0 }
     }
 }
 
@@ -303,14 +334,22 @@ impl Pivots {
     /// Keeps the segments in these brackets, whose ends are pivots, but for those of one key.
     fn keep(&mut self, brackets: &[Bracket]) {
         for segment in 0..=self.count {
-            let begin = i64::from(self.table[segment]);
-            let last = segment == self.count;
-            let end = if last { i64::from(i32::MAX) + 1 } else { self.table[segment + 1].into() };
-            let single = end - begin == 1;
-            let kept = !single && brackets.iter().any(|bracket| (bracket.begin..bracket.end).contains(&begin));
-            self.single |= u32::from(single) << segment;
-            self.kept |= u32::from(kept) << segment;
+            let (begin, _) = self.keys(segment);
+            let wanted = brackets.iter().any(|bracket| (bracket.begin..bracket.end).contains(&begin));
+            self.kept |= u32::from(wanted && !self.is_single(segment)) << segment;
         }
+    }
+
+    /// The first key of a segment, and the first after it.
+    fn keys(&self, segment: usize) -> (i64, i64) {
+        let end = if segment < self.count { self.table[segment + 1].into() } else { KEYS_END };
+        (self.table[segment].into(), end)
+    }
+
+    /// Whether a segment is one key.
+    fn is_single(&self, segment: usize) -> bool {
+        let (begin, end) = self.keys(segment);
+        end - begin == 1
     }
 
     /// The segment of a key.
@@ -321,13 +360,6 @@ impl Pivots {
             segment |= if key >= self.table[segment | bit] { bit } else { 0 };
         }
         segment
-    }
-}
-
-impl Tally {
-    /// How many values are in a segment of those up to `last`.
-    fn segment(&self, segment: usize, last: usize) -> u64 {
-        self.at_least[segment] - if segment < last { self.at_least[segment + 1] } else { 0 }
     }
 }
 
