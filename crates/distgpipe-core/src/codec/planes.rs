@@ -23,7 +23,7 @@ pub(super) struct Planes {
 const TOGETHER: usize = 16;
 
 /// A strip has about so many pixels.
-const STRIP: usize = 512;
+const STRIP: usize = 1024;
 
 /// Where planes are no whole units, about so many values are transposed at a time.
 const WHOLE_MIN: usize = 1 << 13;
@@ -149,11 +149,14 @@ impl Planes {
     ) {
         let (mut plane, end) = (range.start / self.pixels, range.end / self.pixels);
         while plane < end {
-            let planes = together.min(self.channels - plane % self.channels).min(end - plane);
+            // What is left of a sample. All planes of a strip lie together in memory.
+            let left = (self.channels - plane % self.channels).min(end - plane);
             for begin in (0..self.pixels).step_by(strip) {
-                each(plane, planes, begin..self.pixels.min(begin + strip));
+                for first in (0..left).step_by(together) {
+                    each(plane + first, together.min(left - first), begin..self.pixels.min(begin + strip));
+                }
             }
-            plane += planes;
+            plane += left;
         }
     }
 

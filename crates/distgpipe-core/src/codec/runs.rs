@@ -111,7 +111,7 @@ impl Runs {
             self.grids.push(Grid::from_peer(codec, run, lo, step, code_max(self.code_bits))?);
         }
         let (elements, width) = (out.len() / 4, self.width());
-        let decoding = self.decoding(elements);
+        let decoding = self.decoding(hands.level, elements);
         let piece = hands.piece(elements, BLOCK);
         let packed = packed.chunks(piece / bits::GROUP * width as usize);
         hands.each(out.chunks_mut(4 * piece).zip(packed), |(out, packed)| {
@@ -126,12 +126,11 @@ impl Runs {
         Ok(())
     }
 
-    /// How to decode so many symbols.
-    fn decoding(&mut self, elements: usize) -> Decoding<'_> {
+    /// How to decode so many symbols the quickest.
+    fn decoding(&mut self, level: Level, elements: usize) -> Decoding<'_> {
         let width = self.width();
         let few = width <= 4;
-        let computed = self.run_bits <= 4 && (width > 8 || elements < 1 << width);
-        if !few && computed {
+        if !few && self.run_bits <= 4 && (level.has_wide_registers() || elements < 1 << width) {
             let (mut los, mut steps) = ([0.0; FEW], [0.0; FEW]);
             for (run, grid) in self.grids.iter().enumerate() {
                 (los[run], steps[run]) = (grid.lo as f32, grid.step as f32);

@@ -63,6 +63,16 @@ impl Level {
     }
 }
 
+impl Level {
+    /// Whether 16 numbers fit a register, so that looking one up is quicker than in memory.
+    pub fn has_wide_registers(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.0 == Instructions::Avx512;
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+}
+
 /// Makes for each kernel a function that takes a [`Level`] before the kernel's own arguments.
 macro_rules! dispatch {
     ($(

@@ -98,11 +98,18 @@ struct Format {
     tile: usize,
 }
 
-/// Room for a block's codes, and for its values where the tensor's memory has another order.
+/// Room for a block's codes and grids, and for its values where the tensor's memory has another order.
 #[derive(Clone, Debug, Default)]
 struct Scratch {
-    codes: Vec<u16>,
     values: Vec<u8>,
+    block: Block,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
+    codes: Vec<u16>,
+    ranges: Ranges,
+    grids: Grids,
 }
 
 impl Tile {
@@ -166,7 +173,7 @@ impl Codec for Tile {
             let range = number * piece..elements.min((number + 1) * piece);
             let run = Run { first: range.start, table, packed };
             match planes {
-                None => encoder.run(&bytes[4 * range.start..4 * range.end], run, &mut scratch.codes),
+                None => encoder.run(&bytes[4 * range.start..4 * range.end], run, &mut scratch.block),
                 Some(planes) => encoder.planes(planes, bytes, run, scratch, range.len()),
             }
         });
@@ -192,7 +199,7 @@ impl Codec for Tile {
         self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
         let work = out.chunks_mut(4 * piece).zip(&mut self.scratch).enumerate();
         self.hands.each(work, |(number, (out, scratch))| match planes {
-            None => decoder.run(number * piece, out, &mut scratch.codes),
+            None => decoder.run(number * piece, out, &mut scratch.block),
             Some(planes) => decoder.planes(planes, number * piece, out, scratch),
         });
         Ok(())
@@ -227,8 +234,9 @@ struct Encoder {
 }
 
 impl Encoder {
-    fn run(&self, bytes: &[u8], run: Run<'_>, codes: &mut Vec<u16>) {
+    fn run(&self, bytes: &[u8], run: Run<'_>, room: &mut Block) {
         let Encoder { format, level, .. } = *self;
+        let Block { codes, ranges, .. } = room;
         let block = format.block();
         codes.resize(codes.len().max(block.min(bytes.len() / 4)), 0);
         let tables = run.table.chunks_mut(format.table_bytes(block));
@@ -238,7 +246,7 @@ impl Encoder {
             let tiles = bytes.chunks(4 * TILES * format.tile).zip(codes.chunks_mut(TILES * format.tile));
             let mut first = run.first + number * block;
             for ((bytes, codes), table) in tiles.zip(table.chunks_mut(4 * TILES)) {
-                self.tiles(bytes, first, table, codes);
+                self.tiles(bytes, first, table, ranges, codes);
                 first += codes.len();
             }
             bits::pack_with(level, codes, format.bits, packed);
@@ -246,21 +254,20 @@ impl Encoder {
     }
 
     /// At most [`TILES`] tiles.
-    fn tiles(&self, bytes: &[u8], first: usize, table: &mut [u8], codes: &mut [u16]) {
+    fn tiles(&self, bytes: &[u8], first: usize, table: &mut [u8], ranges: &mut Ranges, codes: &mut [u16]) {
         let Encoder { format, level, exponent, key } = *self;
         let code_max = code_max(format.bits);
-        let mut ranges = Ranges::default();
-        simd::tile_ends(level, bytes, format.tile, &mut ranges);
-        simd::tile_ranges(level, exponent, code_max, &mut ranges);
+        simd::tile_ends(level, bytes, format.tile, ranges);
+        simd::tile_ranges(level, exponent, code_max, ranges);
         for (at, entry) in table.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             let ([a, b], [c, d]) = (ranges.wire_lo[at].to_le_bytes(), ranges.wire_step[at].to_le_bytes());
             *entry = [a, b, c, d];
         }
         match key {
-            None => simd::tile_codes(level, bytes, format.tile, &ranges, code_max, codes),
+            None => simd::tile_codes(level, bytes, format.tile, ranges, code_max, codes),
             Some(key) => {
                 let noise = Noise { key, first: first as u32, code_max };
-                simd::tile_codes_stochastic(level, bytes, format.tile, &ranges, noise, codes);
+                simd::tile_codes_stochastic(level, bytes, format.tile, ranges, noise, codes);
             }
         }
     }
@@ -268,14 +275,14 @@ impl Encoder {
     /// A run of a channels-last tensor, whose memory is `bytes`.
     fn planes(&self, planes: Planes, bytes: &[u8], run: Run<'_>, scratch: &mut Scratch, elements: usize) {
         let format = self.format;
-        let Scratch { codes, values } = scratch;
+        let Scratch { values, block } = scratch;
         let end = run.first + elements;
         planes.read(self.level, bytes, run.first..end, format.unit(), values, |first, values| {
             let at = first - run.first;
             let length = values.len() / 4;
             let table = &mut run.table[format.table_bytes(at)..][..format.table_bytes(length)];
             let packed = &mut run.packed[format.packed_bytes(at)..][..format.packed_bytes(length)];
-            self.run(values, Run { first, table, packed }, codes);
+            self.run(values, Run { first, table, packed }, block);
         });
     }
 }
@@ -292,8 +299,10 @@ struct Decoder<'a> {
 
 impl Decoder<'_> {
     /// Decodes the values from number `first`, a multiple of the unit, on.
-    fn run(&self, first: usize, out: &mut [u8], codes: &mut Vec<u16>) {
+    fn run(&self, first: usize, out: &mut [u8], room: &mut Block) {
         let Decoder { format, level, exponent, .. } = *self;
+        let Block { codes, grids, .. } = room;
+        grids.code_bits = format.bits;
         let block = format.block();
         codes.resize(codes.len().max(block.min(out.len() / 4).next_multiple_of(format.unit())), 0);
         let table = &self.table[format.table_bytes(first)..];
@@ -306,19 +315,18 @@ impl Decoder<'_> {
             bits::unpack_with(level, &packed[..format.packed_bytes(codes.len())], format.bits, codes);
             let tiles = codes.chunks(TILES * format.tile).zip(out.chunks_mut(4 * TILES * format.tile));
             for ((codes, out), table) in tiles.zip(table.chunks(4 * TILES)) {
-                let mut grids = Grids { code_bits: format.bits, ..Grids::default() };
-                simd::tile_grids(level, table, exponent, &mut grids);
-                simd::tile_values(level, codes, format.tile, &grids, out);
+                simd::tile_grids(level, table, exponent, grids);
+                simd::tile_values(level, codes, format.tile, grids, out);
             }
         }
     }
 
     /// Decodes whole samples of a channels-last tensor, whose memory `out` is, from element `first` on.
     fn planes(&self, planes: Planes, first: usize, out: &mut [u8], scratch: &mut Scratch) {
-        let Scratch { codes, values } = scratch;
+        let Scratch { values, block } = scratch;
         let end = first + out.len() / 4;
         planes.write(self.level, out, first..end, (self.format.unit(), self.elements), values, |first, values| {
-            self.run(first, values, codes);
+            self.run(first, values, block);
         });
     }
 }

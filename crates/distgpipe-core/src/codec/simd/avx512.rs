@@ -476,7 +476,7 @@ with_avx512! {
         let scale = _mm512_set1_pd(power_of_two(-exponent));
         let unscale = _mm512_set1_pd(power_of_two(exponent));
         let code_max = _mm512_set1_pd(code_max.into());
-        for at in (0..TILES).step_by(8) {
+        for at in (0..ranges.count).step_by(8) {
             let (lo, hi) = (load_eight(&ranges.lo, at), load_eight(&ranges.hi, at));
             let scaled_lo = _mm512_mul_pd(_mm512_cvtps_pd(lo), scale);
             let scaled_hi = _mm512_mul_pd(_mm512_cvtps_pd(hi), scale);

@@ -231,7 +231,7 @@ pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
 
 #[inline(always)]
 pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
-    for at in 0..TILES {
+    for at in 0..ranges.count.min(TILES) {
         ranges.find(at, exponent, code_max);
     }
 }
