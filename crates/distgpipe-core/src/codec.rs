@@ -10,6 +10,7 @@
 //! | [`uniform`] | one grid over the tensor's range |
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
+//! | [`fast`] | as `sort`, by a sample |
 //!
 //! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass. `docs/codecs.md` has the
 //! formulas, says which to use when, and how to add one.
@@ -25,6 +26,7 @@ use thiserror::Error;
 
 pub mod bits;
 pub mod crew;
+pub mod fast;
 mod grid;
 pub mod half;
 mod hands;
@@ -57,6 +59,8 @@ numbered! {
         Sort = 5,
         /// [`tile`].
         Tile = 6,
+        /// [`fast`].
+        Fast = 7,
     }
 }
 
@@ -306,7 +310,8 @@ impl<'a> Arguments<'a> {
 }
 
 /// Every codec there is.
-pub const ALL: &[Member] = &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER];
+pub const ALL: &[Member] =
+    &[raw::MEMBER, half::F16, half::BF16, uniform::MEMBER, sort::MEMBER, tile::MEMBER, fast::MEMBER];
 
 /// The longest text for [`parse`], in bytes: whoever wraps codecs in codecs comes to an end.
 const TEXT_BYTES_MAX: usize = 64;
@@ -428,7 +433,7 @@ mod tests {
         let Err(error) = parse("zip") else {
             panic!("there is no codec zip");
         };
-        assert_eq!(error.to_string(), "expected a codec out of: raw, f16, bf16, uniform, sort, tile; got `zip`");
+        assert_eq!(error.to_string(), "expected a codec out of: raw, f16, bf16, uniform, sort, tile, fast; got `zip`");
     }
 
     #[test]
@@ -473,6 +478,10 @@ mod tests {
             "tile:~4",
             "tile:4~~",
             "tile:4~/64",
+            "fast:6",
+            "fast:6+2/15",
+            "fast:6+2/",
+            "fast:8/1048577",
         ] {
             let name = text.split(':').next().unwrap();
             assert!(told(text).starts_with(&format!("expected {name}:")), "{}", told(text));

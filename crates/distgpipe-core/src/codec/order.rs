@@ -322,7 +322,7 @@ impl Default for Pivots {
 
 impl Pivots {
     /// Adds one that is not below the last; `None` if there are too many.
-    fn push(&mut self, key: i64) -> Option<()> {
+    pub fn push(&mut self, key: i64) -> Option<()> {
         // Nothing lies beyond the ends of all keys.
         if key > self.table[self.count].into() && key <= i32::MAX.into() {
             *self.table.get_mut(self.count + 1)? = key as i32;

@@ -256,3 +256,146 @@ impl Level {
         result
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{order, parse, Context, TensorView, ALL, BLOCK};
+    use super::*;
+    use crate::wire::{DType, Layout, Shape, TensorMeta};
+    use proptest::prelude::*;
+
+    fn memory(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+    }
+
+    fn values() -> impl Strategy<Value = Vec<f32>> {
+        let finite = any::<f32>().prop_filter("finite", |value| value.is_finite());
+        let one =
+            prop_oneof![4 => -1.0f32..1.0, 2 => Just(0.0f32), 1 => Just(-0.0), 1 => -1e-40f32..1e-40, 1 => finite];
+        prop::collection::vec(one, 1..400)
+    }
+
+    /// The result of a kernel at each level, which has to be that of the portable one.
+    fn agree<R: PartialEq + std::fmt::Debug>(kernel: impl Fn(Level) -> R) {
+        let expected = kernel(Level(Instructions::Portable));
+        for level in Level::all_here() {
+            assert_eq!(kernel(level), expected, "{level:?}");
+        }
+    }
+
+    fn written<T: Clone>(length: usize, from: T, kernel: impl Fn(&mut [T])) -> Vec<T> {
+        let mut out = vec![from; length];
+        kernel(&mut out);
+        out
+    }
+
+    #[test]
+    fn this_processor_is_tested_at_its_best() {
+        assert_eq!(Level::all_here().last(), Some(&Level::best()));
+    }
+
+    proptest! {
+        #[test]
+        fn extremes_are_those_of_the_values(values in values()) {
+            let bytes = memory(&values);
+            agree(|level| extremes(level, &bytes));
+            let found = extremes(Level::best(), &bytes);
+            let by_size = |a: &&f32, b: &&f32| a.total_cmp(b);
+            let (lo, hi) = (values.iter().min_by(by_size).unwrap(), values.iter().max_by(by_size).unwrap());
+            prop_assert_eq!(found.range().0.to_bits(), lo.to_bits());
+            prop_assert_eq!(found.range().1.to_bits(), hi.to_bits());
+            prop_assert_eq!(found.magnitude_max(), values.iter().map(|value| value.abs().to_bits()).max().unwrap());
+        }
+
+        #[test]
+        fn rounding_agrees(values in values(), bits in 1u32..=16, lo in -2.0f64..0.0) {
+            let values: Vec<f32> = values.into_iter().filter(|value| value.abs() < 1.0).collect();
+            let bytes = memory(&values);
+            let code_max = super::super::grid::code_max(bits);
+            let rounding = Rounding { lo: lo - 1.0, per_step: f64::from(code_max) / (2.0 - lo), code_max };
+            agree(|level| written(values.len(), 7, |out| codes(level, &bytes, rounding, out)));
+            let codes = written(values.len(), 7, |out| portable::codes(&bytes, rounding, out));
+            let step = 1.0 / rounding.per_step;
+            agree(|level| written(bytes.len(), 7, |out| super::values(level, &codes, lo, step, out)));
+        }
+
+        #[test]
+        fn halves_agree(values in values(), noise in prop::collection::vec(any::<u8>(), 0..300)) {
+            let bytes = memory(&values);
+            agree(|level| written(bytes.len() / 2, 7, |out| f16s(level, &bytes, out)));
+            agree(|level| written(bytes.len() / 2, 7, |out| bf16s(level, &bytes, out)));
+            let noise = &noise[..noise.len() / 2 * 2];
+            agree(|level| written(2 * noise.len(), 7, |out| values_of_f16s(level, noise, out)));
+            agree(|level| written(2 * noise.len(), 7, |out| values_of_bf16s(level, noise, out)));
+        }
+
+        #[test]
+        fn narrowing_agrees(
+            bits in prop::collection::vec(any::<u32>(), 0..700),
+            ties in 0usize..200,
+            mut keys in prop::collection::vec(any::<i32>(), 0..=31),
+            kept in any::<u32>(),
+        ) {
+            keys.sort_unstable();
+            keys.dedup();
+            let mut pivots = Pivots { kept, ..Pivots::default() };
+            keys.iter().for_each(|&key| pivots.push(key.into()).unwrap());
+            // Values that are exactly pivots, too.
+            let tied = keys.iter().cycle().take(if keys.is_empty() { 0 } else { ties });
+            let values: Vec<f32> =
+                bits.iter().map(|&bits| f32::from_bits(bits)).chain(tied.map(|&key| order::value(key))).collect();
+            let bytes = memory(&values);
+            agree(|level| {
+                let (mut tally, mut room) = (Tally::default(), vec![0; bytes.len() + 4 * KEPT_MORE]);
+                let length = narrow(level, &bytes, &pivots, &mut tally, &mut room);
+                room.truncate(4 * length);
+                (tally, room)
+            });
+        }
+
+        #[test]
+        fn transposing_agrees(rows in 1usize..40, columns in 1usize..40, more in 0usize..5, seed in any::<u32>()) {
+            let (from_stride, to_stride) = (columns + more, rows + more);
+            let from: Vec<u8> =
+                (0..(rows * from_stride) as u32).flat_map(|at| (at.wrapping_mul(seed | 1)).to_ne_bytes()).collect();
+            let shape = Transposition { rows, columns, from_stride, to_stride };
+            agree(|level| written(4 * columns * to_stride, 7, |to| transpose(level, &from, to, shape)));
+            let to = written(4 * columns * to_stride, 7, |to| transpose(Level::best(), &from, to, shape));
+            for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
+                let (from_at, to_at) = (row * from_stride + column, column * to_stride + row);
+                prop_assert_eq!(&from[4 * from_at..4 * from_at + 4], &to[4 * to_at..4 * to_at + 4]);
+            }
+        }
+
+        /// Bodies and decoded values of every codec, at every level and in both orders of memory.
+        #[test]
+        fn every_codec_gives_the_same_bytes(
+            values in prop_oneof![
+                values(),
+                (1usize..3 * BLOCK).prop_map(|n| (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761) as i32 as f32).max(-1e9)).collect::<Vec<_>>()),
+            ],
+            channels in 1usize..40,
+            seed in any::<u64>(),
+        ) {
+            let values: Vec<f32> = values.into_iter().filter(|value| value.abs() < 1e30).collect();
+            let pixels = values.len() / channels;
+            let bytes = memory(&values[..channels * pixels]);
+            let dims = [1, channels, pixels, 1];
+            let texts = ALL.iter().filter(|member| member.id.number() <= 7).flat_map(|member| member.examples);
+            for (text, layout) in texts.flat_map(|text| [(text, Layout::Contiguous), (text, Layout::ChannelsLast)]) {
+                agree(|level| {
+                    let mut codec = level.force(|| parse(text).unwrap());
+                    let view = TensorView { dtype: DType::F32, dims: &dims, layout, bytes: &bytes };
+                    let mut body = Vec::new();
+                    if let Err(error) = codec.encode(view, &Context { seed, ..Context::default() }, &mut body) {
+                        return Err(error);
+                    }
+                    let meta = TensorMeta { dtype: DType::F32, layout, shape: Shape::new(&dims).unwrap(), codec: codec.id() };
+                    let mut out = vec![0; bytes.len()];
+                    codec.decode(&meta, &body, &mut out)?;
+                    Ok((body, out))
+                });
+            }
+        }
+    }
+}

@@ -455,7 +455,9 @@ fn f16_below(value: f64) -> u16 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::floats;
     use super::*;
+    use crate::wire::{Layout, Shape};
     use proptest::prelude::*;
 
     #[test]
@@ -485,6 +487,36 @@ mod tests {
         assert_eq!(check_table(&entry(0xfbff, 0x7bff)), Ok(()));
         let widest = grid(0xfbff, 0x7bff, *EXPONENTS.end());
         assert_eq!(widest.value_within(u16::MAX), f32::MAX);
+    }
+
+    /// The mean of many decoded values is the value: to four standard deviations, and what is lost near codes.
+    #[test]
+    fn stochastic_rounding_is_unbiased() {
+        let elements = 1 << 16;
+        for part in [0.0f32, 0.1, 0.25, 0.5, 0.77, 1.0] {
+            // The ends of each tile, so that all have the same grid; a step is 1.
+            let wanted = 3.0 + part;
+            let value = |at: usize| [0.0, 7.0, wanted][(at % 64).min(2)];
+            let bytes: Vec<u8> = (0..elements).flat_map(|at| value(at).to_ne_bytes()).collect();
+            let mut codec = Tile::new(3, 64, Rounding::Stochastic).unwrap();
+            let view = TensorView { dtype: DType::F32, dims: &[elements], layout: Layout::Contiguous, bytes: &bytes };
+            let bodies = [1, 1, 2].map(|seed| {
+                let mut body = Vec::new();
+                codec.encode(view, &Context { seed, ..Context::default() }, &mut body).unwrap();
+                body
+            });
+            assert_eq!(bodies[0], bodies[1], "one seed, one body");
+            assert_eq!(bodies[1] == bodies[2], part == 0.0 || part == 1.0, "another seed, another one");
+
+            let shape = Shape::new(&[elements]).unwrap();
+            let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: CodecId::Tile };
+            let mut out = vec![0; bytes.len()];
+            codec.decode(&meta, &bodies[0], &mut out).unwrap();
+            let values = floats(&out).enumerate().filter(|(at, _)| at % 64 >= 2).map(|(_, value)| f64::from(value));
+            let (count, sum) = values.fold((0.0, 0.0), |(count, sum), value| (count + 1.0, sum + value));
+            let deviation = f64::from(part * (1.0 - part)).sqrt() / f64::sqrt(count);
+            assert!((sum / count - f64::from(wanted)).abs() <= 4.0 * deviation + 1e-3, "{} of {wanted}", sum / count);
+        }
     }
 
     proptest! {
