@@ -7,7 +7,7 @@ ifeq ($(origin CXX),default)
 CXX := c++
 endif
 PYTHON ?= python3
-RUST_MINOR_MIN := 85
+RUST_MINOR_MIN := 89
 
 .PHONY: help tools setup demo test fuzz-smoke bench golden lint clean
 .DEFAULT_GOAL := help

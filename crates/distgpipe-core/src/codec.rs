@@ -10,6 +10,7 @@
 //! | [`uniform`] | one grid over the tensor's range |
 //! | [`sort`] | a grid for each run of the sorted tensor |
 //! | [`tile`] | a grid for every few neighbours |
+//! | [`fast`] | as `sort`, by a sample |
 //! | [`top_k`] | the values of largest magnitude and their places |
 //! | [`power_svd`] | two thin factors instead of a matrix: `svd` |
 //! | [`delta`] | another codec, on what changed since the sample's last visit |
@@ -30,14 +31,20 @@ use thiserror::Error;
 pub mod bits;
 pub mod crew;
 pub mod delta;
+pub mod fast;
 pub mod feedback;
 mod grid;
 pub mod half;
+mod hands;
 mod inner;
 mod order;
+mod planes;
 pub mod power_svd;
 pub mod raw;
 mod rice;
+mod runs;
+#[allow(unsafe_code)]
+mod simd;
 pub mod sort;
 mod spec;
 mod store;
@@ -63,6 +70,8 @@ numbered! {
         Sort = 5,
         /// [`tile`].
         Tile = 6,
+        /// [`fast`].
+        Fast = 7,
         /// [`top_k`].
         TopK = 8,
         /// [`power_svd`].
@@ -404,6 +413,7 @@ pub const ALL: &[Member] = &[
     uniform::MEMBER,
     sort::MEMBER,
     tile::MEMBER,
+    fast::MEMBER,
     top_k::MEMBER,
     power_svd::MEMBER,
     feedback::MEMBER,
@@ -538,7 +548,7 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, topk, svd, feedback, delta; got `zip`"
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, fast, topk, svd, feedback, delta; got `zip`"
         );
     }
 
@@ -581,7 +591,13 @@ mod tests {
             "tile:4/",
             "tile:/64",
             "tile:4/64/2",
-            "tile:4~",
+            "tile:~4",
+            "tile:4~~",
+            "tile:4~/64",
+            "fast:6",
+            "fast:6+2/15",
+            "fast:6+2/",
+            "fast:8/1048577",
             "topk",
             "topk:",
             "topk:0",

@@ -14,7 +14,7 @@
 //! | [`codec`] | tensor ↔ bytes |
 //! | [`wire`] | the frame, the handshake and the limits on what a peer may send |
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod codec;
 pub mod id;

@@ -8,6 +8,8 @@
 //!           c₂c₂c₁c₁ c₁c₀c₀c₀  c₅c₄c₄c₄ c₃c₃c₃c₂      (highest bit first)
 //! ```
 
+use super::simd::{self, Level};
+
 /// Calls a function that is compiled once for each width, so that all shifts are constants.
 macro_rules! by_width {
     ($width:expr, $function:ident($($argument:expr),*)) => {
@@ -19,7 +21,7 @@ macro_rules! by_width {
             other => panic!("a code has 1 to 16 bits, not {other}"),
         }
     };
-    (! $function:ident, $number:literal, ($($argument:expr),*)) => { $function::<$number>($($argument),*) };
+    (! $function:ident, $number:literal, ($($argument:expr),*)) => { simd::$function::<$number>($($argument),*) };
 }
 /// So many codes fill whole bytes, whatever the width.
 pub const GROUP: usize = 8;
@@ -38,8 +40,7 @@ pub fn packed_bytes(codes: usize, width: u32) -> usize {
 /// # Panics
 /// If `width` is not 1 to 16, or `out` is not [`packed_bytes`] long.
 pub fn pack(codes: &[u16], width: u32, out: &mut [u8]) {
-    assert_eq!(out.len(), packed_bytes(codes.len(), width), "room for {} codes of {width} bits", codes.len());
-    by_width!(width, pack_width(codes, out));
+    pack_with(Level::best(), codes, width, out);
 }
 
 /// Unpacks as many codes as there is room for.
@@ -47,71 +48,19 @@ pub fn pack(codes: &[u16], width: u32, out: &mut [u8]) {
 /// # Panics
 /// If `width` is not 1 to 16, or `bytes` is not [`packed_bytes`] long.
 pub fn unpack(bytes: &[u8], width: u32, out: &mut [u16]) {
+    unpack_with(Level::best(), bytes, width, out);
+}
+
+/// [`pack`] with given instructions.
+pub(super) fn pack_with(level: Level, codes: &[u16], width: u32, out: &mut [u8]) {
+    assert_eq!(out.len(), packed_bytes(codes.len(), width), "room for {} codes of {width} bits", codes.len());
+    by_width!(width, pack(level, codes, out));
+}
+
+/// [`unpack`] with given instructions.
+pub(super) fn unpack_with(level: Level, bytes: &[u8], width: u32, out: &mut [u16]) {
     assert_eq!(bytes.len(), packed_bytes(out.len(), width), "bytes of {} codes of {width} bits", out.len());
-    by_width!(width, unpack_width(bytes, out));
-}
-
-const fn mask(width: usize) -> u16 {
-    u16::MAX >> (16 - width)
-}
-
-fn pack_width<const W: usize>(codes: &[u16], out: &mut [u8]) {
-    let mut groups = codes.chunks_exact(GROUP);
-    let mut rooms = out.chunks_exact_mut(W);
-    for (group, room) in (&mut groups).zip(&mut rooms) {
-        let group: &[u16; GROUP] = group.try_into().expect("chunks of that length");
-        room.copy_from_slice(&join::<W>(group)[..W]);
-    }
-    let rest = groups.remainder();
-    if !rest.is_empty() {
-        let mut group = [0; GROUP];
-        group[..rest.len()].copy_from_slice(rest);
-        let start = codes.len() / GROUP * W;
-        let room = &mut out[start..];
-        room.copy_from_slice(&join::<W>(&group)[..room.len()]);
-    }
-}
-
-fn unpack_width<const W: usize>(bytes: &[u8], out: &mut [u16]) {
-    let full = out.len() / GROUP;
-    let (bytes, last) = bytes.split_at(full * W);
-    let (groups, rest) = out.split_at_mut(full * GROUP);
-    for (from, group) in bytes.chunks_exact(W).zip(groups.chunks_exact_mut(GROUP)) {
-        let mut word = [0; 16];
-        word[..W].copy_from_slice(from);
-        group.copy_from_slice(&split::<W>(word));
-    }
-    if !rest.is_empty() {
-        let mut word = [0; 16];
-        word[..last.len()].copy_from_slice(last);
-        rest.copy_from_slice(&split::<W>(word)[..rest.len()]);
-    }
-}
-
-/// Eight codes in the lowest `8 W` bits. Codes of up to 8 bits fit one 64-bit accumulator, wider ones two.
-#[inline(always)]
-fn join<const W: usize>(codes: &[u16; GROUP]) -> [u8; 16] {
-    let code = |at: usize| u64::from(codes[at] & mask(W));
-    if W <= 8 {
-        let word = (0..8).fold(0, |word, at| word | code(at) << (at * W));
-        u128::from(word).to_le_bytes()
-    } else {
-        let low = (0..4).fold(0, |word, at| word | code(at) << (at * W));
-        let high = (0..4).fold(0, |word, at| word | code(at + 4) << (at * W));
-        (u128::from(low) | u128::from(high) << (4 * W)).to_le_bytes()
-    }
-}
-
-#[inline(always)]
-fn split<const W: usize>(word: [u8; 16]) -> [u16; GROUP] {
-    let word = u128::from_le_bytes(word);
-    if W <= 8 {
-        let word = word as u64;
-        std::array::from_fn(|at| (word >> (at * W)) as u16 & mask(W))
-    } else {
-        let (low, high) = (word as u64, (word >> (4 * W)) as u64);
-        std::array::from_fn(|at| if at < 4 { low >> (at * W) } else { high >> ((at - 4) * W) } as u16 & mask(W))
-    }
+    by_width!(width, unpack(level, bytes, out));
 }
 
 #[cfg(test)]
@@ -158,17 +107,19 @@ mod tests {
     proptest! {
         #[test]
         fn packing_equals_the_definition_and_comes_back(
-            codes in prop::collection::vec(any::<u16>(), 0..70),
+            codes in prop::collection::vec(any::<u16>(), 0..300),
             width in 1u32..=16,
         ) {
-            let mut packed = vec![0xa5; packed_bytes(codes.len(), width)];
-            pack(&codes, width, &mut packed);
-            prop_assert_eq!(&packed, &pack_bit_by_bit(&codes, width));
+            let cut: Vec<u16> = codes.iter().map(|code| code & (u16::MAX >> (16 - width))).collect();
+            for level in Level::all_here() {
+                let mut packed = vec![0xa5; packed_bytes(codes.len(), width)];
+                pack_with(level, &codes, width, &mut packed);
+                prop_assert_eq!(&packed, &pack_bit_by_bit(&codes, width));
 
-            let mut back = vec![0xffff; codes.len()];
-            unpack(&packed, width, &mut back);
-            let cut: Vec<u16> = codes.iter().map(|code| code & mask(width as usize)).collect();
-            prop_assert_eq!(back, cut);
+                let mut back = vec![0xffff; codes.len()];
+                unpack_with(level, &packed, width, &mut back);
+                prop_assert_eq!(&back, &cut);
+            }
         }
 
         #[test]

@@ -147,7 +147,7 @@ impl Codec for Feedback {
 
 #[cfg(test)]
 mod tests {
-    use super::super::half::Half;
+    use super::super::half::{Format, Half};
     use super::super::parse as parse_any;
     use super::super::store::ENTRY_BYTES;
     use super::*;
@@ -237,7 +237,7 @@ mod tests {
             assert_eq!(error, CodecError::NotFinite { codec: CodecId::Feedback, at: 4 });
             let watching = Context { learning: false, ..slot(1) };
             let (body, _) = send(&mut codec, &values, watching).unwrap();
-            assert_eq!(body, send(&mut Half::F16, &values, slot(1)).unwrap().0);
+            assert_eq!(body, send(&mut Half::new(Format::F16), &values, slot(1)).unwrap().0);
             assert_eq!(send(&mut codec, &values, slot(1)), send(&mut twin, &values, slot(1)));
         }
     }

@@ -4,7 +4,7 @@
 //! where a product of code and step is exact and a sum keeps 53 bits; the rounding that a user can see is that of the
 //! decoded value to `f32`. No path depends on how many values are treated at once, so all give the same bits.
 
-use super::{floats, CodecError, CodecId};
+use super::{CodecError, CodecId};
 
 /// The largest code of so many bits.
 pub(super) const fn code_max(bits: u32) -> u16 {
@@ -52,6 +52,23 @@ impl Grid {
         (self.lo + f64::from(code) * self.step) as f32
     }
 
+    /// The value of a code, cut to what an `f32` holds: the end of a grid that was made longer may lie beyond.
+    #[inline(always)]
+    pub fn value_within(self, code: u16) -> f32 {
+        let value = self.value(code);
+        let value = if value < f32::MAX { value } else { f32::MAX };
+        if value > f32::MIN {
+            value
+        } else {
+            f32::MIN
+        }
+    }
+
+    /// How values become codes of this grid.
+    pub fn rounding(self, code_max: u16) -> Rounding {
+        Rounding { lo: self.lo, per_step: self.per_step(), code_max }
+    }
+
     fn end(self, code_max: u16) -> f32 {
         self.value(code_max)
     }
@@ -67,29 +84,57 @@ impl Grid {
     }
 }
 
-/// The nearest code to `(value − lo) · per_step`, at most `code_max`; ties go to the even one.
+/// How values, from `lo` to half a step above the grid's end, become codes: the nearest to `(value − lo) · per_step`, ties
+/// to the even one, at most `code_max`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rounding {
+    pub lo: f64,
+    pub per_step: f64,
+    pub code_max: u16,
+}
+
+impl Rounding {
+    #[inline(always)]
+    pub fn code(self, value: f32) -> u16 {
+        // 1.5 · 2^52: a sum with it has a spacing of 1, so that the addition rounds and the lowest bits are the code.
+        const ROUND: f64 = 6755399441055744.0;
+        let steps = (f64::from(value) - self.lo) * self.per_step;
+        ((steps + ROUND).to_bits() as u32).min(self.code_max.into()) as u16
+    }
+
+    /// One of the two codes around a value, by a `random` number from 0 to 1: the nearer with the greater probability, so
+    /// that the expected value is the value. One within [`NEAR`] of a code gets that.
+    #[inline(always)]
+    pub fn code_stochastic(self, value: f32, random: f64) -> u16 {
+        let code_max = f64::from(self.code_max);
+        let steps = ((f64::from(value) - self.lo) * self.per_step).min(code_max).max(0.0);
+        let below = steps as i32;
+        let above = steps - f64::from(below);
+        let up = above > NEAR && (above >= 1.0 - NEAR || above + random >= 1.0);
+        below as u16 + u16::from(up)
+    }
+}
+
+/// Within this part of a step, stochastic rounding goes to the nearest code: a value that was decoded from a code is only
+/// almost there, and should stay.
+pub(super) const NEAR: f64 = 1.0 / 1024.0;
+
+/// The random number from 0 to 1 of an element: a function of `key` and the element's number alone, so that it does not
+/// matter in which order, by whom and how many at a time elements are treated. The mixing is Wellons' `lowbias32`.
 #[inline(always)]
-pub(super) fn code(value: f32, lo: f64, per_step: f64, code_max: f64) -> u16 {
-    // 1.5 · 2^52: a sum with it has a spacing of 1, so that the addition rounds and the lowest bits are the code.
-    const ROUND: f64 = 6755399441055744.0;
-    let steps = ((f64::from(value) - lo) * per_step).min(code_max);
-    (steps + ROUND).to_bits() as u16
+pub(super) fn random(key: u32, element: u32) -> f64 {
+    let mut mixed = element ^ key;
+    mixed = (mixed ^ mixed >> 16).wrapping_mul(MIX[0]);
+    mixed = (mixed ^ mixed >> 15).wrapping_mul(MIX[1]);
+    mixed ^= mixed >> 16;
+    f64::from(mixed >> 8) * RANDOM_UNIT
 }
 
-/// The codes of values that lie on or above `grid.lo`.
-pub(super) fn codes(bytes: &[u8], grid: Grid, code_max: u16, out: &mut [u16]) {
-    let (lo, per_step, code_max) = (grid.lo, grid.per_step(), f64::from(code_max));
-    for (to, value) in out.iter_mut().zip(floats(bytes)) {
-        *to = code(value, lo, per_step, code_max);
-    }
-}
+/// The factors of [`random`].
+pub(super) const MIX: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 
-/// The values of codes.
-pub(super) fn values(codes: &[u16], grid: Grid, out: &mut [u8]) {
-    for (to, &code) in out.chunks_exact_mut(4).zip(codes) {
-        to.copy_from_slice(&grid.value(code).to_ne_bytes());
-    }
-}
+/// Random numbers are multiples of this.
+pub(super) const RANDOM_UNIT: f64 = 1.0 / 16_777_216.0;
 
 #[cfg(test)]
 mod tests {
@@ -109,7 +154,7 @@ mod tests {
         let smallest = f32::from_bits(1);
         let grid = Grid::over(0.0, smallest, 63).unwrap();
         assert_eq!(grid.step, f64::from(smallest));
-        assert_eq!(grid.value(code(smallest, grid.lo, grid.per_step(), 63.0)), smallest);
+        assert_eq!(grid.value(grid.rounding(63).code(smallest)), smallest);
     }
 
     #[test]
@@ -127,10 +172,10 @@ mod tests {
     proptest! {
         #[test]
         fn rounding_by_addition_is_rounding(steps in -0.4f64..65535.4, max in 0u16..) {
-            let got = code(1.0, 1.0 - steps, 1.0, f64::from(max));
+            let got = Rounding { lo: 1.0 - steps, per_step: 1.0, code_max: max }.code(1.0);
             // 1 − (1 − steps), and not steps, is what is rounded.
             let steps = 1.0 - (1.0 - steps);
-            prop_assert_eq!(f64::from(got), steps.round_ties_even().min(f64::from(max)));
+            prop_assert_eq!(f64::from(got), steps.round_ties_even().clamp(0.0, f64::from(max)));
         }
 
         #[test]
@@ -140,7 +185,7 @@ mod tests {
             let max = code_max(bits);
             let Some(grid) = Grid::over(lo, hi, max) else { return Ok(()) };
             let value = ((f64::from(lo) + at * (f64::from(hi) - f64::from(lo))) as f32).clamp(lo, hi);
-            let back = grid.value(code(value, grid.lo, grid.per_step(), max.into()));
+            let back = grid.value(grid.rounding(max).code(value));
             // The step was rounded to 24 bits, and so is the value.
             let rounding = f64::from(lo.abs().max(hi.abs())) * 2f64.powi(-23) + f64::from(f32::from_bits(1));
             let error = (f64::from(back) - f64::from(value)).abs();

@@ -8,9 +8,11 @@
 //! A finite value that would round to infinity is refused with [`CodecError::Overflow`] instead: the link then sends
 //! that tensor raw and counts it, and training goes on with the right numbers.
 
-use super::{check_body, check_f32, elements_of, floats, magnitude_max};
-use super::{Arguments, Codec, CodecError, CodecId, Context, Member, TensorView};
+use super::hands::Hands;
+use super::{check_body, check_f32, elements_of, floats, simd};
+use super::{Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
+use std::sync::Arc;
 
 pub(super) const F16: Member = Member {
     name: "f16",
@@ -18,7 +20,7 @@ pub(super) const F16: Member = Member {
     lossless: false,
     examples: &["f16"],
     about: "IEEE half precision, 2 bytes a value",
-    parse: |arguments| parse("f16", arguments, Half::F16),
+    parse: |arguments| parse("f16", arguments, Format::F16),
 };
 
 pub(super) const BF16: Member = Member {
@@ -27,39 +29,53 @@ pub(super) const BF16: Member = Member {
     lossless: false,
     examples: &["bf16"],
     about: "bfloat16, the upper half of a float, 2 bytes a value",
-    parse: |arguments| parse("bf16", arguments, Half::BF16),
+    parse: |arguments| parse("bf16", arguments, Format::BF16),
 };
 
 const EXPECTED: &str = "f16 or bf16, which have no parameter";
 
-fn parse(name: &'static str, arguments: Arguments<'_>, codec: Half) -> Result<Box<dyn Codec>, CodecError> {
-    arguments.none(name, EXPECTED).map(|()| Box::new(codec) as _)
+fn parse(name: &'static str, arguments: Arguments<'_>, format: Format) -> Result<Box<dyn Codec>, CodecError> {
+    arguments.none(name, EXPECTED).map(|()| Box::new(Half::new(format)) as _)
+}
+
+/// The codec for one of the two formats.
+#[derive(Clone, Debug)]
+pub struct Half {
+    format: Format,
+    hands: Hands,
+}
+
+impl Half {
+    /// Values in this format.
+    pub fn new(format: Format) -> Self {
+        Half { format, hands: Hands::default() }
+    }
 }
 
 /// The two formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Half {
+pub enum Format {
     /// IEEE: 5 bits of exponent.
     F16,
     /// The upper half of an `f32`: 8 bits of exponent.
     BF16,
 }
 
-impl Half {
+impl Format {
     /// The magnitude, as the bits of an `f32`, from which on a value rounds to infinity.
     fn overflow_bits(self) -> u32 {
         match self {
-            Half::F16 => 65520f32.to_bits(),
-            Half::BF16 => 0x7f7f_8000,
+            Format::F16 => 65520f32.to_bits(),
+            Format::BF16 => 0x7f7f_8000,
         }
     }
 }
 
 impl Codec for Half {
     fn id(&self) -> CodecId {
-        match self {
-            Half::F16 => CodecId::F16,
-            Half::BF16 => CodecId::BF16,
+        match self.format {
+            Format::F16 => CodecId::F16,
+            Format::BF16 => CodecId::BF16,
         }
     }
 
@@ -69,30 +85,32 @@ impl Codec for Half {
 
     fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         check_f32(self.id(), &tensor)?;
-        if magnitude_max(self.id(), tensor.bytes)? >= self.overflow_bits() {
-            let limit = self.overflow_bits();
+        let limit = self.format.overflow_bits();
+        if self.hands.extremes(self.id(), tensor.bytes)?.magnitude_max() >= limit {
             let at = floats(tensor.bytes).position(|value| value.to_bits() & 0x7fff_ffff >= limit);
             return Err(CodecError::Overflow { codec: self.id(), at: at.unwrap_or(0) });
         }
-        let start = out.len();
-        out.resize(start + tensor.bytes.len() / 2, 0);
-        let room = out[start..].chunks_exact_mut(2).zip(floats(tensor.bytes));
-        match self {
-            Half::F16 => room.for_each(|(to, value)| to.copy_from_slice(&f16_from_f32(value).to_le_bytes())),
-            Half::BF16 => room.for_each(|(to, value)| to.copy_from_slice(&bf16_from_f32(value).to_le_bytes())),
-        }
+        let level = self.hands.level;
+        self.hands.append(tensor.bytes, 16, out, |bytes, out| match self.format {
+            Format::F16 => simd::f16s(level, bytes, out),
+            Format::BF16 => simd::bf16s(level, bytes, out),
+        });
         Ok(())
     }
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
-        check_body(self, meta, body, out)?;
-        let halves = body.chunks_exact(2).map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]]));
-        let room = out.chunks_exact_mut(4).zip(halves);
-        match self {
-            Half::F16 => room.for_each(|(to, half)| to.copy_from_slice(&f32_from_f16(half).to_ne_bytes())),
-            Half::BF16 => room.for_each(|(to, half)| to.copy_from_slice(&f32_from_bf16(half).to_ne_bytes())),
-        }
+        let elements = check_body(self, meta, body, out)?;
+        let piece = self.hands.piece(elements, 1);
+        let level = self.hands.level;
+        self.hands.each(body.chunks(2 * piece).zip(out.chunks_mut(4 * piece)), |(bytes, out)| match self.format {
+            Format::F16 => simd::values_of_f16s(level, bytes, out),
+            Format::BF16 => simd::values_of_bf16s(level, bytes, out),
+        });
         Ok(())
+    }
+
+    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
+        self.hands.set_crew(crew);
     }
 }
 
@@ -116,7 +134,8 @@ pub(super) fn f32_from_f16(half: u16) -> f32 {
     let sign = u32::from(half & 0x8000) << 16;
     let magnitude = u32::from(half & 0x7fff) << 13;
     let normal = magnitude + (112 << 23);
-    let special = magnitude + (224 << 23);
+    // A NaN is a quiet one, as processors make it.
+    let special = (magnitude + (224 << 23)) | if half & 0x3ff == 0 { 0 } else { 0x0040_0000 };
     // With a leading one that is taken off again, the addition normalizes.
     let subnormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23)).to_bits();
     let bits = match half & 0x7c00 {
@@ -128,13 +147,13 @@ pub(super) fn f32_from_f16(half: u16) -> f32 {
 }
 
 #[inline(always)]
-fn bf16_from_f32(value: f32) -> u16 {
+pub(super) fn bf16_from_f32(value: f32) -> u16 {
     let bits = value.to_bits();
     (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
 #[inline(always)]
-fn f32_from_bf16(half: u16) -> f32 {
+pub(super) fn f32_from_bf16(half: u16) -> f32 {
     f32::from_bits(u32::from(half) << 16)
 }
 
@@ -196,8 +215,8 @@ mod tests {
     #[test]
     fn what_would_become_infinite_is_refused() {
         for (mut codec, largest, over) in [
-            (Half::F16, 65519.996f32, 65520.0f32),
-            (Half::BF16, f32::from_bits(0x7f7f_7fff), f32::from_bits(0x7f7f_8000)),
+            (Half::new(Format::F16), 65519.996f32, 65520.0f32),
+            (Half::new(Format::BF16), f32::from_bits(0x7f7f_7fff), f32::from_bits(0x7f7f_8000)),
         ] {
             let mut encode = |values: [f32; 3]| {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();

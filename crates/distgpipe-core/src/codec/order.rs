@@ -1,70 +1,276 @@
 //! Order statistics: the k-th smallest values, for many k at once, without sorting.
 //!
-//! A float's bits, suitably flipped, are ordered as the float is. One pass counts the values by their upper 16 bits, which
-//! says in which of 65536 buckets each rank lies; a second one gathers the values of just those buckets, a few in a
-//! hundred; among them the ranks are selected. Values that are all in one bucket, such as the half of a tensor that a ReLU
-//! has made 0, are gathered too, and selecting among ties is quick.
+//! A float's bits, suitably flipped, are ordered as the float is: its key. The keys of a sample say between which two
+//! values each rank should lie. One pass counts all values by these pivots and keeps those in between, a few in a
+//! hundred, among which the search goes on until few enough are left to select from.
+//!
+//! ```text
+//! keys   ────────┃p₀░░░░r₀░░░p₁┃──────────────┃p₂░░r₁░░p₃┃──────     ░ kept
+//! segment    0         1              2             3        4
+//! ```
+//!
+//! A value that is often in the sample, such as the 0 that a ReLU makes of half a tensor, has a segment of its own, and
+//! a rank in that is found without keeping any. Where a rank lies outside of what was kept, or there are too many for
+//! the pivots, the values are counted by their upper 16 bits instead, and those in the buckets of the ranks selected
+//! from. The statistics are exact either way.
 
-use super::{floats, BLOCK};
+use super::hands::{check_finite, Hands, PIECES_MAX};
+use super::simd::{self, Tally, KEPT_MORE};
+use super::{floats, CodecError, CodecId, BLOCK};
+use std::ops::Range;
 
 /// The values at some ranks, with the tables of the search, which are kept from one tensor to the next.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OrderStatistics {
+    sample: Vec<i32>,
+    /// The ranks that are still looked for, and where their values go.
+    open: Vec<Open>,
+    brackets: Vec<Bracket>,
+    clusters: Vec<Cluster>,
+    spare: Vec<i32>,
+    /// What passes have kept, and by piece of the tensor.
+    kept: Vec<u8>,
+    pieces: Vec<Vec<u8>>,
     counts: Vec<u32>,
     wanted: Vec<bool>,
-    keys: Vec<u32>,
-    ranks: Vec<usize>,
+    keys: Vec<i32>,
+    found: Vec<f32>,
+    /// The smallest and the largest key, once they are known.
+    ends: Option<(i32, i32)>,
+}
+
+/// An `F32` tensor's memory, and which codec looks into it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Values<'a> {
+    pub codec: CodecId,
+    pub bytes: &'a [u8],
+}
+
+/// A rank among the values that are left, and its number among those that were asked for.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    rank: usize,
+    to: usize,
+}
+
+/// The rank of what is not open any more.
+const CLOSED: usize = usize::MAX;
+
+/// Above every key.
+const KEYS_END: i64 = i32::MAX as i64 + 1;
+
+/// Consecutive keys of which all values are left: how many, from which rank on.
+#[derive(Clone, Copy, Debug)]
+struct Cluster {
+    begin: i64,
+    end: i64,
+    first: usize,
+    count: usize,
+}
+
+/// Keys between which some ranks should lie, and where in the sample that is.
+#[derive(Clone, Debug)]
+struct Bracket {
+    begin: i64,
+    end: i64,
+    within: Range<usize>,
 }
 
 const BUCKETS: usize = 1 << 16;
 
-/// From so many values on, counting them first pays.
+/// Down to so many values, selecting at once is as quick.
+const SELECTED_MAX: usize = 1 << 13;
+
+/// From so many values on, counting them by their upper bits pays.
 const COUNTED_MIN: usize = 4 * BUCKETS;
 
+/// The least values in a sample for each open rank, and the most in all.
+const SAMPLE_MIN: usize = 1 << 10;
+const SAMPLE_MAX: usize = 1 << 14;
+
+/// So many standard deviations a rank may be off where the sample says it is, at first.
+const DEVIATIONS: f64 = 3.0;
+
+/// A value that is so often within a bracket of the sample has a segment of its own.
+const TIED_MIN: usize = 12;
+
 impl OrderStatistics {
-    /// The values at these ranks, which ascend and are below the number of values; none of those may be a NaN.
-    pub fn at_ranks(&mut self, bytes: &[u8], ranks: &[usize], out: &mut Vec<f32>) {
-        debug_assert!(ranks.is_sorted() && ranks.last().is_none_or(|&last| last < bytes.len() / 4));
-        self.ranks.clear();
-        self.ranks.extend_from_slice(ranks);
-        // The counters have 32 bits.
-        if bytes.len() / 4 >= COUNTED_MIN && u32::try_from(bytes.len() / 4).is_ok() {
-            self.gather(bytes);
-        } else {
-            self.keys.clear();
-            self.keys.extend(floats(bytes).map(key));
+    /// The values at these ranks, which ascend and are below the number of values; an error if one is not finite.
+    pub fn at_ranks(&mut self, hands: &Hands, tensor: Values<'_>, ranks: &[usize]) -> Result<&[f32], CodecError> {
+        let elements = tensor.bytes.len() / 4;
+        debug_assert!(ranks.is_sorted() && ranks.last().is_none_or(|&last| last < elements));
+        self.found.clear();
+        self.found.resize(ranks.len(), 0.0);
+        self.ends = None;
+        self.reopen(ranks, elements);
+        if !self.narrow(hands, tensor, DEVIATIONS)? {
+            self.reopen(ranks, elements);
+            if !self.narrow(hands, tensor, 2.0 * DEVIATIONS)? {
+                self.reopen(ranks, elements);
+                self.gather(tensor.bytes);
+            }
         }
-        out.clear();
-        out.resize(ranks.len(), 0.0);
-        select(&mut self.keys, 0, &self.ranks, out);
+        select(&mut self.keys, 0, &self.open, &mut self.found);
+        let (lo, hi) = match self.ends {
+            Some((lo, hi)) => (value(lo), value(hi)),
+            None => hands.extremes(tensor.codec, tensor.bytes)?.range(),
+        };
+        for (found, &rank) in self.found.iter_mut().zip(ranks) {
+            *found = if rank == 0 { lo } else { *found };
+            *found = if rank + 1 == elements { hi } else { *found };
+        }
+        Ok(&self.found)
     }
 
-    /// Fills `keys` with the buckets that hold a rank, and makes `ranks` count among them.
+    /// Opens all ranks but the first and the last, whose values every pass finds by the way.
+    fn reopen(&mut self, ranks: &[usize], elements: usize) {
+        let open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to });
+        self.open.clear();
+        self.open.extend(open.filter(|open| open.rank != 0 && open.rank + 1 != elements));
+    }
+
+    /// Fills `keys` with few values among which the open ranks count; false if that did not succeed.
+    fn narrow(&mut self, hands: &Hands, tensor: Values<'_>, deviations: f64) -> Result<bool, CodecError> {
+        let mut left = tensor.bytes.len() / 4;
+        self.clusters.clear();
+        self.clusters.push(Cluster { begin: i32::MIN.into(), end: KEYS_END, first: 0, count: left });
+        let mut first = true;
+        while left > SELECTED_MAX && !self.open.is_empty() {
+            let size = (SAMPLE_MIN * self.open.len()).min(SAMPLE_MAX).min(left / 4);
+            sample(if first { tensor.bytes } else { &self.kept }, size, 0, &mut self.sample, &mut self.spare);
+            let Some(pivots) = self.pivots(deviations) else { return Ok(false) };
+            let tally = if first {
+                pass(hands, tensor.bytes, &pivots, &mut self.pieces, &mut self.kept)
+            } else {
+                pass_within(hands, &pivots, &mut self.kept)
+            };
+            if first {
+                let ends = (tally.key_min, tally.key_max);
+                let magnitude = |key| value(key).to_bits() & 0x7fff_ffff;
+                check_finite(tensor.codec, tensor.bytes, magnitude(ends.0).max(magnitude(ends.1)))?;
+                self.ends = Some(ends);
+            }
+            if !self.close(&pivots, &tally, left) {
+                return Ok(false);
+            }
+            let kept = self.kept.len() / 4;
+            // Where most values are kept, a sample does not tell them apart.
+            let stuck = kept > left / 4 * 3;
+            (left, first) = (kept, false);
+            if stuck {
+                break;
+            }
+        }
+        self.keys.clear();
+        if !self.open.is_empty() {
+            let values = if first { tensor.bytes } else { &self.kept };
+            self.keys.extend(floats(values).map(key));
+        }
+        Ok(true)
+    }
+
+    /// Pivots around where the sample says that the open ranks are, so many standard deviations to either side.
+    fn pivots(&mut self, deviations: f64) -> Option<Pivots> {
+        self.brackets.clear();
+        let mut clusters = self.clusters.iter().peekable();
+        for open in &self.open {
+            while clusters.next_if(|cluster| cluster.first + cluster.count <= open.rank).is_some() {}
+            let cluster = *clusters.peek()?;
+            let place = |end: i64| self.sample.partition_point(|&key| i64::from(key) < end);
+            let members = place(cluster.begin)..place(cluster.end);
+            // How many of the sample's members of the cluster are below the rank's value, and how much that varies.
+            let part = ((open.rank - cluster.first) as f64 + 0.5) / cluster.count as f64;
+            let middle = members.len() as f64 * part;
+            let margin = deviations * (middle * (1.0 - part)).sqrt() + 4.0;
+            let from = members.start + (middle - margin).max(0.0) as usize;
+            let to = members.start + (middle + margin).ceil() as usize;
+            let begin = if middle < margin { cluster.begin } else { self.sample[from].into() };
+            let end = if to < members.end { i64::from(self.sample[to]) + 1 } else { cluster.end };
+            let within = from..members.end.min(to);
+            match self.brackets.last_mut() {
+                Some(last) if begin < last.end => {
+                    (last.end, last.within.end) = (last.end.max(end), last.within.end.max(within.end));
+                }
+                _ => self.brackets.push(Bracket { begin, end, within }),
+            }
+        }
+        let mut pivots = Pivots::default();
+        for bracket in &self.brackets {
+            pivots.push(bracket.begin)?;
+            for tied in self.sample[bracket.within.clone()].chunk_by(|a, b| a == b) {
+                if tied.len() >= TIED_MIN {
+                    pivots.push(tied[0].into())?;
+                    pivots.push(i64::from(tied[0]) + 1)?;
+                }
+            }
+            pivots.push(bracket.end)?;
+        }
+        pivots.keep(&self.brackets);
+        Some(pivots)
+    }
+
+    /// Writes the values of ranks that are in a segment of one key, and makes the others count among those kept; false
+    /// if a rank is not among them.
+    fn close(&mut self, pivots: &Pivots, tally: &Tally, elements: usize) -> bool {
+        self.clusters.clear();
+        let mut open = self.open.iter_mut().peekable();
+        let mut left_out = 0;
+        for segment in 0..=pivots.count {
+            let begin = elements - tally.at_least[segment] as usize;
+            let next = if segment < pivots.count { tally.at_least[segment + 1] as usize } else { 0 };
+            let (end, kept) = (elements - next, pivots.kept >> segment & 1 == 1);
+            while let Some(open) = open.next_if(|open| open.rank < end) {
+                if kept {
+                    open.rank -= left_out;
+                } else if pivots.is_single(segment) {
+                    self.found[open.to] = value(pivots.table[segment]);
+                    open.rank = CLOSED;
+                } else {
+                    return false;
+                }
+            }
+            if kept {
+                let (from, to) = pivots.keys(segment);
+                self.clusters.push(Cluster { begin: from, end: to, first: begin - left_out, count: end - begin });
+            } else {
+                left_out += end - begin;
+            }
+        }
+        self.open.retain(|open| open.rank != CLOSED);
+        true
+    }
+
+    /// Fills `keys` with the buckets that hold a rank, and makes the open ranks count among them.
     fn gather(&mut self, bytes: &[u8]) {
+        self.keys.clear();
+        // The counters have 32 bits.
+        if bytes.len() / 4 < COUNTED_MIN || u32::try_from(bytes.len() / 4).is_err() {
+            self.keys.extend(floats(bytes).map(key));
+            return;
+        }
         self.count(bytes);
         self.wanted.clear();
         self.wanted.resize(BUCKETS, false);
-        let mut ranks = self.ranks.iter_mut().peekable();
+        let mut open = self.open.iter_mut().peekable();
         // How many values are in buckets up to here, and how many of them nobody wants.
         let (mut below, mut left_out) = (0, 0);
         for (bucket, &count) in self.counts[..BUCKETS].iter().enumerate() {
             below += count as usize;
-            while let Some(rank) = ranks.next_if(|rank| **rank < below) {
-                *rank -= left_out;
+            while let Some(open) = open.next_if(|open| open.rank < below) {
+                open.rank -= left_out;
                 self.wanted[bucket] = true;
             }
             left_out += if self.wanted[bucket] { 0 } else { count as usize };
         }
 
         let wanted: &[bool; BUCKETS] = self.wanted.as_slice().try_into().expect("resized to that");
-        self.keys.clear();
         let mut block = [0; BLOCK];
         for bytes in bytes.chunks(4 * BLOCK) {
             // Every key is written, and kept by moving on: whether it is wanted cannot be foretold.
             let mut kept = 0;
-            for key in floats(bytes).map(key) {
-                block[kept % BLOCK] = key;
-                kept += usize::from(wanted[(key >> 16) as usize]);
+            for value in floats(bytes) {
+                block[kept % BLOCK] = key(value);
+                kept += usize::from(wanted[bucket(value)]);
             }
             self.keys.extend_from_slice(&block[..kept]);
         }
@@ -95,39 +301,194 @@ impl OrderStatistics {
     }
 }
 
-/// A number that is ordered as the float is, −0.0 below 0.0.
-#[inline(always)]
-fn key(value: f32) -> u32 {
-    let bits = value.to_bits();
-    bits ^ ((bits as i32 >> 31) as u32 | 0x8000_0000)
+/// What cuts the keys into segments, and which of them are kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pivots {
+    /// The first key of each segment; of segments that there are not, `i32::MAX`.
+    pub table: [i32; 32],
+    /// How many pivots there are, one fewer than segments.
+    pub count: usize,
+    /// A bit for each segment: whether its values are kept.
+    pub kept: u32,
 }
 
-fn value(key: u32) -> f32 {
-    f32::from_bits(key ^ (!(key as i32 >> 31) as u32 | 0x8000_0000))
+impl Default for Pivots {
+    fn default() -> Self {
+        let mut table = [i32::MAX; 32];
+        table[0] = i32::MIN;
+        Pivots { table, count: 0, kept: 0 }
+    }
+}
+
+impl Pivots {
+    /// Adds one that is not below the last; `None` if there are too many.
+    pub fn push(&mut self, key: i64) -> Option<()> {
+        // Nothing lies beyond the ends of all keys.
+        if key > self.table[self.count].into() && key <= i32::MAX.into() {
+            *self.table.get_mut(self.count + 1)? = key as i32;
+            self.count += 1;
+        }
+        Some(())
+    }
+
+    /// Keeps the segments in these brackets, whose ends are pivots, but for those of one key.
+    fn keep(&mut self, brackets: &[Bracket]) {
+        for segment in 0..=self.count {
+            let (begin, _) = self.keys(segment);
+            let wanted = brackets.iter().any(|bracket| (bracket.begin..bracket.end).contains(&begin));
+            self.kept |= u32::from(wanted && !self.is_single(segment)) << segment;
+        }
+    }
+
+    /// The first key of a segment, and the first after it.
+    fn keys(&self, segment: usize) -> (i64, i64) {
+        let end = if segment < self.count { self.table[segment + 1].into() } else { KEYS_END };
+        (self.table[segment].into(), end)
+    }
+
+    /// Whether a segment is one key.
+    fn is_single(&self, segment: usize) -> bool {
+        let (begin, end) = self.keys(segment);
+        end - begin == 1
+    }
+
+    /// The segment of a key.
+    #[inline(always)]
+    pub fn segment(&self, key: i32) -> usize {
+        let mut segment = 0;
+        for bit in [16, 8, 4, 2, 1] {
+            segment |= if key >= self.table[segment | bit] { bit } else { 0 };
+        }
+        segment
+    }
+}
+
+/// Counts all values by the pivots, and collects those to be kept.
+fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>, kept: &mut Vec<u8>) -> Tally {
+    let piece = hands.piece(bytes.len() / 4, BLOCK);
+    let count = bytes.len().div_ceil(4 * piece);
+    kept.clear();
+    let mut tallies = [Tally::default(); PIECES_MAX];
+    if count == 1 {
+        collect(hands, bytes, pivots, &mut tallies[0], kept);
+        return tallies[0];
+    }
+    pieces.resize_with(pieces.len().max(count), Vec::new);
+    let work = bytes.chunks(4 * piece).zip(&mut *pieces).zip(&mut tallies);
+    hands.each(work, |((bytes, kept), tally)| {
+        kept.clear();
+        collect(hands, bytes, pivots, tally, kept);
+    });
+    pieces[..count].iter().for_each(|piece| kept.extend_from_slice(piece));
+    tallies.into_iter().fold(Tally::default(), |mut sum, tally| {
+        sum.at_least.iter_mut().zip(tally.at_least).for_each(|(sum, count)| *sum += count);
+        sum.key_min = sum.key_min.min(tally.key_min);
+        sum.key_max = sum.key_max.max(tally.key_max);
+        sum
+    })
+}
+
+fn collect(hands: &Hands, bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut Vec<u8>) {
+    let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
+    for block in bytes.chunks(4 * BLOCK) {
+        let length = simd::narrow(hands.level, block, pivots, tally, &mut room);
+        kept.extend_from_slice(&room[..4 * length]);
+    }
+}
+
+/// A pass over what an earlier one has kept, which moves to the front what is kept again.
+fn pass_within(hands: &Hands, pivots: &Pivots, kept: &mut Vec<u8>) -> Tally {
+    let mut tally = Tally::default();
+    let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
+    let mut end = 0;
+    for begin in (0..kept.len()).step_by(4 * BLOCK) {
+        let block = &kept[begin..kept.len().min(begin + 4 * BLOCK)];
+        let bytes = 4 * simd::narrow(hands.level, block, pivots, &mut tally, &mut room);
+        kept[end..end + bytes].copy_from_slice(&room[..bytes]);
+        end += bytes;
+    }
+    kept.truncate(end);
+    tally
+}
+
+/// The keys of about `size` of the values, in ascending order: one at random out of each of as many equal parts, so that
+/// no pattern of the tensor repeats with the sample.
+pub(super) fn sample(bytes: &[u8], size: usize, seed: u64, out: &mut Vec<i32>, spare: &mut Vec<i32>) {
+    let values = bytes.as_chunks().0;
+    let (length, size) = (values.len() as u64, size.min(values.len()) as u64);
+    let (mut state, mut begin) = (seed, 0);
+    out.clear();
+    out.extend((1..=size).map(|part| {
+        // Knuth's constants for a linear congruential generator, of which the upper bits are good.
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let end = length * part / size;
+        let at = begin + (((state >> 32) * (end - begin)) >> 32);
+        begin = end;
+        key(f32::from_ne_bytes(values[at as usize]))
+    }));
+    sort(out, spare);
+}
+
+/// Sorts keys, digit by digit from the lowest of three.
+fn sort(keys: &mut Vec<i32>, spare: &mut Vec<i32>) {
+    const DIGIT: u32 = 11;
+    const VALUES: usize = 1 << DIGIT;
+    if keys.len() < VALUES {
+        return keys.sort_unstable();
+    }
+    let digit = |key: i32, which: usize| ((key as u32 ^ 0x8000_0000) >> (DIGIT * which as u32)) as usize % VALUES;
+    let mut counts = [[0u32; VALUES]; 3];
+    for &key in keys.iter() {
+        (0..3).for_each(|which| counts[which][digit(key, which)] += 1);
+    }
+    spare.resize(keys.len(), 0);
+    for (which, places) in counts.iter_mut().enumerate() {
+        let mut begin = 0;
+        for place in &mut *places {
+            begin += std::mem::replace(place, begin);
+        }
+        for &key in keys.iter() {
+            let place = &mut places[digit(key, which)];
+            spare[*place as usize] = key;
+            *place += 1;
+        }
+        std::mem::swap(keys, spare);
+    }
+}
+
+/// A number that is ordered as the float is, −0.0 below 0.0.
+#[inline(always)]
+pub(super) fn key(value: f32) -> i32 {
+    let bits = value.to_bits() as i32;
+    bits ^ ((bits >> 31) & i32::MAX)
+}
+
+/// The float of a key.
+pub(super) fn value(key: i32) -> f32 {
+    f32::from_bits((key ^ ((key >> 31) & i32::MAX)) as u32)
 }
 
 #[inline(always)]
 fn bucket(value: f32) -> usize {
-    (key(value) >> 16) as usize
+    ((key(value) as u32 ^ 0x8000_0000) >> 16) as usize
 }
 
-/// The values at `ranks` of keys of which `before` smaller ones have been taken off: the middle rank is selected, and the
-/// others are looked for on their side of it. So deep as the logarithm of their number.
-fn select(keys: &mut [u32], before: usize, ranks: &[usize], out: &mut [f32]) {
-    let middle = ranks.len() / 2;
-    let Some(&rank) = ranks.get(middle) else { return };
+/// The values at the open ranks of keys of which `before` smaller ones have been taken off: the middle rank is selected,
+/// and the others are looked for on their side of it. So deep as the logarithm of their number.
+fn select(keys: &mut [i32], before: usize, open: &[Open], out: &mut [f32]) {
+    let Some(&Open { rank, .. }) = open.get(open.len() / 2) else { return };
     let (smaller, &mut found, larger) = keys.select_nth_unstable(rank - before);
-    out[middle] = value(found);
     // A run may be one value, which then is both of its ends.
-    let first = ranks.partition_point(|&other| other < rank);
-    let last = ranks.partition_point(|&other| other <= rank);
-    out[first..last].fill(value(found));
-    select(smaller, before, &ranks[..first], &mut out[..first]);
-    select(larger, rank + 1, &ranks[last..], &mut out[last..]);
+    let first = open.partition_point(|other| other.rank < rank);
+    let last = open.partition_point(|other| other.rank <= rank);
+    open[first..last].iter().for_each(|open| out[open.to] = value(found));
+    select(smaller, before, &open[..first], out);
+    select(larger, rank + 1, &open[last..], out);
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::simd::Level;
     use super::*;
     use proptest::prelude::*;
 
@@ -147,15 +508,18 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         let mut sorted = values.to_vec();
         sorted.sort_unstable_by(f32::total_cmp);
-        let mut found = Vec::new();
-        statistics.at_ranks(&bytes, ranks, &mut found);
-        assert_eq!(bits(found), bits(ranks.iter().map(|&rank| sorted[rank])));
+        for level in Level::all_here() {
+            let hands = level.force(Hands::default);
+            let tensor = Values { codec: CodecId::Sort, bytes: &bytes };
+            let found = statistics.at_ranks(&hands, tensor, ranks).unwrap();
+            assert_eq!(bits(found.iter().copied()), bits(ranks.iter().map(|&rank| sorted[rank])), "{level:?}");
+        }
 
-        // The way of large tensors, whatever the size.
-        statistics.ranks = ranks.to_vec();
+        // The other way, whatever the size.
+        statistics.open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to }).collect();
         statistics.gather(&bytes);
         let mut found = vec![0.0; ranks.len()];
-        select(&mut statistics.keys, 0, &statistics.ranks, &mut found);
+        select(&mut statistics.keys, 0, &statistics.open, &mut found);
         assert_eq!(bits(found), bits(ranks.iter().map(|&rank| sorted[rank])));
     }
 

@@ -12,62 +12,133 @@
 //! underflow, and neither `lo` nor the widest step overflows a 16-bit float. `lo` is rounded down, and `step` is a
 //! 16-bit float with which the grid still reaches the tile's largest value, so that no value is farther than half a
 //! step from its own.
+//!
+//! Values are consecutive in the logical order, in which the last dimension varies fastest, whatever the order in memory:
+//! pixels of one channel are alike, channels of one pixel are not. So a channels-last tensor has the body of the same
+//! tensor in contiguous memory.
+//!
+//! `tile:Q~` rounds at random to one of the two codes around a value, so that the expected value is the value, and the
+//! error below a step instead of half of one.
 
 use super::bits::{self, packed_bytes};
-use super::grid::{self, code_max, Grid};
+use super::grid::{code_max, Grid};
 use super::half::{f16_from_f32, f32_from_f16};
-use super::uniform::range;
-use super::{check_body, check_f32, magnitude_max, number};
-use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Member, TensorView, BLOCK};
+use super::hands::Hands;
+use super::planes::Planes;
+use super::simd::{self, Level, Noise};
+use super::{check_body, check_f32, number};
+use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView, BLOCK};
 use crate::wire::{DType, TensorMeta};
+use std::sync::Arc;
 
 pub(super) const MEMBER: Member = Member {
     name: "tile",
     id: CodecId::Tile,
     lossless: false,
-    examples: &["tile:4", "tile:8", "tile:3", "tile:2/16", "tile:1/100", "tile:12/7", "tile:16/4096", "tile:5/1"],
-    about: "tile:Q or tile:Q/T, a grid of 2^Q values for every T (64) neighbours, Q + 32/T bits a value",
+    examples: &[
+        "tile:4",
+        "tile:8",
+        "tile:3",
+        "tile:2/16",
+        "tile:1/100",
+        "tile:12/7",
+        "tile:16/4096",
+        "tile:5/1",
+        "tile:3~",
+        "tile:3/100~",
+    ],
+    about:
+        "tile:Q or tile:Q/T, a grid of 2^Q values for every T (64) neighbours, Q + 32/T bits a value; with ~ at the \
+            end, stochastic rounding",
     parse,
 };
 
 const EXPECTED: &str =
     "tile:Q or tile:Q/T with Q from 1 to 16 bits and T from 1 to 4096 values a tile (64 unless given), \
-                        such as tile:4 or tile:4/128";
+                        such as tile:4 or tile:4/128, with ~ at the end for stochastic rounding";
 const TILE_DEFAULT: u32 = 64;
 const TILE_MAX: u32 = 4096;
 
 fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
     let got = arguments.parameter("tile", EXPECTED)?;
-    let codec = match got.split_once('/') {
-        None => number(got).and_then(|bits| Tile::new(bits, TILE_DEFAULT)),
-        Some((bits, tile)) => number(bits).zip(number(tile)).and_then(|(bits, tile)| Tile::new(bits, tile)),
+    let (text, rounding) = match got.strip_suffix('~') {
+        Some(text) => (text, Rounding::Stochastic),
+        None => (got, Rounding::Nearest),
+    };
+    let codec = match text.split_once('/') {
+        None => number(text).and_then(|bits| Tile::new(bits, TILE_DEFAULT, rounding)),
+        Some((bits, tile)) => number(bits).zip(number(tile)).and_then(|(bits, tile)| Tile::new(bits, tile, rounding)),
     };
     codec.map(|codec| Box::new(codec) as _).ok_or_else(|| CodecError::parameter("tile", EXPECTED, got))
+}
+
+/// Which of the codes around a value it gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounding {
+    /// The nearest.
+    Nearest,
+    /// One of the two at random, with [`Context::seed`], so that the expected value is the value.
+    Stochastic,
 }
 
 /// The codec for one number of bits and one size of tile.
 #[derive(Clone, Debug)]
 pub struct Tile {
+    format: Format,
+    rounding: Rounding,
+    hands: Hands,
+    /// One for each piece of a tensor.
+    scratch: Vec<Scratch>,
+}
+
+/// What both directions have to know.
+#[derive(Clone, Copy, Debug)]
+struct Format {
     bits: u32,
     tile: usize,
+}
+
+/// Room for a block's codes and grids, and for its values where the tensor's memory has another order.
+#[derive(Clone, Debug, Default)]
+struct Scratch {
+    values: Vec<u8>,
+    block: Block,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Block {
     codes: Vec<u16>,
+    ranges: Ranges,
+    grids: Grids,
 }
 
 impl Tile {
     /// Codes of 1 to 16 bits, tiles of 1 to 4096 values.
-    pub fn new(bits: u32, tile: u32) -> Option<Self> {
+    pub fn new(bits: u32, tile: u32, rounding: Rounding) -> Option<Self> {
         let valid = (1..=bits::WIDTH_MAX).contains(&bits) && (1..=TILE_MAX).contains(&tile);
-        valid.then(|| Tile { bits, tile: tile as usize, codes: Vec::new() })
+        let format = Format { bits, tile: tile as usize };
+        valid.then(|| Tile { format, rounding, hands: Hands::default(), scratch: Vec::new() })
     }
+}
 
-    fn table_bytes(&self, elements: usize) -> usize {
+impl Format {
+    fn table_bytes(self, elements: usize) -> usize {
         elements.div_ceil(self.tile).saturating_mul(4)
     }
 
+    fn packed_bytes(self, elements: usize) -> usize {
+        packed_bytes(elements, self.bits)
+    }
+
     /// So many values are whole tiles, and their codes whole bytes.
-    fn block(&self) -> usize {
-        let least = if self.tile % bits::GROUP == 0 { self.tile } else { self.tile * bits::GROUP };
-        least * (BLOCK / least).max(1)
+    fn unit(self) -> usize {
+        // A power of two, as many as are missing to a multiple of eight.
+        self.tile << (bits::GROUP.trailing_zeros() - self.tile.trailing_zeros().min(3))
+    }
+
+    /// As many units as `BLOCK` values have, one at least.
+    fn block(self) -> usize {
+        self.unit() * (BLOCK / self.unit()).max(1)
     }
 }
 
@@ -78,34 +149,34 @@ impl Codec for Tile {
 
     fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
         let elements = elements_of(dims);
-        packed_bytes(elements, self.bits).saturating_add(self.table_bytes(elements)).saturating_add(4)
+        self.format.packed_bytes(elements).saturating_add(self.format.table_bytes(elements)).saturating_add(4)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, context: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
-        let exponent = exponent_for(magnitude_max(self.id(), tensor.bytes)?);
-        let (max, block) = (code_max(self.bits), self.block());
-
+        let exponent = exponent_for(self.hands.extremes(self.id(), tensor.bytes)?.magnitude_max());
         let start = out.len();
         out.resize(start + self.encoded_bytes(tensor.dtype, tensor.dims), 0);
         let (head, body) = out[start..].split_at_mut(4);
         head.copy_from_slice(&exponent.to_le_bytes());
-        let (table, packed) = body.split_at_mut(self.table_bytes(elements));
-        let mut ranges = table.chunks_exact_mut(4);
-        self.codes.resize(block.min(elements), 0);
-        let pieces = packed.chunks_mut(block / bits::GROUP * self.bits as usize);
-        for (block, piece) in tensor.bytes.chunks(4 * block).zip(pieces) {
-            let codes = &mut self.codes[..block.len() / 4];
-            let tiles = block.chunks(4 * self.tile).zip(codes.chunks_mut(self.tile));
-            for ((tile, codes), to) in tiles.zip(&mut ranges) {
-                let (lo, hi) = range(tile);
-                let wire = Range::over(lo, hi, exponent, max);
-                to[..2].copy_from_slice(&wire.lo.to_le_bytes());
-                to[2..].copy_from_slice(&wire.step.to_le_bytes());
-                grid::codes(tile, wire.grid(exponent), max, codes);
+        let (table, packed) = body.split_at_mut(self.format.table_bytes(elements));
+
+        let (format, level, bytes) = (self.format, self.hands.level, tensor.bytes);
+        let key = (self.rounding == Rounding::Stochastic).then(|| key(context.seed));
+        let encoder = Encoder { format, level, exponent, key };
+        let planes = Planes::of(tensor.layout, tensor.dims);
+        let piece = self.hands.piece(elements, planes.map_or(format.unit(), |planes| planes.unit(format.unit())));
+        self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
+        let rooms = table.chunks_mut(format.table_bytes(piece)).zip(packed.chunks_mut(format.packed_bytes(piece)));
+        let work = rooms.zip(&mut self.scratch).enumerate();
+        self.hands.each(work, |(number, ((table, packed), scratch))| {
+            let range = number * piece..elements.min((number + 1) * piece);
+            let run = Run { first: range.start, table, packed };
+            match planes {
+                None => encoder.run(&bytes[4 * range.start..4 * range.end], run, &mut scratch.block),
+                Some(planes) => encoder.planes(planes, bytes, run, scratch, range.len()),
             }
-            bits::pack(codes, self.bits, piece);
-        }
+        });
         Ok(())
     }
 
@@ -116,23 +187,147 @@ impl Codec for Tile {
         if !EXPONENTS.contains(&exponent) {
             return Err(CodecError::Exponent { got: exponent });
         }
-        let (table, packed) = body.split_at(self.table_bytes(elements));
-        let mut ranges = table.chunks_exact(4).enumerate();
-        let block = self.block();
-        self.codes.resize(block.min(elements), 0);
-        let pieces = packed.chunks(block / bits::GROUP * self.bits as usize);
-        for (block, piece) in out.chunks_mut(4 * block).zip(pieces) {
-            let codes = &mut self.codes[..block.len() / 4];
-            bits::unpack(piece, self.bits, codes);
-            let tiles = block.chunks_mut(4 * self.tile).zip(codes.chunks(self.tile));
-            for ((tile, codes), (at, from)) in tiles.zip(&mut ranges) {
-                let lo = u16::from_le_bytes([from[0], from[1]]);
-                let step = u16::from_le_bytes([from[2], from[3]]);
-                let grid = Range::from_peer(at, lo, step)?.grid(exponent);
-                values(codes, grid, tile);
+        let (table, packed) = body.split_at(self.format.table_bytes(elements));
+        check_table(table)?;
+        let (format, level) = (self.format, self.hands.level);
+        let decoder = Decoder { format, level, exponent, table, packed, elements };
+        let mut dims = [0; 4];
+        dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
+        let planes = Planes::of(meta.layout, &dims[..meta.shape.rank().min(4)]);
+        // A channels-last tensor is split by samples, whose memory lies together.
+        let piece = self.hands.piece(elements, planes.map_or(format.unit(), |planes| planes.channels * planes.pixels));
+        self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
+        let work = out.chunks_mut(4 * piece).zip(&mut self.scratch).enumerate();
+        self.hands.each(work, |(number, (out, scratch))| match planes {
+            None => decoder.run(number * piece, out, &mut scratch.block),
+            Some(planes) => decoder.planes(planes, number * piece, out, scratch),
+        });
+        Ok(())
+    }
+
+    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
+        self.hands.set_crew(crew);
+    }
+}
+
+/// The key of a tensor's random numbers: its seed, mixed by the finalizer of splitmix64.
+fn key(seed: u64) -> u32 {
+    let mixed = (seed ^ seed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (mixed >> 32) as u32
+}
+
+/// Where some consecutive values go: their first one's number, a multiple of the unit, and their parts of the body.
+struct Run<'a> {
+    first: usize,
+    table: &'a mut [u8],
+    packed: &'a mut [u8],
+}
+
+#[derive(Clone, Copy)]
+struct Encoder {
+    format: Format,
+    level: Level,
+    exponent: i32,
+    /// Of random numbers, where rounding is stochastic.
+    key: Option<u32>,
+}
+
+impl Encoder {
+    fn run(&self, bytes: &[u8], run: Run<'_>, room: &mut Block) {
+        let Encoder { format, level, .. } = *self;
+        let Block { codes, ranges, .. } = room;
+        let block = format.block();
+        codes.resize(codes.len().max(block.min(bytes.len() / 4)), 0);
+        let tables = run.table.chunks_mut(format.table_bytes(block));
+        let packed = run.packed.chunks_mut(format.packed_bytes(block));
+        for (number, ((bytes, table), packed)) in bytes.chunks(4 * block).zip(tables).zip(packed).enumerate() {
+            let codes = &mut codes[..bytes.len() / 4];
+            let tiles = bytes.chunks(4 * TILES * format.tile).zip(codes.chunks_mut(TILES * format.tile));
+            let mut first = run.first + number * block;
+            for ((bytes, codes), table) in tiles.zip(table.chunks_mut(4 * TILES)) {
+                self.tiles(bytes, first, table, ranges, codes);
+                first += codes.len();
+            }
+            bits::pack_with(level, codes, format.bits, packed);
+        }
+    }
+
+    /// At most [`TILES`] tiles.
+    fn tiles(&self, bytes: &[u8], first: usize, table: &mut [u8], ranges: &mut Ranges, codes: &mut [u16]) {
+        let Encoder { format, level, exponent, key } = *self;
+        let code_max = code_max(format.bits);
+        simd::tile_ends(level, bytes, format.tile, ranges);
+        simd::tile_ranges(level, exponent, code_max, ranges);
+        for (at, entry) in table.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            let ([a, b], [c, d]) = (ranges.wire_lo[at].to_le_bytes(), ranges.wire_step[at].to_le_bytes());
+            *entry = [a, b, c, d];
+        }
+        match key {
+            None => simd::tile_codes(level, bytes, format.tile, ranges, code_max, codes),
+            Some(key) => {
+                let noise = Noise { key, first: first as u32, code_max };
+                simd::tile_codes_stochastic(level, bytes, format.tile, ranges, noise, codes);
             }
         }
-        Ok(())
+    }
+
+    /// A run of a channels-last tensor, whose memory is `bytes`.
+    fn planes(&self, planes: Planes, bytes: &[u8], run: Run<'_>, scratch: &mut Scratch, elements: usize) {
+        let format = self.format;
+        let Scratch { values, block } = scratch;
+        let end = run.first + elements;
+        planes.read(self.level, bytes, run.first..end, format.unit(), values, |first, values| {
+            let at = first - run.first;
+            let length = values.len() / 4;
+            let table = &mut run.table[format.table_bytes(at)..][..format.table_bytes(length)];
+            let packed = &mut run.packed[format.packed_bytes(at)..][..format.packed_bytes(length)];
+            self.run(values, Run { first, table, packed }, block);
+        });
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Decoder<'a> {
+    format: Format,
+    level: Level,
+    exponent: i32,
+    table: &'a [u8],
+    packed: &'a [u8],
+    elements: usize,
+}
+
+impl Decoder<'_> {
+    /// Decodes the values from number `first`, a multiple of the unit, on.
+    fn run(&self, first: usize, out: &mut [u8], room: &mut Block) {
+        let Decoder { format, level, exponent, .. } = *self;
+        let Block { codes, grids, .. } = room;
+        grids.code_bits = format.bits;
+        let block = format.block();
+        codes.resize(codes.len().max(block.min(out.len() / 4).next_multiple_of(format.unit())), 0);
+        let table = &self.table[format.table_bytes(first)..];
+        let packed = &self.packed[format.packed_bytes(first)..];
+        let tables = table.chunks(format.table_bytes(block));
+        for ((out, table), packed) in
+            out.chunks_mut(4 * block).zip(tables).zip(packed.chunks(format.packed_bytes(block)))
+        {
+            let codes = &mut codes[..out.len() / 4];
+            bits::unpack_with(level, &packed[..format.packed_bytes(codes.len())], format.bits, codes);
+            let tiles = codes.chunks(TILES * format.tile).zip(out.chunks_mut(4 * TILES * format.tile));
+            for ((codes, out), table) in tiles.zip(table.chunks(4 * TILES)) {
+                simd::tile_grids(level, table, exponent, grids);
+                simd::tile_values(level, codes, format.tile, grids, out);
+            }
+        }
+    }
+
+    /// Decodes whole samples of a channels-last tensor, whose memory `out` is, from element `first` on.
+    fn planes(&self, planes: Planes, first: usize, out: &mut [u8], scratch: &mut Scratch) {
+        let Scratch { values, block } = scratch;
+        let end = first + out.len() / 4;
+        planes.write(self.level, out, first..end, (self.format.unit(), self.elements), values, |first, values| {
+            self.run(first, values, block);
+        });
     }
 }
 
@@ -149,70 +344,120 @@ fn exponent_for(magnitude: u32) -> i32 {
 }
 
 /// 2^exponent, for exponents of normal numbers.
-fn power_of_two(exponent: i32) -> f64 {
+#[inline(always)]
+pub(super) fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(((1023 + i64::from(exponent)) as u64) << 52)
 }
 
-/// A tile's grid as it is on the wire: two 16-bit floats.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Range {
-    lo: u16,
-    step: u16,
+/// So many tiles' grids are found at a time.
+pub(super) const TILES: usize = 64;
+
+/// Some tiles' ranges, side by side: of their values, as they are on the wire, and for rounding.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Ranges {
+    pub count: usize,
+    pub lo: [f32; TILES],
+    pub hi: [f32; TILES],
+    pub wire_lo: [u16; TILES],
+    pub wire_step: [u16; TILES],
+    pub grid_lo: [f64; TILES],
+    pub per_step: [f64; TILES],
 }
 
-impl Range {
-    fn over(lo: f32, hi: f32, exponent: i32, code_max: u16) -> Range {
+impl Default for Ranges {
+    fn default() -> Self {
+        let (lo, hi) = ([0.0; TILES], [0.0; TILES]);
+        let (wire_lo, wire_step) = ([0; TILES], [0; TILES]);
+        Ranges { count: 0, lo, hi, wire_lo, wire_step, grid_lo: [0.0; TILES], per_step: [0.0; TILES] }
+    }
+}
+
+impl Ranges {
+    /// Finds the grid of the tile at this place.
+    #[inline(always)]
+    pub fn find(&mut self, at: usize, exponent: i32, code_max: u16) {
         let scale = power_of_two(-exponent);
-        let (scaled_lo, scaled_hi) = (f64::from(lo) * scale, f64::from(hi) * scale);
+        let (scaled_lo, scaled_hi) = (f64::from(self.lo[at]) * scale, f64::from(self.hi[at]) * scale);
         let lo = f16_below(scaled_lo);
         let exact = (scaled_hi - f64::from(f32_from_f16(lo))) / f64::from(code_max);
         let nearest = f16_from_f32(exact as f32);
         // The smallest of the three that reaches `hi`, in the numbers that the other end will see.
-        let reaches = |&step: &u16| value(Range { lo, step }.grid(exponent), code_max) >= hi;
-        let step = (nearest.saturating_sub(1)..=nearest).find(reaches).unwrap_or(nearest + 1);
-        Range { lo, step }
-    }
-
-    fn from_peer(at: usize, lo: u16, step: u16) -> Result<Range, CodecError> {
-        let valid = lo & 0x7c00 != 0x7c00 && step < 0x7c00;
-        valid.then_some(Range { lo, step }).ok_or(CodecError::Grid { codec: CodecId::Tile, at })
-    }
-
-    #[inline(always)]
-    fn grid(self, exponent: i32) -> Grid {
-        let scale = power_of_two(exponent);
-        Grid { lo: f64::from(f32_from_f16(self.lo)) * scale, step: f64::from(f32_from_f16(self.step)) * scale }
+        let hi = self.hi[at];
+        let reaches = |step: u16| grid(lo, step, exponent).value_within(code_max) >= hi;
+        let below = nearest.saturating_sub(1);
+        let step = if reaches(nearest) { nearest } else { nearest + 1 };
+        let step = if reaches(below) { below } else { step };
+        let grid = grid(lo, step, exponent);
+        (self.wire_lo[at], self.wire_step[at]) = (lo, step);
+        (self.grid_lo[at], self.per_step[at]) = (grid.lo, grid.per_step());
     }
 }
 
-/// The value of a code. The end of a grid that was made longer may lie beyond the largest `f32`.
+/// The grid of two 16-bit floats.
 #[inline(always)]
-fn value(grid: Grid, code: u16) -> f32 {
-    grid.value(code).clamp(f32::MIN, f32::MAX)
+fn grid(lo: u16, step: u16, exponent: i32) -> Grid {
+    let scale = power_of_two(exponent);
+    Grid { lo: f64::from(f32_from_f16(lo)) * scale, step: f64::from(f32_from_f16(step)) * scale }
 }
 
-fn values(codes: &[u16], grid: Grid, out: &mut [u8]) {
-    for (to, &code) in out.chunks_exact_mut(4).zip(codes) {
-        to.copy_from_slice(&value(grid, code).to_ne_bytes());
+/// Some tiles' grids, side by side.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Grids {
+    pub code_bits: u32,
+    pub lo: [f64; TILES],
+    pub step: [f64; TILES],
+}
+
+impl Default for Grids {
+    fn default() -> Self {
+        Grids { code_bits: bits::WIDTH_MAX, lo: [0.0; TILES], step: [0.0; TILES] }
     }
+}
+
+impl Grids {
+    /// Sets a grid that [`check_table`] has seen.
+    #[inline(always)]
+    pub fn set(&mut self, at: usize, lo: u16, step: u16, exponent: i32) {
+        let grid = grid(lo, step, exponent);
+        (self.lo[at], self.step[at]) = (grid.lo, grid.step);
+    }
+}
+
+/// Whether all entries of a peer's table are finite and no step is negative.
+fn check_table(table: &[u8]) -> Result<(), CodecError> {
+    let valid = |entry: &[u8; 4]| {
+        let (lo, step) = (u16::from_le_bytes([entry[0], entry[1]]), u16::from_le_bytes([entry[2], entry[3]]));
+        (lo & 0x7c00 != 0x7c00) & (step < 0x7c00)
+    };
+    let entries = table.as_chunks().0;
+    if entries.iter().fold(true, |all, entry| all & valid(entry)) {
+        return Ok(());
+    }
+    let at = entries.iter().position(|entry| !valid(entry));
+    Err(CodecError::Grid { codec: CodecId::Tile, at: at.unwrap_or(0) })
 }
 
 /// The largest 16-bit float that is at most `value`, whose magnitude is at most 2^14.
+#[inline(always)]
 fn f16_below(value: f64) -> u16 {
     let nearest = f16_from_f32(value as f32);
-    if f64::from(f32_from_f16(nearest)) <= value {
-        return nearest;
-    }
-    match nearest {
+    let next_below = match nearest {
         0 | 0x8000 => 0x8001,
         positive if positive < 0x8000 => positive - 1,
         negative => negative + 1,
+    };
+    if f64::from(f32_from_f16(nearest)) <= value {
+        nearest
+    } else {
+        next_below
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::floats;
     use super::*;
+    use crate::wire::{Layout, Shape};
     use proptest::prelude::*;
 
     #[test]
@@ -228,13 +473,50 @@ mod tests {
         assert_eq!(exponent_for(f32::MAX.to_bits()), *EXPONENTS.end());
     }
 
+    fn entry(lo: u16, step: u16) -> [u8; 4] {
+        let ([a, b], [c, d]) = (lo.to_le_bytes(), step.to_le_bytes());
+        [a, b, c, d]
+    }
+
     #[test]
     fn a_peer_cannot_describe_infinite_values() {
         for (lo, step) in [(0x7c00, 0), (0xfc00, 0), (0x7e00, 0), (0, 0x7c00), (0, 0x7e01), (0, 0x8001), (0, 0xbc00)] {
-            assert_eq!(Range::from_peer(3, lo, step), Err(CodecError::Grid { codec: CodecId::Tile, at: 3 }));
+            let table = [[0; 4]; 3].concat().into_iter().chain(entry(lo, step)).collect::<Vec<u8>>();
+            assert_eq!(check_table(&table), Err(CodecError::Grid { codec: CodecId::Tile, at: 3 }));
         }
-        let widest = Range::from_peer(0, 0xfbff, 0x7bff).unwrap().grid(*EXPONENTS.end());
-        assert_eq!(value(widest, u16::MAX), f32::MAX);
+        assert_eq!(check_table(&entry(0xfbff, 0x7bff)), Ok(()));
+        let widest = grid(0xfbff, 0x7bff, *EXPONENTS.end());
+        assert_eq!(widest.value_within(u16::MAX), f32::MAX);
+    }
+
+    /// The mean of many decoded values is the value: to four standard deviations, and what is lost near codes.
+    #[test]
+    fn stochastic_rounding_is_unbiased() {
+        let elements = 1 << 16;
+        for part in [0.0f32, 0.1, 0.25, 0.5, 0.77, 1.0] {
+            // The ends of each tile, so that all have the same grid; a step is 1.
+            let wanted = 3.0 + part;
+            let value = |at: usize| [0.0, 7.0, wanted][(at % 64).min(2)];
+            let bytes: Vec<u8> = (0..elements).flat_map(|at| value(at).to_ne_bytes()).collect();
+            let mut codec = Tile::new(3, 64, Rounding::Stochastic).unwrap();
+            let view = TensorView { dtype: DType::F32, dims: &[elements], layout: Layout::Contiguous, bytes: &bytes };
+            let bodies = [1, 1, 2].map(|seed| {
+                let mut body = Vec::new();
+                codec.encode(view, &Context { seed, ..Context::default() }, &mut body).unwrap();
+                body
+            });
+            assert_eq!(bodies[0], bodies[1], "one seed, one body");
+            assert_eq!(bodies[1] == bodies[2], part == 0.0 || part == 1.0, "another seed, another one");
+
+            let shape = Shape::new(&[elements]).unwrap();
+            let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: CodecId::Tile };
+            let mut out = vec![0; bytes.len()];
+            codec.decode(&meta, &bodies[0], &mut out).unwrap();
+            let values = floats(&out).enumerate().filter(|(at, _)| at % 64 >= 2).map(|(_, value)| f64::from(value));
+            let (count, sum) = values.fold((0.0, 0.0), |(count, sum), value| (count + 1.0, sum + value));
+            let deviation = f64::from(part * (1.0 - part)).sqrt() / f64::sqrt(count);
+            assert!((sum / count - f64::from(wanted)).abs() <= 4.0 * deviation + 1e-3, "{} of {wanted}", sum / count);
+        }
     }
 
     proptest! {
@@ -252,10 +534,12 @@ mod tests {
             let (lo, hi, max) = (a.min(b), a.max(b), code_max(bits));
             let magnitude = lo.abs().max(hi.abs()).max(largest.abs());
             let exponent = exponent_for(magnitude.to_bits());
-            let range = Range::over(lo, hi, exponent, max);
-            prop_assert_eq!(Range::from_peer(0, range.lo, range.step), Ok(range));
-            let grid = range.grid(exponent);
-            prop_assert!(value(grid, 0) <= lo && hi <= value(grid, max));
+            let mut ranges = Ranges::default();
+            (ranges.lo[0], ranges.hi[0]) = (lo, hi);
+            ranges.find(0, exponent, max);
+            prop_assert_eq!(check_table(&entry(ranges.wire_lo[0], ranges.wire_step[0])), Ok(()));
+            let grid = grid(ranges.wire_lo[0], ranges.wire_step[0], exponent);
+            prop_assert!(grid.value_within(0) <= lo && hi <= grid.value_within(max));
         }
     }
 }

@@ -19,11 +19,11 @@ pub(super) fn order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
         return one_f_one_b::order(shape);
     }
     let workers = placement.workers();
-    let round_robin = placement.partitions() % workers == 0
+    let round_robin = placement.partitions().is_multiple_of(workers)
         && placement
             .partition_ids()
             .all(|partition| placement.worker_of(partition).index() == partition.index() % workers);
-    if round_robin && shape.micro_batches % workers == 0 {
+    if round_robin && shape.micro_batches.is_multiple_of(workers) {
         (0..workers).map(|rank| megatron(shape, rank)).collect()
     } else {
         grouped(shape)

@@ -1,0 +1,178 @@
+//! Channels-last tensors, read and written in their logical order a few planes at a time.
+//!
+//! ```text
+//! memory    pixel 0: c₀ c₁ c₂ …   pixel 1: c₀ c₁ c₂ …        logical   c₀: pixel 0, 1, 2 …   c₁: pixel 0, 1, 2 …
+//! ```
+//!
+//! A cache line has 16 channels of one pixel. So many planes are transposed at once, in strips of pixels that stay in the
+//! nearest cache, where strips of planes are whole units; otherwise in whole planes.
+
+use super::simd::{self, Level, Transposition};
+use crate::wire::Layout;
+use std::ops::Range;
+
+/// The shape of a channels-last tensor's samples, which has several channels and several pixels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Planes {
+    pub channels: usize,
+    /// Of one plane.
+    pub pixels: usize,
+}
+
+/// So many planes are in one cache line.
+const TOGETHER: usize = 16;
+
+/// A strip has about so many pixels.
+const STRIP: usize = 1024;
+
+/// Where planes are no whole units, about so many values are transposed at a time.
+const WHOLE_MIN: usize = 1 << 13;
+
+impl Planes {
+    /// `None` where the order in memory is the logical one.
+    pub fn of(layout: Layout, dims: &[usize]) -> Option<Planes> {
+        match (layout, dims) {
+            (Layout::ChannelsLast, &[_, channels, height, width]) if channels > 1 && height * width > 1 => {
+                Some(Planes { channels, pixels: height * width })
+            }
+            _ => None,
+        }
+    }
+
+    /// A tensor may be read in pieces of multiples of this.
+    pub fn unit(self, unit: usize) -> usize {
+        if self.pixels.is_multiple_of(unit) {
+            self.pixels
+        } else {
+            unit
+        }
+    }
+
+    /// Calls `take` with parts of the values in `range`, given the first one's number, in an order that suits the memory.
+    /// Each begins at a multiple of `unit`, and ends at one or at the end of the range.
+    pub fn read(
+        self,
+        level: Level,
+        memory: &[u8],
+        range: Range<usize>,
+        unit: usize,
+        room: &mut Vec<u8>,
+        mut take: impl FnMut(usize, &[u8]),
+    ) {
+        if !self.pixels.is_multiple_of(unit) {
+            let block = (TOGETHER * self.pixels).max(WHOLE_MIN).next_multiple_of(unit);
+            for first in range.clone().step_by(block) {
+                let length = block.min(range.end - first);
+                room.resize(room.len().max(4 * length), 0);
+                self.gather(level, memory, first, &mut room[..4 * length]);
+                take(first, &room[..4 * length]);
+            }
+            return;
+        }
+        let strip = unit * (STRIP / unit).max(1);
+        self.strips(range, strip, |plane, planes, pixels| {
+            room.resize(room.len().max(4 * strip * planes), 0);
+            let from = &memory[4 * self.place(plane, pixels.start)..];
+            let shape = Transposition {
+                rows: pixels.len(),
+                columns: planes,
+                from_stride: self.channels,
+                to_stride: pixels.len(),
+            };
+            simd::transpose(level, from, room, shape);
+            for (at, values) in room.chunks_exact(4 * pixels.len()).take(planes).enumerate() {
+                take((plane + at) * self.pixels + pixels.start, values);
+            }
+        });
+    }
+
+    /// The other way: calls `make` to fill parts of the values in `range`, which are whole samples, and writes them to
+    /// their `memory`. Each begins at a multiple of the first of `units`, and ends at one or at the second.
+    pub fn write(
+        self,
+        level: Level,
+        memory: &mut [u8],
+        range: Range<usize>,
+        units: (usize, usize),
+        room: &mut Vec<u8>,
+        mut make: impl FnMut(usize, &mut [u8]),
+    ) {
+        let (unit, end) = units;
+        let base = range.start;
+        let aligned = self.pixels.is_multiple_of(unit);
+        let strip = if aligned { unit * (STRIP / unit).max(1) } else { self.pixels };
+        let together = if aligned { TOGETHER } else { TOGETHER.max(WHOLE_MIN / self.pixels) };
+        self.strips_of(range, strip, together, |plane, planes, pixels| {
+            // Parts that are not whole units are made with what is before and after them.
+            let first = plane * self.pixels + pixels.start;
+            let begin = first / unit * unit;
+            let length = pixels.len() * planes;
+            let made = if aligned { length } else { (first + length).next_multiple_of(unit).min(end) - begin };
+            room.resize(room.len().max(4 * made), 0);
+            if aligned {
+                for (at, values) in room.chunks_exact_mut(4 * pixels.len()).take(planes).enumerate() {
+                    make((plane + at) * self.pixels + pixels.start, values);
+                }
+            } else {
+                make(begin, &mut room[..4 * made]);
+            }
+            let from = &room[4 * (first - begin)..];
+            let to = &mut memory[4 * (self.place(plane, pixels.start) - base)..];
+            let shape = Transposition {
+                rows: planes,
+                columns: pixels.len(),
+                from_stride: pixels.len(),
+                to_stride: self.channels,
+            };
+            simd::transpose(level, from, to, shape);
+        });
+    }
+
+    /// Where in memory a pixel of a plane is; planes are counted through all samples.
+    fn place(self, plane: usize, pixel: usize) -> usize {
+        let (sample, channel) = (plane / self.channels, plane % self.channels);
+        (sample * self.pixels + pixel) * self.channels + channel
+    }
+
+    fn strips(self, range: Range<usize>, strip: usize, each: impl FnMut(usize, usize, Range<usize>)) {
+        self.strips_of(range, strip, TOGETHER, each);
+    }
+
+    /// Calls `each` with the first plane, the number of planes of one sample, and the pixels of each strip in a range of
+    /// whole planes.
+    fn strips_of(
+        self,
+        range: Range<usize>,
+        strip: usize,
+        together: usize,
+        mut each: impl FnMut(usize, usize, Range<usize>),
+    ) {
+        let (mut plane, end) = (range.start / self.pixels, range.end / self.pixels);
+        while plane < end {
+            // What is left of a sample. All planes of a strip lie together in memory.
+            let left = (self.channels - plane % self.channels).min(end - plane);
+            for begin in (0..self.pixels).step_by(strip) {
+                for first in (0..left).step_by(together) {
+                    each(plane + first, together.min(left - first), begin..self.pixels.min(begin + strip));
+                }
+            }
+            plane += left;
+        }
+    }
+
+    /// Fills `out` with consecutive values from number `first` on.
+    fn gather(self, level: Level, memory: &[u8], mut first: usize, mut out: &mut [u8]) {
+        while !out.is_empty() {
+            let (plane, pixel) = (first / self.pixels, first % self.pixels);
+            let wanted = out.len() / 4;
+            let whole = (wanted / self.pixels).min(self.channels - plane % self.channels);
+            // A plane in part, or as many whole ones as there are.
+            let (columns, rows) =
+                if pixel > 0 || whole == 0 { (1, wanted.min(self.pixels - pixel)) } else { (whole, self.pixels) };
+            let (room, rest) = out.split_at_mut(4 * rows * columns);
+            let shape = Transposition { rows, columns, from_stride: self.channels, to_stride: rows };
+            simd::transpose(level, &memory[4 * self.place(plane, pixel)..], room, shape);
+            (first, out) = (first + rows * columns, rest);
+        }
+    }
+}

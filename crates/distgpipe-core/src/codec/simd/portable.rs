@@ -1,0 +1,274 @@
+//! The kernels as plain loops: what every processor can do, and what the other versions are held against.
+
+use super::super::bits::GROUP;
+use super::super::floats;
+use super::super::grid::{self, Grid, Rounding};
+use super::super::half;
+use super::super::order::{key, Pivots};
+use super::super::runs::Runs;
+use super::super::tile::{Grids, Ranges, TILES};
+use super::{Extremes, Noise, Tally, Transposition};
+
+#[inline(always)]
+pub fn extremes(bytes: &[u8]) -> Extremes {
+    floats(bytes).fold(Extremes::default(), |extremes, value| {
+        let bits = value.to_bits();
+        extremes.and(Extremes { signed_min: bits as i32, signed_max: bits as i32, unsigned_max: bits })
+    })
+}
+
+pub const fn mask(width: usize) -> u16 {
+    u16::MAX >> (16 - width)
+}
+
+#[inline(always)]
+pub fn pack<const W: usize>(codes: &[u16], out: &mut [u8]) {
+    pack_by::<W>(codes, out, join::<W>);
+}
+
+/// Packs groups of eight as `join` puts them into the lowest `8 W` bits.
+#[inline(always)]
+pub fn pack_by<const W: usize>(codes: &[u16], out: &mut [u8], join: impl Fn(&[u16; GROUP]) -> u128) {
+    let (groups, rest) = codes.as_chunks::<GROUP>();
+    let (rooms, room) = out.split_at_mut(groups.len() * W);
+    for (group, room) in groups.iter().zip(rooms.chunks_exact_mut(W)) {
+        room.copy_from_slice(&join(group).to_le_bytes()[..W]);
+    }
+    if !rest.is_empty() {
+        let mut group = [0; GROUP];
+        group[..rest.len()].copy_from_slice(rest);
+        room.copy_from_slice(&join(&group).to_le_bytes()[..room.len()]);
+    }
+}
+
+#[inline(always)]
+pub fn unpack<const W: usize>(bytes: &[u8], out: &mut [u16]) {
+    unpack_by::<W>(bytes, out, split::<W>);
+}
+
+/// Unpacks groups of eight as `split` takes them out of the lowest `8 W` bits.
+#[inline(always)]
+pub fn unpack_by<const W: usize>(bytes: &[u8], out: &mut [u16], split: impl Fn(u128) -> [u16; GROUP]) {
+    let (groups, rest) = out.as_chunks_mut::<GROUP>();
+    let (bytes, last) = bytes.split_at(groups.len() * W);
+    for (from, group) in bytes.chunks_exact(W).zip(groups) {
+        let mut word = [0; 16];
+        word[..W].copy_from_slice(from);
+        *group = split(u128::from_le_bytes(word));
+    }
+    if !rest.is_empty() {
+        let mut word = [0; 16];
+        word[..last.len()].copy_from_slice(last);
+        rest.copy_from_slice(&split(u128::from_le_bytes(word))[..rest.len()]);
+    }
+}
+
+/// Eight codes in the lowest `8 W` bits. Codes of up to 8 bits fit one 64-bit accumulator, wider ones two.
+#[inline(always)]
+fn join<const W: usize>(codes: &[u16; GROUP]) -> u128 {
+    let code = |at: usize| u64::from(codes[at] & mask(W));
+    if W <= 8 {
+        let word = (0..8).fold(0, |word, at| word | code(at) << (at * W));
+        u128::from(word)
+    } else {
+        let low = (0..4).fold(0, |word, at| word | code(at) << (at * W));
+        let high = (0..4).fold(0, |word, at| word | code(at + 4) << (at * W));
+        u128::from(low) | u128::from(high) << (4 * W)
+    }
+}
+
+#[inline(always)]
+fn split<const W: usize>(word: u128) -> [u16; GROUP] {
+    if W <= 8 {
+        let word = word as u64;
+        std::array::from_fn(|at| (word >> (at * W)) as u16 & mask(W))
+    } else {
+        let (low, high) = (word as u64, (word >> (4 * W)) as u64);
+        std::array::from_fn(|at| if at < 4 { low >> (at * W) } else { high >> ((at - 4) * W) } as u16 & mask(W))
+    }
+}
+
+#[inline(always)]
+pub fn codes(bytes: &[u8], rounding: Rounding, out: &mut [u16]) {
+    for (to, value) in out.iter_mut().zip(floats(bytes)) {
+        *to = rounding.code(value);
+    }
+}
+
+#[inline(always)]
+pub fn values(codes: &[u16], lo: f64, step: f64, out: &mut [u8]) {
+    let grid = Grid { lo, step };
+    for (to, &code) in out.as_chunks_mut().0.iter_mut().zip(codes) {
+        *to = grid.value(code).to_ne_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn symbols_of_few<const S: u32>(bytes: &[u8], runs: &Runs, code_bits: u32, out: &mut [u16]) {
+    symbols_of_many(bytes, runs, S, code_bits, out);
+}
+
+#[inline(always)]
+pub fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32, out: &mut [u16]) {
+    let code_max = grid::code_max(code_bits);
+    let (least, most) = (runs.begins[0], runs.end);
+    let begins = &runs.begins[..1 << run_bits];
+    let per_steps = &runs.per_steps[..1 << run_bits];
+    for (to, value) in out.iter_mut().zip(floats(bytes)) {
+        let value = if value < most { value } else { most };
+        let value = if value > least { value } else { least };
+        // Each bit, from the highest, is set if the run so named has begun.
+        let mut run = 0;
+        for bit in (0..run_bits).rev() {
+            run |= usize::from(value >= begins[run | 1 << bit]) << bit;
+        }
+        let rounding = Rounding { lo: begins[run].into(), per_step: per_steps[run], code_max };
+        *to = (run as u16) << code_bits | rounding.code(value);
+    }
+}
+
+#[inline(always)]
+pub fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]) {
+    let mask = grid::code_max(code_bits);
+    for (to, &symbol) in out.as_chunks_mut().0.iter_mut().zip(symbols) {
+        let run = usize::from(symbol) >> code_bits & 15;
+        let grid = Grid { lo: los[run].into(), step: steps[run].into() };
+        *to = grid.value(symbol & mask).to_ne_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn look_up_few(symbols: &[u16], table: &[f32; 16], out: &mut [u8]) {
+    for (to, &symbol) in out.as_chunks_mut().0.iter_mut().zip(symbols) {
+        *to = table[usize::from(symbol & 15)].to_ne_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]) {
+    for (to, &symbol) in out.as_chunks_mut().0.iter_mut().zip(symbols) {
+        *to = table[usize::from(symbol)].to_ne_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn f16s(bytes: &[u8], out: &mut [u8]) {
+    for (to, value) in out.as_chunks_mut().0.iter_mut().zip(floats(bytes)) {
+        *to = half::f16_from_f32(value).to_le_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn values_of_f16s(bytes: &[u8], out: &mut [u8]) {
+    for (to, &from) in out.as_chunks_mut().0.iter_mut().zip(bytes.as_chunks().0) {
+        *to = half::f32_from_f16(u16::from_le_bytes(from)).to_ne_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn bf16s(bytes: &[u8], out: &mut [u8]) {
+    for (to, value) in out.as_chunks_mut().0.iter_mut().zip(floats(bytes)) {
+        *to = half::bf16_from_f32(value).to_le_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn values_of_bf16s(bytes: &[u8], out: &mut [u8]) {
+    for (to, &from) in out.as_chunks_mut().0.iter_mut().zip(bytes.as_chunks().0) {
+        *to = half::f32_from_bf16(u16::from_le_bytes(from)).to_ne_bytes();
+    }
+}
+
+#[inline(always)]
+pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize {
+    let mut counts = [0u64; 32];
+    let mut length = 0;
+    for value in floats(bytes) {
+        let key = key(value);
+        tally.key_min = tally.key_min.min(key);
+        tally.key_max = tally.key_max.max(key);
+        let segment = pivots.segment(key);
+        counts[segment] += 1;
+        // Every value is written, and kept by moving on: whether it is wanted cannot be foretold.
+        kept[4 * length..4 * length + 4].copy_from_slice(&value.to_ne_bytes());
+        length += (pivots.kept >> segment & 1) as usize;
+    }
+    let mut at_least = 0;
+    for segment in (0..32).rev() {
+        at_least += counts[segment];
+        tally.at_least[segment] += if segment <= pivots.count { at_least } else { 0 };
+    }
+    length
+}
+
+#[inline(always)]
+pub fn transpose(from: &[u8], to: &mut [u8], shape: Transposition) {
+    let (from, to) = (from.as_chunks::<4>().0, to.as_chunks_mut::<4>().0);
+    // A few columns at a time, so that a row's part of a cache line is used at once.
+    for begin in (0..shape.columns).step_by(16) {
+        let end = shape.columns.min(begin + 16);
+        for row in 0..shape.rows {
+            let from = &from[row * shape.from_stride..][begin..end];
+            for (column, value) in (begin..end).zip(from) {
+                to[column * shape.to_stride + row] = *value;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
+    ranges.count = 0;
+    for (tile, at) in bytes.chunks(4 * tile).zip(0..TILES) {
+        let first = floats(tile).next().unwrap_or(0.0);
+        let lo = floats(tile).fold(first, |lo, value| if value < lo { value } else { lo });
+        let hi = floats(tile).fold(first, |hi, value| if value > hi { value } else { hi });
+        // So that −0.0 is 0.0, whichever of the two came first.
+        (ranges.lo[at], ranges.hi[at]) = (lo + 0.0, hi + 0.0);
+        ranges.count = at + 1;
+    }
+}
+
+#[inline(always)]
+pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
+    for at in 0..ranges.count.min(TILES) {
+        ranges.find(at, exponent, code_max);
+    }
+}
+
+#[inline(always)]
+pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]) {
+    for (at, (tile, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
+        codes(tile, Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
+    }
+}
+
+#[inline(always)]
+pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
+    let mut number = noise.first;
+    for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
+        let rounding = Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max: noise.code_max };
+        for ((to, value), element) in out.iter_mut().zip(floats(bytes)).zip(0u32..) {
+            *to = rounding.code_stochastic(value, grid::random(noise.key, number.wrapping_add(element)));
+        }
+        number = number.wrapping_add(tile as u32);
+    }
+}
+
+#[inline(always)]
+pub fn tile_values(codes: &[u16], tile: usize, grids: &Grids, out: &mut [u8]) {
+    for (at, (codes, out)) in codes.chunks(tile).zip(out.chunks_mut(4 * tile)).enumerate() {
+        let grid = Grid { lo: grids.lo[at], step: grids.step[at] };
+        for (to, &code) in out.as_chunks_mut().0.iter_mut().zip(codes) {
+            *to = grid.value_within(code).to_ne_bytes();
+        }
+    }
+}
+
+#[inline(always)]
+pub fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids) {
+    for (at, entry) in table.as_chunks::<4>().0.iter().enumerate() {
+        let (lo, step) = (u16::from_le_bytes([entry[0], entry[1]]), u16::from_le_bytes([entry[2], entry[3]]));
+        grids.set(at, lo, step, exponent);
+    }
+}
