@@ -15,7 +15,7 @@
 //! A tensor goes alone where the link does not know its samples, or the model does not learn from it. A row is known if
 //! the memory holds one as long of this sample at this place of a message (a sample may change its micro-batch).
 //!
-//! **In step.** The memory changes in [`Memory::remember`] only, which both ends call with equal arguments: for every
+//! **In step.** The memory changes in `Memory::remember` only, which both ends call with equal arguments: for every
 //! body that was encoded without an error, and for every body that was decoded without one. What it forgets, least
 //! recently sent first when `MIB` MiB (1024 unless given) are full, depends on nothing but the calls before. Each body
 //! says what it builds on: its `number`, and a `check` over all bodies before and the rows that it adds to. If a body was

@@ -533,6 +533,19 @@ mod tests {
     }
 
     #[test]
+    fn a_warm_tensor_goes_round_once() {
+        let (values, form) = (falling(6, 8, 1), (&[6, 8][..], Layout::Contiguous));
+        let mut codec = PowerSvd::new(2).unwrap();
+        encode(&mut codec, form, &values, &Context::default()).unwrap();
+        let mut work = Work::default();
+        work.start(Some(&codec.starts.get(&0).unwrap().right), 0, 8, 2);
+        work.go_round(&bytes(&values), Matrices { count: 1, rows: 6, columns: 8 });
+        let factors = work.left.iter().chain(&work.right).map(|&value| value as f32);
+        let expected: Vec<u8> = factors.flat_map(f32::to_le_bytes).collect();
+        assert_eq!(encode(&mut codec, form, &values, &Context::default()).unwrap(), expected);
+    }
+
+    #[test]
     fn the_wrong_shape_is_refused_and_the_wrong_rank_is_told() {
         let mut codec = PowerSvd::new(3).unwrap();
         let mut refused = |dims: &[usize]| {
@@ -581,10 +594,13 @@ mod tests {
             values in prop::collection::vec(prop_oneof![2 => -1.0f64..1.0, 1 => Just(0.0), 1 => Just(1.0), 1 => -1e-30..1e-30f64], 60),
             rank in 1usize..=6,
             doubled in 0usize..6,
+            nearly in prop::sample::select(&[0.0, 1e-9, 1e-5, 1.0][..]),
         ) {
             let mut columns = values[..10 * rank].to_vec();
-            let copy = columns[..10].to_vec();
-            columns[10 * (doubled % rank)..][..10].copy_from_slice(&copy);
+            // All but the same as the first: what is left of it is smaller than the rounding of one projection.
+            let first = columns[..10].to_vec();
+            let near = &mut columns[10 * (doubled % rank)..][..10];
+            near.iter_mut().zip(&first).for_each(|(value, first)| *value = first + nearly * *value);
             orthonormalise(&mut columns, 10);
             for (at, a) in columns.chunks_exact(10).enumerate() {
                 for (other, b) in columns.chunks_exact(10).enumerate() {

@@ -30,7 +30,7 @@ pub(super) const MEMBER: Member = Member {
 
 const EXPECTED: &str = "topk:F with F a fraction above 0 and at most 1, of up to 9 decimals, such as topk:0.1";
 const DECIMALS_MAX: usize = 9;
-/// What [`TopK::parts`] are parts of.
+/// What `TopK::parts` are parts of.
 const WHOLE: u64 = 1_000_000_000;
 
 /// The first byte: a bit for each value.
