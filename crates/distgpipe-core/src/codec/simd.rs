@@ -259,7 +259,7 @@ impl Level {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{order, parse, Context, TensorView, ALL, BLOCK};
+    use super::super::{order, parse, CodecError, Context, TensorView, ALL, BLOCK};
     use super::*;
     use crate::wire::{DType, Layout, Shape, TensorMeta};
     use proptest::prelude::*;
@@ -387,13 +387,11 @@ mod tests {
                     let mut codec = level.force(|| parse(text).unwrap());
                     let view = TensorView { dtype: DType::F32, dims: &dims, layout, bytes: &bytes };
                     let mut body = Vec::new();
-                    if let Err(error) = codec.encode(view, &Context { seed, ..Context::default() }, &mut body) {
-                        return Err(error);
-                    }
+                    codec.encode(view, &Context { seed, ..Context::default() }, &mut body)?;
                     let meta = TensorMeta { dtype: DType::F32, layout, shape: Shape::new(&dims).unwrap(), codec: codec.id() };
                     let mut out = vec![0; bytes.len()];
                     codec.decode(&meta, &body, &mut out)?;
-                    Ok((body, out))
+                    Ok::<_, CodecError>((body, out))
                 });
             }
         }
