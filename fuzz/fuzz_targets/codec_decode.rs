@@ -1,7 +1,7 @@
 //! A body from a peer, for every codec: an error or a tensor, never a panic.
 //!
-//! The input is: codec's number, which of its examples, number type, rank, bytes of room too many, one byte per dimension,
-//! body.
+//! The input is: codec's number, which of its examples (and in the highest bit, whether four dimensions are channels-last),
+//! number type, rank, bytes of room too many, one byte per dimension, body.
 #![no_main]
 
 use distgpipe_core::codec::{parse, CodecId, Context, TensorView, ALL};
@@ -21,10 +21,11 @@ fuzz_target!(|data: &[u8]| {
     // Small ones are the rule; the upper half stands for sizes that overflow when multiplied.
     let dims: Vec<usize> = dims.iter().map(|&dim| if dim < 128 { dim.into() } else { 1 << (dim % 64) }).collect();
     let member = ALL.iter().find(|member| member.id == id).expect("every number is a member's");
-    let text = member.examples[usize::from(example) % member.examples.len()];
+    let text = member.examples[usize::from(example & 0x7f) % member.examples.len()];
+    let layout = if example & 0x80 != 0 && dims.len() == 4 { Layout::ChannelsLast } else { Layout::Contiguous };
     let (mut encoder, mut decoder) = (parse(text).expect("the examples are valid"), parse(text).expect("as above"));
 
-    let meta = Shape::new(&dims).map(|shape| TensorMeta { dtype, layout: Layout::Contiguous, shape, codec: id });
+    let meta = Shape::new(&dims).map(|shape| TensorMeta { dtype, layout, shape, codec: id });
     // What the header's limits would have refused by now.
     let mut room_for = meta
         .ok()
@@ -35,7 +36,7 @@ fuzz_target!(|data: &[u8]| {
     // foretold, and is understood.
     let samples: Vec<u64> = (0..dims.first().map_or(0, |&rows| rows.min(128)) as u64).collect();
     let context = Context { samples: &samples, ..Context::default() };
-    let view = TensorView { dtype, dims: &dims, layout: Layout::Contiguous, bytes: body };
+    let view = TensorView { dtype, dims: &dims, layout, bytes: body };
     let fits = |length: usize, size: usize, varies: bool| length == size || varies && length < size;
     for _ in 0..2 {
         let mut encoded = b"before".to_vec();

@@ -1,7 +1,7 @@
 //! How fast every codec is on one thread, beside a copy of the same tensor.
 //!
 //! ```text
-//! cargo run --release -p distgpipe-core --example codec_speed -- [--json] [--repeat 9] [--only TEXT]
+//! cargo run --release -p distgpipe-core --example codec_speed -- [--json] [--repeat 9] [--only CODEC] [--tensor TENSOR]
 //! ```
 //!
 //! Two tensors: what a ReLU makes of Gaussian values, [8, 32, 112, 112], and Gaussian values, [8, 128, 768]. The figures are
@@ -39,6 +39,7 @@ fn main() {
     let after = |flag: &str| arguments.iter().position(|text| text == flag).and_then(|at| arguments.get(at + 1));
     let repeat = after("--repeat").map_or(9, |text| text.parse().expect("--repeat takes a number"));
     let only = after("--only").map_or("", |text| text.as_str());
+    let tensor = after("--tensor").map_or("", |text| text.as_str());
     let json = arguments.iter().any(|text| text == "--json");
 
     let tensors = [
@@ -47,8 +48,9 @@ fn main() {
         Tensor::new("relu", &[8, 1280, 7, 7], Layout::ChannelsLast),
         Tensor::new("gaussian", &[8, 128, 768], Layout::Contiguous),
     ];
-    let mut figures: Vec<Figure> = tensors.iter().flat_map(|tensor| measure_codecs(tensor, repeat, only)).collect();
-    if "pack".contains(only) {
+    let wanted = tensors.iter().filter(|made| made.title().contains(tensor));
+    let mut figures: Vec<Figure> = wanted.flat_map(|tensor| measure_codecs(tensor, repeat, only)).collect();
+    if "pack".contains(only) && tensor.is_empty() {
         figures.extend(measure_packing(repeat));
     }
     figures.iter().for_each(|figure| figure.print(json));
@@ -73,6 +75,11 @@ impl Tensor {
         let mut value = || if name == "relu" { gaussian().max(0.0) } else { gaussian() };
         let bytes = (0..dims.iter().product()).flat_map(|_: usize| value().to_ne_bytes()).collect();
         Tensor { name, dims, layout, bytes }
+    }
+
+    fn title(&self) -> String {
+        let layout = if self.layout == Layout::ChannelsLast { " channels-last" } else { "" };
+        format!("{} {:?}{layout}", self.name, self.dims)
     }
 
     fn view(&self) -> TensorView<'_> {
@@ -115,14 +122,13 @@ fn speed(bytes: usize, work: impl FnOnce()) -> f64 {
 }
 
 fn measure_codecs(tensor: &Tensor, repeat: usize, only: &str) -> Vec<Figure> {
-    let layout = if tensor.layout == Layout::ChannelsLast { " channels-last" } else { "" };
     let texts = CODECS.iter().filter(|text| text.contains(only)).filter(|text| codec::parse(text).is_ok());
     // Only tiles care for the order in memory.
     let texts = texts.filter(|text| tensor.layout == Layout::Contiguous || text.starts_with("tile"));
     let mut codecs: Vec<(Box<dyn Codec>, Figure)> = texts
         .map(|text| {
-            let name = format!("{} {:?}{layout}", tensor.name, tensor.dims);
-            let figure = Figure { codec: text.to_string(), tensor: name, encode: 0.0, decode: 0.0, copy: 0.0 };
+            let figure =
+                Figure { codec: text.to_string(), tensor: tensor.title(), encode: 0.0, decode: 0.0, copy: 0.0 };
             (codec::parse(text).expect("filtered by that"), figure)
         })
         .collect();

@@ -186,15 +186,19 @@ fn check_top_k(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
 fn check_grids(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
     let grids = grids(text, body, values.len());
     let code_max = 2f64.powi(parameters(text).0 as i32) - 1.0;
-    let lowest = grids.of.iter().fold(f64::INFINITY, |lowest, (lo, _)| lowest.min(*lo));
-    let highest = grids.of.iter().fold(f64::NEG_INFINITY, |highest, (lo, step)| highest.max(lo + step * code_max));
+    // The ends of all runs together: of the first and of the last. (Others may be so wide that their rounded ends lie beyond.)
+    let first = grids.of.iter().copied().reduce(|a, b| if b < a { b } else { a }).unwrap_or_default();
+    let last = grids.of.iter().copied().reduce(|a, b| if b > a { b } else { a }).unwrap_or_default();
+    let (lowest, highest) = (first.0, last.0 + last.1 * code_max);
     for (at, (&x, &y)) in values.iter().zip(decoded).enumerate() {
         let (lo, step) = grids.of[at];
         let [x, y] = [x, y].map(f64::from);
         let rounding = lo.abs().max((lo + step * code_max).abs()) * 2f64.powi(-23) + SMALLEST;
         // What lies outside of a sample becomes its end, which the rounded step of the last run may miss.
         let (x, rounding) = match text.starts_with("fast") {
-            true => (x.clamp(lowest, highest), lowest.abs().max(highest.abs()) * 2f64.powi(-22) + SMALLEST),
+            true => {
+                (x.max(lowest).min(highest.max(lowest)), lowest.abs().max(highest.abs()) * 2f64.powi(-22) + SMALLEST)
+            }
             false => (x, rounding),
         };
         // Stochastic rounding may go to the farther of two codes.

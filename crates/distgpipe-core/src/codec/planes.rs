@@ -4,7 +4,7 @@
 //! memory    pixel 0: c₀ c₁ c₂ …   pixel 1: c₀ c₁ c₂ …        logical   c₀: pixel 0, 1, 2 …   c₁: pixel 0, 1, 2 …
 //! ```
 //!
-//! A cache line has 16 channels of one pixel. So many planes are transposed at once, in strips of pixels that stay in the
+//! A cache line has 16 channels of one pixel. Those of two lines are transposed at once, in strips of pixels that stay in the
 //! nearest cache, where strips of planes are whole units; otherwise in whole planes.
 
 use super::simd::{self, Level, Transposition};
@@ -19,11 +19,15 @@ pub(super) struct Planes {
     pub pixels: usize,
 }
 
-/// So many planes are in one cache line.
-const TOGETHER: usize = 16;
+/// So many planes are transposed at once: those of two cache lines.
+const TOGETHER: usize = 32;
 
 /// A strip has about so many pixels.
 const STRIP: usize = 1024;
+
+/// So many values lie between two strips in the room for them: at a distance of a power of two, all would want the same
+/// places of the cache.
+const GAP: usize = 16;
 
 /// Where planes are no whole units, about so many values are transposed at a time.
 const WHOLE_MIN: usize = 1 << 13;
@@ -71,17 +75,14 @@ impl Planes {
         }
         let strip = unit * (STRIP / unit).max(1);
         self.strips(range, strip, |plane, planes, pixels| {
-            room.resize(room.len().max(4 * strip * planes), 0);
+            let stride = pixels.len() + GAP;
+            room.resize(room.len().max(4 * stride * planes), 0);
             let from = &memory[4 * self.place(plane, pixels.start)..];
-            let shape = Transposition {
-                rows: pixels.len(),
-                columns: planes,
-                from_stride: self.channels,
-                to_stride: pixels.len(),
-            };
+            let shape =
+                Transposition { rows: pixels.len(), columns: planes, from_stride: self.channels, to_stride: stride };
             simd::transpose(level, from, room, shape);
-            for (at, values) in room.chunks_exact(4 * pixels.len()).take(planes).enumerate() {
-                take((plane + at) * self.pixels + pixels.start, values);
+            for (at, values) in room.chunks_exact(4 * stride).take(planes).enumerate() {
+                take((plane + at) * self.pixels + pixels.start, &values[..4 * pixels.len()]);
             }
         });
     }
@@ -106,24 +107,21 @@ impl Planes {
             // Parts that are not whole units are made with what is before and after them.
             let first = plane * self.pixels + pixels.start;
             let begin = first / unit * unit;
-            let length = pixels.len() * planes;
-            let made = if aligned { length } else { (first + length).next_multiple_of(unit).min(end) - begin };
-            room.resize(room.len().max(4 * made), 0);
+            let stride = if aligned { pixels.len() + GAP } else { pixels.len() };
             if aligned {
-                for (at, values) in room.chunks_exact_mut(4 * pixels.len()).take(planes).enumerate() {
-                    make((plane + at) * self.pixels + pixels.start, values);
+                room.resize(room.len().max(4 * stride * planes), 0);
+                for (at, values) in room.chunks_exact_mut(4 * stride).take(planes).enumerate() {
+                    make((plane + at) * self.pixels + pixels.start, &mut values[..4 * pixels.len()]);
                 }
             } else {
+                let made = (first + stride * planes).next_multiple_of(unit).min(end) - begin;
+                room.resize(room.len().max(4 * made), 0);
                 make(begin, &mut room[..4 * made]);
             }
             let from = &room[4 * (first - begin)..];
             let to = &mut memory[4 * (self.place(plane, pixels.start) - base)..];
-            let shape = Transposition {
-                rows: planes,
-                columns: pixels.len(),
-                from_stride: pixels.len(),
-                to_stride: self.channels,
-            };
+            let shape =
+                Transposition { rows: planes, columns: pixels.len(), from_stride: stride, to_stride: self.channels };
             simd::transpose(level, from, to, shape);
         });
     }

@@ -259,7 +259,7 @@ impl Level {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{order, parse, Context, TensorView, ALL, BLOCK};
+    use super::super::{order, parse, CodecError, Context, TensorView, ALL, BLOCK};
     use super::*;
     use crate::wire::{DType, Layout, Shape, TensorMeta};
     use proptest::prelude::*;
@@ -391,7 +391,7 @@ mod tests {
                     let meta = TensorMeta { dtype: DType::F32, layout, shape: Shape::new(&dims).unwrap(), codec: codec.id() };
                     let mut out = vec![0; bytes.len()];
                     codec.decode(&meta, &body, &mut out)?;
-                    Ok::<_, crate::codec::CodecError>((body, out))
+                    Ok::<_, CodecError>((body, out))
                 });
             }
         }

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Measures the codecs beside the PyTorch code that they replace, on one thread, and writes the run into a folder.
+
+The original sorts the flattened tensor with torch.sort, rounds each of the 2^S parts of the sorted values to its own range, and
+puts the symbols back by the sort's permutation; its fast variant finds the ends of the runs with torch.kthvalue and rounds by
+masks. Both decode by masks, one run after another. They take turns with ours and with copies of the tensor, round by round, so
+that a disturbance from outside hits all alike; of each, the best of all rounds counts.
+
+usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9]      needs: cargo, torch
+"""
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+DRIVER = "cargo run --locked --release --quiet -p distgpipe-core --example codec_speed -- --json --repeat".split()
+SPLITS = {16: (12, 4), 12: (9, 3), 8: (6, 2), 4: (3, 1)}
+TENSORS = {"relu [8, 32, 112, 112]": (8, 32, 112, 112), "gaussian [8, 128, 768]": (8, 128, 768)}
+
+
+def symbol_type(q, s):
+    return torch.uint8 if q + s <= 8 else torch.int32  # PyTorch has no unsigned 16-bit arithmetic
+
+
+def round_to_range(values, q):
+    lo, hi = values.min(), values.max()
+    step = (hi - lo) / (2**q - 1)
+    codes = torch.round((values - lo) / step) if step > 0 else torch.zeros_like(values)
+    return codes, lo, step
+
+
+def sort_encode(tensor, q, s):
+    ordered, places = torch.sort(tensor.flatten())
+    symbols = torch.empty(ordered.numel(), dtype=symbol_type(q, s))
+    los, steps, parts = [], [], []
+    for run, values in enumerate(torch.tensor_split(ordered, 2**s)):
+        codes, lo, step = round_to_range(values, q)
+        parts.append(codes.to(symbols.dtype) + (run << q))
+        los.append(lo)
+        steps.append(step)
+    symbols.scatter_(0, places, torch.cat(parts))
+    return symbols, torch.stack(los), torch.stack(steps)
+
+
+def fast_encode(tensor, q, s):
+    values = tensor.flatten()
+    count = values.numel()
+    begins = [torch.kthvalue(values, 1 + run * count // 2**s).values for run in range(2**s)]
+    ends = begins[1:] + [values.max()]
+    symbols = torch.zeros(count, dtype=symbol_type(q, s))
+    steps = []
+    for run, (begin, end) in enumerate(zip(begins, ends)):
+        step = (end - begin) / (2**q - 1)
+        steps.append(step)
+        mask = (values >= begin) & ((values < end) if run + 1 < 2**s else (values <= end))
+        codes = torch.round((values[mask] - begin) / step) if step > 0 else torch.zeros_like(values[mask])
+        symbols[mask] = codes.to(symbols.dtype) + (run << q)
+    return symbols, torch.stack(begins), torch.stack(steps)
+
+
+def decode(encoded, q, s, shape):
+    symbols, los, steps = encoded
+    runs, codes = symbols >> q, symbols & (2**q - 1)
+    values = torch.empty(symbols.numel())
+    for run in range(2**s):
+        mask = runs == run
+        values[mask] = los[run] + codes[mask] * steps[run]
+    return values.view(shape)
+
+
+def timed(work, size):
+    start = time.perf_counter()
+    result = work()
+    return result, size / (time.perf_counter() - start) / 1e9
+
+
+def measure_original(tensors):
+    rows = []
+    for name, tensor in tensors.items():
+        size = 4 * tensor.numel()
+        target = torch.empty_like(tensor)
+        for bits, (q, s) in SPLITS.items():
+            for codec, encode in (("sort", sort_encode), ("fast", fast_encode)):
+                encoded, encode_speed = timed(lambda: encode(tensor, q, s), size)
+                decoded, decode_speed = timed(lambda: decode(encoded, q, s, tensor.shape), size)
+                _, copy_speed = timed(lambda: target.copy_(tensor), size)
+                error = (decoded - tensor).abs().max().item()
+                assert error <= (tensor.max() - tensor.min()).item() / (2**q - 1), f"{codec}:{bits} is off by {error}"
+                figures = {"encode_gb_s": encode_speed, "decode_gb_s": decode_speed, "copy_gb_s": copy_speed}
+                rows.append({"by": "original", "codec": f"{codec}:{bits}", "tensor": name, **figures})
+    return rows
+
+
+def measure_ours(repeat):
+    done = subprocess.run([*DRIVER, str(repeat)], stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+    if done.returncode:
+        raise SystemExit(f"failed: {' '.join(DRIVER)} {repeat}")
+    return [{"by": "ours", **json.loads(line)} for line in done.stdout.splitlines()]
+
+
+def machine():
+    model = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "?")
+    memory = int(next(l.split()[1] for l in open("/proc/meminfo") if l.startswith("MemTotal"))) // 1024 // 1024
+    return f"{os.cpu_count()} cores of {model}, {memory} GiB, Linux {platform.release()}, torch {torch.__version__}"
+
+
+def report(rows, options):
+    best = {}
+    for row in rows:
+        figures = best.setdefault((row["by"], row["codec"], row["tensor"]), {})
+        for key in ("encode_gb_s", "decode_gb_s", "copy_gb_s"):
+            figures[key] = max(figures.get(key, 0), row[key])
+    lines = [
+        "# Codecs on one thread",
+        "",
+        f"Machine: {machine()}.  ",
+        f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}`; every round is in `raw.jsonl`.",
+        "",
+        "GB/s of the tensor's float32 values, for packing of 16-bit codes; `relu` is max(0, gaussian). The best of all rounds.",
+        "",
+        "| codec | tensor | encode | of a copy | × original | decode | of a copy | × original |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (by, codec, tensor), ours in best.items():
+        if by != "ours":
+            continue
+        cells = [codec, tensor]
+        theirs = best.get(("original", codec, tensor))
+        for key in ("encode_gb_s", "decode_gb_s"):
+            ratio = f"{ours[key] / theirs[key]:.0f} ({theirs[key]:.3f})" if theirs else ""
+            cells += [f"{ours[key]:.2f}", f"1/{ours['copy_gb_s'] / ours[key]:.2f}", ratio]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder for the run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=9, help="of ours, in a round")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) for name, shape in TENSORS.items()}
+    tensors = {name: tensor.relu() if name.startswith("relu") else tensor for name, tensor in tensors.items()}
+    rows = []
+    for number in range(options.rounds):
+        for row in measure_original(tensors) + measure_ours(options.repeat):
+            rows.append({"round": number, **row})
+        print(f"round {number} of {options.rounds} is done", flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (options.out / "README.md").write_text(report(rows, options))
+    print(report(rows, options))
+
+
+if __name__ == "__main__":
+    main()
