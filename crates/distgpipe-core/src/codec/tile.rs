@@ -39,6 +39,7 @@ pub(super) const MEMBER: Member = Member {
         "tile:4",
         "tile:8",
         "tile:3",
+        "tile:2",
         "tile:2/16",
         "tile:1/100",
         "tile:12/7",
