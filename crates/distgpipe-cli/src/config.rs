@@ -391,7 +391,7 @@ fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
 }
 
 fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {
-    let seeds = [("--quant", flags.quant.is_some()), ("--split", flags.split.is_some())];
+    let parameters = [("--quant", flags.quant.is_some()), ("--split", flags.split.is_some())];
     let forward = match (flags.sortquant == Some(true), &flags.codec) {
         (true, Some(codec)) => {
             return Err(usage(format!("--sortquant and --codec {codec} both say how to encode: keep one")));
@@ -401,7 +401,7 @@ fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {
             text.parse().map_err(|e| usage(format!("--sortquant with --quant and --split: {e}")))?
         }
         (false, codec) => {
-            if let Some((flag, _)) = seeds.iter().find(|(_, given)| *given) {
+            if let Some((flag, _)) = parameters.iter().find(|(_, given)| *given) {
                 return Err(usage(format!(
                     "{flag}: it is a parameter of --sortquant: add that, or use --codec sort:Q+S"
                 )));

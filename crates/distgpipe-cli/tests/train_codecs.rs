@@ -72,11 +72,11 @@ fn each_direction_and_each_link_has_the_codec_it_was_given() {
 }
 
 #[test]
-fn the_flags_of_the_seeds_work_as_they_stand() {
-    let log = directory("seeds");
+fn the_flags_of_the_original_work_as_they_stand() {
+    let log = directory("original");
     let directory = log.to_str().unwrap();
-    let seeds = ["--sortquant", "--quant", "6", "--split", "2", "--chunk", "8", "--log", directory];
-    let report = json(&[&["--partitions", "2", "--steps", "3"], &seeds[..]].concat());
+    let original = ["--sortquant", "--quant", "6", "--split", "2", "--chunk", "8", "--log", directory];
+    let report = json(&[&["--partitions", "2", "--steps", "3"], &original[..]].concat());
     assert_eq!(report["micro_batches"], 8);
     assert!(cuts(&report).iter().all(|(_, codec, _)| codec == "sort:6+2"));
     // The log repeats the run.
