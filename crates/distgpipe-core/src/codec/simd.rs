@@ -46,10 +46,10 @@ impl Level {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     fn detect() -> Level {
         use std::arch::is_x86_feature_detected as has;
-        if !(has!("avx2") && has!("f16c") && has!("bmi1") && has!("bmi2")) {
+        if !(has!("avx2") && has!("f16c") && has!("bmi1") && has!("bmi2") && has!("popcnt")) {
             return Level(Instructions::Portable);
         }
-        let wide = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+        let wide = has!("fma") && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
         if wide && has!("avx512vbmi") && has!("avx512vbmi2") {
             Level(Instructions::Avx512)
         } else {
