@@ -65,7 +65,7 @@ fn a_small_mobilenet_learns_the_digits_through_every_codec() {
     let mut first = pipeline(&model, balance, "raw", 0);
     learn(&mut first, &model, options, 0);
     let state = first.state().unwrap();
-    let rest = TrainOptions { epochs: 4, learning_rate: 0.02, decay: Decay::Cosine, ..TrainOptions::default() };
+    let rest = TrainOptions { epochs: 3, learning_rate: 0.01, decay: Decay::Cosine, ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
         let mut pipeline = pipeline(&model, balance, codec, 0);
         pipeline.load(&state).unwrap();
