@@ -1,19 +1,29 @@
 //! The models, one file each:
 //!
 //! - [`mobilenet_v2`]: torchvision's layout and names
+//! - [`resnet`]: 18 to 152 layers deep, torchvision's layout and names
+//! - [`vgg`]: VGG-13, torchvision's layout and names
+//! - [`amoebanet_d`]: cells that pass two tensors on
 //! - [`unet`]: long skips, every operation a layer of its own
 //! - [`transformer`]: a RoBERTa-style encoder with a classifier
 //! - [`mlp`]: the smallest thing that learns
 
+pub mod amoebanet_d;
+mod classifier;
 pub mod mlp;
 pub mod mobilenet_v2;
+pub mod resnet;
 pub mod transformer;
 pub mod unet;
+pub mod vgg;
 
+pub use amoebanet_d::AmoebaNetD;
 pub use mlp::Mlp;
 pub use mobilenet_v2::MobileNetV2;
+pub use resnet::ResNet;
 pub use transformer::Transformer;
 pub use unet::UNet;
+pub use vgg::Vgg13;
 
 use crate::layer::{SampleShape, ShapeError};
 use crate::model::{Model, Recipe};
@@ -21,7 +31,7 @@ use serde::de::DeserializeOwned;
 use serde::Serialize;
 
 /// The names of the models.
-pub const NAMES: [&str; 4] = ["mobilenet_v2", "unet", "transformer", "mlp"];
+pub const NAMES: [&str; 7] = ["mobilenet_v2", "resnet", "vgg13", "amoebanet_d", "unet", "transformer", "mlp"];
 
 /// A model cannot be made as asked.
 #[derive(Debug, thiserror::Error)]
@@ -43,11 +53,20 @@ pub enum ModelError {
     },
 }
 
+impl ModelError {
+    fn settings(model: &str, why: impl Into<String>) -> Self {
+        ModelError::Settings { model: model.to_owned(), why: why.into() }
+    }
+}
+
 /// Makes a model from its recipe: the other end of [`Model::recipe`].
 pub fn build(recipe: &Recipe) -> Result<Model, ModelError> {
     let settings = recipe.settings.clone();
     match recipe.name.as_str() {
         "mobilenet_v2" => parse::<MobileNetV2>(&recipe.name, settings)?.model(),
+        "resnet" => parse::<ResNet>(&recipe.name, settings)?.model(),
+        "vgg13" => parse::<Vgg13>(&recipe.name, settings)?.model(),
+        "amoebanet_d" => parse::<AmoebaNetD>(&recipe.name, settings)?.model(),
         "unet" => parse::<UNet>(&recipe.name, settings)?.model(),
         "transformer" => parse::<Transformer>(&recipe.name, settings)?.model(),
         "mlp" => parse::<Mlp>(&recipe.name, settings)?.model(),
@@ -59,6 +78,9 @@ pub fn build(recipe: &Recipe) -> Result<Model, ModelError> {
 pub fn default_settings(name: &str) -> Result<serde_json::Value, ModelError> {
     Ok(match name {
         "mobilenet_v2" => json(&MobileNetV2::default()),
+        "resnet" => json(&ResNet::default()),
+        "vgg13" => json(&Vgg13::default()),
+        "amoebanet_d" => json(&AmoebaNetD::default()),
         "unet" => json(&UNet::default()),
         "transformer" => json(&Transformer::default()),
         "mlp" => json(&Mlp::default()),
@@ -67,7 +89,7 @@ pub fn default_settings(name: &str) -> Result<serde_json::Value, ModelError> {
 }
 
 fn parse<T: DeserializeOwned>(model: &str, settings: serde_json::Value) -> Result<T, ModelError> {
-    serde_json::from_value(settings).map_err(|e| ModelError::Settings { model: model.to_owned(), why: e.to_string() })
+    serde_json::from_value(settings).map_err(|e| ModelError::settings(model, e.to_string()))
 }
 
 fn json(settings: &impl Serialize) -> serde_json::Value {
@@ -82,7 +104,7 @@ fn require(holds: bool, model: &str, why: &str) -> Result<(), ModelError> {
     if holds {
         Ok(())
     } else {
-        Err(ModelError::Settings { model: model.to_owned(), why: why.to_owned() })
+        Err(ModelError::settings(model, why))
     }
 }
 
