@@ -239,7 +239,7 @@ fn made_up_data_serves_every_model() {
     let small: [(&str, &[&str]); 3] = [
         ("unet", &["--set", "image=16", "--set", "channels=4", "--set", "convolutions=1", "--set", "depth=2"]),
         (
-            "transformer",
+            "roberta",
             &[
                 "--set",
                 "layers=1",

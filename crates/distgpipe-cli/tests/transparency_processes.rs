@@ -24,9 +24,9 @@ fn unet_is_transparent_between_processes() {
 }
 
 #[test]
-fn transformer_is_transparent_between_processes() {
+fn roberta_is_transparent_between_processes() {
     let servers = Servers::start(3);
-    matrix::check_model("transformer", |workers| servers.first(workers - 1));
+    matrix::check_model("roberta", |workers| servers.first(workers - 1));
 }
 
 #[test]

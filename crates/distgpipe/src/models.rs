@@ -5,7 +5,7 @@
 //! - [`vgg`]: VGG-13, torchvision's layout and names
 //! - [`amoebanet_d`]: cells that pass two tensors on
 //! - [`unet`]: long skips, every operation a layer of its own
-//! - [`transformer`]: a RoBERTa-style encoder with a classifier
+//! - [`roberta`]: an encoder for text with a classifier, Hugging Face's layout and names, any size
 //! - [`mlp`]: the smallest thing that learns
 
 pub mod amoebanet_d;
@@ -13,7 +13,7 @@ mod classifier;
 pub mod mlp;
 pub mod mobilenet_v2;
 pub mod resnet;
-pub mod transformer;
+pub mod roberta;
 pub mod unet;
 pub mod vgg;
 
@@ -21,7 +21,7 @@ pub use amoebanet_d::AmoebaNetD;
 pub use mlp::Mlp;
 pub use mobilenet_v2::MobileNetV2;
 pub use resnet::ResNet;
-pub use transformer::Transformer;
+pub use roberta::Roberta;
 pub use unet::UNet;
 pub use vgg::Vgg13;
 
@@ -31,7 +31,7 @@ use serde::de::DeserializeOwned;
 use serde::Serialize;
 
 /// The names of the models.
-pub const NAMES: [&str; 7] = ["mobilenet_v2", "resnet", "vgg13", "amoebanet_d", "unet", "transformer", "mlp"];
+pub const NAMES: [&str; 7] = ["mobilenet_v2", "resnet", "vgg13", "amoebanet_d", "unet", "roberta", "mlp"];
 
 /// A model cannot be made as asked.
 #[derive(Debug, thiserror::Error)]
@@ -68,7 +68,7 @@ pub fn build(recipe: &Recipe) -> Result<Model, ModelError> {
         "vgg13" => parse::<Vgg13>(&recipe.name, settings)?.model(),
         "amoebanet_d" => parse::<AmoebaNetD>(&recipe.name, settings)?.model(),
         "unet" => parse::<UNet>(&recipe.name, settings)?.model(),
-        "transformer" => parse::<Transformer>(&recipe.name, settings)?.model(),
+        "roberta" => parse::<Roberta>(&recipe.name, settings)?.model(),
         "mlp" => parse::<Mlp>(&recipe.name, settings)?.model(),
         other => Err(ModelError::Unknown { got: other.to_owned() }),
     }
@@ -82,7 +82,7 @@ pub fn default_settings(name: &str) -> Result<serde_json::Value, ModelError> {
         "vgg13" => json(&Vgg13::default()),
         "amoebanet_d" => json(&AmoebaNetD::default()),
         "unet" => json(&UNet::default()),
-        "transformer" => json(&Transformer::default()),
+        "roberta" => json(&Roberta::default()),
         "mlp" => json(&Mlp::default()),
         other => return Err(ModelError::Unknown { got: other.to_owned() }),
     })

@@ -20,8 +20,8 @@ fn unet_is_transparent_between_threads() {
 }
 
 #[test]
-fn transformer_is_transparent_between_threads() {
-    matrix::check_model("transformer", |_| Workers::Threads);
+fn roberta_is_transparent_between_threads() {
+    matrix::check_model("roberta", |_| Workers::Threads);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use distgpipe::core::skip::{SkipLayout, SkipUse};
 use distgpipe::core::{MicroBatchId, PartitionId};
 use distgpipe::engine::{self, Layout, Stream};
 use distgpipe::layer::{Passing, Role};
-use distgpipe::models::{MobileNetV2, Transformer, UNet};
+use distgpipe::models::{MobileNetV2, Roberta, UNet};
 use distgpipe::partition::{Building, Partition};
 use distgpipe::tch::{no_grad, Device, Kind, Tensor};
 use distgpipe::{Batch, Loss, Model, Schedule};
@@ -26,7 +26,7 @@ pub struct Subject {
 pub fn subjects() -> Vec<Subject> {
     let mobilenet = MobileNetV2 { width: 0.25, image: 16, strides: [1, 1, 2, 2, 1, 1, 2, 1], ..MobileNetV2::default() };
     let unet = UNet { convolutions: 2, channels: 4, depth: 2, image: 10, dropout: 0.1 };
-    let transformer = Transformer {
+    let roberta = Roberta {
         layers: 2,
         hidden: 16,
         heads: 2,
@@ -35,12 +35,12 @@ pub fn subjects() -> Vec<Subject> {
         tokens: 7,
         positions: 12,
         classes: 3,
-        ..Transformer::default()
+        ..Roberta::default()
     };
     vec![
         Subject { name: "mobilenet_v2", model: mobilenet.model().unwrap(), loss: Loss::CrossEntropy },
         Subject { name: "unet", model: unet.model().unwrap(), loss: Loss::MeanSquared },
-        Subject { name: "transformer", model: transformer.model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "roberta", model: roberta.model().unwrap(), loss: Loss::CrossEntropy },
     ]
 }
 
