@@ -30,6 +30,18 @@ fn roberta_is_transparent_between_processes() {
 }
 
 #[test]
+fn amoebanet_d_is_transparent_between_processes() {
+    let servers = Servers::start(3);
+    matrix::check_model("amoebanet_d", |workers| servers.first(workers - 1));
+}
+
+#[test]
+fn every_model_may_be_cut_after_any_layer_between_processes() {
+    let servers = Servers::start(1);
+    matrix::check_every_cut(|_| servers.first(1));
+}
+
+#[test]
 fn ten_steps_between_processes_have_the_losses_of_one_device() {
     let servers = Servers::start(1);
     matrix::check_ten_steps(|_| -> Workers { servers.first(1) });

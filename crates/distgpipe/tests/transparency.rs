@@ -25,6 +25,16 @@ fn roberta_is_transparent_between_threads() {
 }
 
 #[test]
+fn amoebanet_d_is_transparent_between_threads() {
+    matrix::check_model("amoebanet_d", |_| Workers::Threads);
+}
+
+#[test]
+fn every_model_may_be_cut_after_any_layer() {
+    matrix::check_every_cut(|_| Workers::Threads);
+}
+
+#[test]
 fn ten_steps_between_threads_have_the_losses_of_one_device() {
     matrix::check_ten_steps(|_| Workers::Threads);
 }

@@ -43,7 +43,11 @@ impl Layer for Classifier {
     }
 
     fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let pooled = input[0].f_adaptive_avg_pool2d([1, 1])?.f_flatten(1, -1)?;
+        let size = input[0].size();
+        let whole = [size[2], size[3]];
+        // Not libtorch's adaptive pool: its gradient lies channel by channel, whatever the image's layout. A gradient that
+        // comes over a link lies as the image does, and the norms before would round it in another order.
+        let pooled = input[0].f_avg_pool2d(whole, whole, [0, 0], false, true, None::<i64>)?.f_flatten(1, -1)?;
         let dropped = context.dropout(pooled, self.dropout)?;
         Ok(vec![self.linear.forward(own, &dropped)?])
     }
