@@ -247,14 +247,15 @@ def images(rows, image):
 
 
 def sentences(rows, tokens, vocabulary, padding):
-    """Every other row is shorter: padded, and hidden from attention. One token of the first row is hidden all the same."""
+    """Every other row is shorter: padded, and hidden from attention. A token of the first row is hidden all the same, and a
+    padding of the second is seen, because ids and mask say different things."""
 
     def make(seed):
         ids = (values(seed, "x", (rows, tokens)) * 1e6).long() % vocabulary
         ids[ids == padding] = padding + 1
         mask = torch.ones_like(ids)
         ids[1::2, tokens - 3:], mask[1::2, tokens - 3:] = padding, 0
-        mask[0, 2] = 0
+        mask[0, 2], mask[1, tokens - 3] = 0, 1
         return [ids, mask]
 
     return make
