@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes what PyTorch computes for small ResNets, a VGG-13, an AmoebaNet-D and a RoBERTa, for our models to be held against.
+"""Writes what PyTorch computes for small ResNets, a VGG-13, an AmoebaNet-D, a U-Net and a RoBERTa, for our models to be held against.
 
 usage: scripts/golden_models.py [NAME…]      needs: torch==2.11.0 torchvision==0.26.0
 writes: crates/distgpipe/tests/golden/NAME.json
 
-ResNet and VGG are torchvision's blocks, narrower. AmoebaNet-D and RoBERTa are written down here in plain torch.nn, from
-the papers' tables and from Hugging Face's definition, whose `RobertaForSequenceClassification` gave the same outputs and
+ResNet and VGG are torchvision's blocks, narrower. AmoebaNet-D, U-Net and RoBERTa are written down here in plain torch.nn,
+from the papers' tables and from Hugging Face's definition, whose `RobertaForSequenceClassification` gave the same outputs and
 gradients to float64's rounding when it was tried (transformers 5.22, with this script's weights).
 
 The files hold no weights: both sides make them by one formula (`values`), exact in float32. The truth is computed in
@@ -188,6 +188,41 @@ class AmoebaNetD(nn.Module):
         return self.classify.fc(pair[0].mean((2, 3)))
 
 
+class UNet(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        depth, c = s["depth"], s["channels"]
+        self.relu = nn.LeakyReLU(0.01)
+
+        def cell(inputs, middle, outputs):
+            sizes = [inputs] + [middle] * (s["convolutions"] - 1) + [outputs]
+            convs = (nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in zip(sizes, sizes[1:]))
+            return nn.ModuleList(nn.ModuleDict({"conv": conv}) for conv in convs)
+
+        self.encoder = nn.ModuleList(cell(3 if i == 0 else c << (i - 1), c << i, c << i) for i in range(depth))
+        deepest = c << (depth - 1)
+        self.bottleneck = cell(deepest, 2 * deepest, deepest)
+        self.decoder = nn.ModuleList(cell(c << (i + 1), (c << i) // 2, (c << i) // 2) for i in range(depth))
+        self.output = nn.Conv2d(c // 2, 1, 1, bias=False)
+
+    def run(self, cell, x):
+        for entry in cell:
+            x = self.relu(F.instance_norm(entry["conv"](x)))
+        return x
+
+    def forward(self, x):
+        skips = []
+        for cell in self.encoder:
+            skips.append(self.run(cell, x))
+            x = F.max_pool2d(skips[-1], 2)
+        x = self.run(self.bottleneck, x)
+        for cell in reversed(self.decoder):
+            x, skip = F.interpolate(x, scale_factor=2, mode="nearest"), skips.pop()
+            x = F.pad(x, (0, skip.shape[3] - x.shape[3], 0, skip.shape[2] - x.shape[2]))
+            x = self.run(cell, torch.cat([x, skip], 1))
+        return self.output(x)
+
+
 class RobertaLayer(nn.Module):
     """Attention and feed-forward part, under Hugging Face's names."""
 
@@ -263,12 +298,15 @@ def sentences(rows, tokens, vocabulary, padding):
 
 ROBERTA = dict(layers=2, hidden=24, heads=3, feed_forward=40, vocabulary=30, tokens=9, positions=14, token_types=2, padding=1, classes=3, dropout=0.0, eps=1e-5)
 
+UNET = dict(convolutions=2, channels=4, depth=2, image=22, dropout=0.0)
+
 # File → our model's name, its settings, PyTorch's, the inputs.
 CASES = {
     "resnet18": ("resnet", dict(depth=18, classes=10, image=48, width=8), lambda: resnet(18, 8, 10), images(6, 48)),
     "resnet50": ("resnet", dict(depth=50, classes=10, image=48, width=4), lambda: resnet(50, 4, 10), images(6, 48)),
     "vgg13": ("vgg13", dict(classes=10, image=48, width=8, hidden=32, dropout=0.0), lambda: vgg13(8, 32, 10), images(4, 48)),
     "amoebanet_d": ("amoebanet_d", dict(layers=3, filters=16, classes=10, image=64), lambda: AmoebaNetD(3, 16, 10), images(4, 64)),
+    "unet": ("unet", UNET, lambda: UNet(UNET), images(2, 22)),
     "roberta": ("roberta", ROBERTA, lambda: Roberta(ROBERTA), sentences(4, 9, 30, 1)),
 }
 
@@ -295,11 +333,11 @@ def compute(make, seed, inputs, labels, dtype, other_way=False):
     model.train()
     rectified = []
     for module in model.modules():
-        if isinstance(module, nn.ReLU):
+        if isinstance(module, (nn.ReLU, nn.LeakyReLU)):
             module.inplace = False
             module.register_forward_pre_hook(lambda _, x: rectified.append(x[0].detach().double()))
     output = model(*inputs)
-    loss = F.cross_entropy(output, labels)
+    loss = F.mse_loss(output, labels.to(dtype)) if labels.is_floating_point() else F.cross_entropy(output, labels)
     loss.backward()
     groups = {
         "eval_output": {"eval_output": eval_output},
@@ -366,7 +404,10 @@ def golden(file):
     model, settings, make, inputs_of = CASES[file]
     for seed in SEEDS:
         inputs = inputs_of(seed)
-        labels = (torch.arange(inputs[0].shape[0]) * 7 + seed) % settings["classes"]
+        if "classes" in settings:
+            labels = (torch.arange(inputs[0].shape[0]) * 7 + seed) % settings["classes"]
+        else:
+            labels = values(seed, "target", (inputs[0].shape[0], 1, *inputs[0].shape[2:]))
         truth, rectified = compute(make, seed, inputs, labels, torch.float64)
         singles = [compute(make, seed, inputs, labels, torch.float32, other_way) for other_way in (False, True)]
         nearest = min(room(rectified, single) for _, single in singles)
@@ -384,7 +425,7 @@ def golden(file):
         "seed": seed,
         "relu_inputs_below_0": share,
         "relu_inputs_are_away_from_0_by_float32_errors": rounded(nearest) if rectified else None,
-        "labels": labels.tolist(),
+        "labels": None if labels.is_floating_point() else labels.tolist(),
         "loss": truth["loss"]["loss"].item(),
         "eval_output": rounded(truth["eval_output"]["eval_output"].tolist()),
         "train_output": rounded(truth["train_output"]["train_output"].tolist()),

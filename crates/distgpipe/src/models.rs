@@ -48,7 +48,7 @@ pub const NAMED_CUTS: [(&str, &str, &str); 3] = [
 #[error("{why}{}", also(.named))]
 pub struct ModelCutError {
     /// What is wrong.
-    pub why: CutError,
+    pub why: Box<CutError>,
     /// The named cuts of the model.
     pub named: Vec<&'static str>,
 }
@@ -67,7 +67,7 @@ pub fn cut(model: &Model, text: &str) -> Result<Balance, ModelCutError> {
     let text = of_model().find(|(_, named, _)| *named == text).map_or(text, |(.., cut)| cut);
     let layers: Vec<&str> = model.layers.iter().map(|layer| layer.name()).collect();
     let balance = text.parse::<Cut>().and_then(|cut| cut.balance(&layers));
-    balance.map_err(|why| ModelCutError { why, named: of_model().map(|(_, named, _)| *named).collect() })
+    balance.map_err(|why| ModelCutError { why: Box::new(why), named: of_model().map(|(_, named, _)| *named).collect() })
 }
 
 /// A model cannot be made as asked.
