@@ -54,6 +54,7 @@ bench: setup .venv/made ## measure against PyTorch and others in one run; see be
 golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' from their formulas
 	$(PYTHON) scripts/golden_codecs.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py
+	.venv/bin/python scripts/golden_models.py
 	.venv/bin/python scripts/golden_optimizers.py
 
 lint: setup ## formatting, clippy and rustdoc, warnings denied

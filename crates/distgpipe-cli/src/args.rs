@@ -69,6 +69,11 @@ pub struct TrainFlags {
     #[arg(long, value_name = "LAYERS,…", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub balance: Option<String>,
+    /// Cut it by name: first=1,last=1 keeps both ends with the client, after=LAYER,… cuts there; roberta has roberta-1,
+    /// roberta-2 and roberta-3. Three partitions are client,server,client unless --place says otherwise
+    #[arg(long, value_name = "CUT", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cut: Option<String>,
     /// Cut it into N partitions that take about equally long, measured first
     #[arg(long, value_name = "N", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -7,6 +7,7 @@ use crate::exit::usage;
 use crate::files::read_text;
 use anyhow::Context;
 use distgpipe::codecs::Codecs;
+use distgpipe::core::cut::placement;
 use distgpipe::core::microbatch::MicroBatches;
 use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
@@ -29,6 +30,8 @@ use std::sync::Arc;
 const SAMPLES: usize = 2048;
 /// The most bytes of a plan file: the largest plan takes less.
 const PLAN_BYTES_MAX: u64 = 64 << 20;
+/// The most bytes of a model's config.json; a list of a million labels takes less.
+const MODEL_CONFIG_BYTES_MAX: u64 = 32 << 20;
 /// Test batches may be larger than training batches: nothing is kept for a backward pass.
 const TEST_BATCH_FACTOR: usize = 2;
 
@@ -73,8 +76,12 @@ impl RunConfig {
     /// Judges the flags.
     pub fn new(given: &TrainFlags) -> anyhow::Result<Self> {
         let plan = given.plan.as_deref().map(|path| plan_flag(path, given)).transpose()?;
-        let flags = given.or_defaults()?;
+        let mut flags = given.or_defaults()?;
         let model = model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set)?;
+        if let (Some(text), None, None) = (&flags.cut, &flags.place, &plan) {
+            let balance = models::cut(&model, text).map_err(|e| usage(format!("--cut: {e}")))?;
+            flags.place = placement(balance.partitions()).map(str::to_owned);
+        }
         let micro_batches = plan.as_ref().map_or(flags.chunks.unwrap_or(1), Plan::micro_batches);
         let (train, test, loss) = data(&flags, &model)?;
         let batch = flags.batch.unwrap_or_default();
@@ -197,6 +204,13 @@ pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
         let Some((key, value)) = setting.split_once('=') else {
             return Err(usage(format!("--set {setting}: expected KEY=VALUE, such as classes=10")));
         };
+        if (name, key.trim()) == ("roberta", "config") {
+            // All settings at once; later ones change single ones.
+            let text = read_text("--set config", Path::new(value), MODEL_CONFIG_BYTES_MAX)?;
+            let read = models::Roberta::from_hugging_face(&text).map_err(|e| usage(format!("--set {setting}: {e}")))?;
+            settings = serde_json::to_value(read)?;
+            continue;
+        }
         // What is no JSON is a word.
         let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
         match settings.get_mut(key.trim()) {
@@ -300,6 +314,7 @@ fn cut(flags: &TrainFlags, model: &Model, placement: Option<&Placement>, from_pl
     let given = [
         ("--partitions", flags.partitions.is_some()),
         ("--balance", flags.balance.is_some()),
+        ("--cut", flags.cut.is_some()),
         ("--auto-balance", flags.auto_balance.is_some()),
     ];
     let given: Vec<&str> = given.iter().filter(|(_, given)| *given).map(|(flag, _)| *flag).collect();
@@ -320,9 +335,10 @@ fn cut(flags: &TrainFlags, model: &Model, placement: Option<&Placement>, from_pl
         fits(partitions)?;
         return Ok(Cut::Measured(partitions));
     }
-    let balance = match &flags.balance {
-        Some(text) => text.parse::<Balance>().and_then(|balance| balance.check(layers).map(|()| balance)),
-        None => Balance::even(layers, flags.partitions.or(placed).unwrap_or(1)),
+    let balance = match (&flags.balance, &flags.cut) {
+        (Some(text), _) => text.parse::<Balance>().and_then(|balance| balance.check(layers).map(|()| balance)),
+        (None, Some(text)) => Ok(models::cut(model, text).map_err(|e| usage(format!("--cut: {e}")))?),
+        (None, None) => Balance::even(layers, flags.partitions.or(placed).unwrap_or(1)),
     };
     let balance = balance.map_err(|e| usage(format!("{flag}: {e}")))?;
     fits(balance.partitions())?;

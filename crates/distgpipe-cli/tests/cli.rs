@@ -67,7 +67,9 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--balance", "1,3", "--place", "a,b,a"], &["--balance makes 2", "--place names workers for 3"]),
         (&["train", "--partitions", "9"], &["--partitions", "use fewer partitions"]),
         (&["train", "--partitions", "2", "--balance", "2,2"], &["--partitions and --balance", "keep one"]),
-        (&["train", "--model", "resnet"], &["--model", "expected one of mobilenet_v2"]),
+        (&["train", "--cut", "first=1,last=1", "--balance", "2,2"], &["--balance and --cut", "keep one"]),
+        (&["train", "--cut", "first=2,last=2"], &["--cut", "leave a layer between them", "of 4 layers"]),
+        (&["train", "--model", "alexnet"], &["--model", "expected one of mobilenet_v2"]),
         (&["train", "--set", "clases=3"], &["--set clases=3", "classes=10"]),
         (&["train", "--workers", "process"], &["--workers process", "expected `threads`, `processes`"]),
         (&["train", "--partitions", "2", "--workers", "h:1"], &["--workers", "--token-file"]),
@@ -140,7 +142,7 @@ fn models_are_listed_and_counted() {
     assert_eq!(value["parameters"], 3_504_872);
     assert_eq!(value["layers"].as_array().map(Vec::len), Some(20));
     let all = json(&["models", "--json"]);
-    assert_eq!(all.as_array().map(Vec::len), Some(4));
+    assert_eq!(all.as_array().map(Vec::len), Some(7));
     assert!(fine(&["models", "mlp", "--profile", "--rows", "4"]).contains("backward"));
     let profiled = json(&["models", "mlp", "--profile", "--json"]);
     assert!(profiled["layers"][0]["forward_s"].as_f64().expect("a number") > 0.0);
@@ -235,11 +237,50 @@ fn a_plan_file_trains_as_the_schedule_it_came_from() {
 }
 
 #[test]
+fn a_cut_by_name_is_split_learning() {
+    let small = ["--set", "image=32", "--set", "width=0.1", "--batch", "8", "--chunks", "2", "--steps", "1", "--json"];
+    let common = [&["train", "--model", "mobilenet_v2", "--epochs", "1"], &small[..]].concat();
+    let by_name = json(&[&common[..], &["--cut", "first=1,last=1"]].concat());
+    assert_eq!(by_name["balance"], serde_json::json!([1, 18, 1]));
+    assert_eq!(by_name["placement"], serde_json::json!(["client", "server", "client"]));
+    let counts = ["--balance", "1,18,1", "--place", "client,server,client"];
+    assert_eq!(losses(&by_name), losses(&json(&[&common[..], &counts].concat())));
+    let placed = json(&[&common[..], &["--cut", "after=features.3", "--place", "a,b"]].concat());
+    assert_eq!(
+        (&placed["balance"], &placed["placement"]),
+        (&serde_json::json!([4, 16]), &serde_json::json!(["a", "b"]))
+    );
+    let wrong = refused(2, &[&common[..], &["--cut", "after=features.19"]].concat());
+    assert!(wrong.contains("--cut") && wrong.contains("features.0, features.1"), "{wrong}");
+}
+
+#[test]
+fn a_roberta_has_the_sizes_of_its_config_json() {
+    let file = directory("roberta").join("config.json");
+    let config = r#"{"model_type": "roberta", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2,
+        "intermediate_size": 24, "vocab_size": 40, "max_position_embeddings": 20}"#;
+    std::fs::write(&file, config).expect("written");
+    let set = format!("config={}", file.display());
+    let shown = json(&["models", "roberta", "--set", &set, "--set", "tokens=8", "--json"]);
+    assert_eq!((&shown["settings"]["hidden"], &shown["settings"]["tokens"]), (&16.into(), &8.into()));
+    assert_eq!(shown["layers"].as_array().map(Vec::len), Some(6));
+    let run =
+        ["--data", "synthetic", "--samples", "16", "--batch", "8", "--steps", "2", "--cut", "roberta-3", "--json"];
+    let report = json(&[&["train", "--model", "roberta", "--set", &set], &run[..]].concat());
+    assert_eq!(report["balance"], serde_json::json!([2, 3, 1]));
+    let wrong = refused(2, &["models", "roberta", "--set", "config=/nowhere/config.json"]);
+    assert!(wrong.contains("--set config /nowhere/config.json"), "{wrong}");
+}
+
+#[test]
 fn made_up_data_serves_every_model() {
-    let small: [(&str, &[&str]); 3] = [
+    let small: [(&str, &[&str]); 6] = [
+        ("resnet", &["--set", "depth=18", "--set", "image=32", "--set", "width=4", "--set", "classes=10"]),
+        ("vgg13", &["--set", "image=32", "--set", "width=4", "--set", "hidden=16", "--set", "classes=10"]),
+        ("amoebanet_d", &["--set", "image=32", "--set", "layers=3", "--set", "filters=8", "--set", "classes=10"]),
         ("unet", &["--set", "image=16", "--set", "channels=4", "--set", "convolutions=1", "--set", "depth=2"]),
         (
-            "transformer",
+            "roberta",
             &[
                 "--set",
                 "layers=1",

@@ -24,9 +24,21 @@ fn unet_is_transparent_between_processes() {
 }
 
 #[test]
-fn transformer_is_transparent_between_processes() {
+fn roberta_is_transparent_between_processes() {
     let servers = Servers::start(3);
-    matrix::check_model("transformer", |workers| servers.first(workers - 1));
+    matrix::check_model("roberta", |workers| servers.first(workers - 1));
+}
+
+#[test]
+fn amoebanet_d_is_transparent_between_processes() {
+    let servers = Servers::start(3);
+    matrix::check_model("amoebanet_d", |workers| servers.first(workers - 1));
+}
+
+#[test]
+fn every_model_may_be_cut_after_any_layer_between_processes() {
+    let servers = Servers::start(1);
+    matrix::check_every_cut(|_| servers.first(1));
 }
 
 #[test]

@@ -8,6 +8,7 @@
 //! | [`id`] | the three numbers everything is named by |
 //! | [`microbatch`] | how many micro-batches, and which rows each has |
 //! | [`partition`] | which layers run together, and the best cut for given costs |
+//! | [`cut`] | the same, said by the layers' names or from both ends |
 //! | [`placement`] | which worker runs which partition |
 //! | [`skip`] | which partition pairs a skip tensor travels between |
 //! | [`schedule`] | the order of every action of every worker: generated, checked, simulated, drawn |
@@ -17,6 +18,7 @@
 #![deny(unsafe_code)]
 
 pub mod codec;
+pub mod cut;
 pub mod id;
 pub mod microbatch;
 pub mod partition;

@@ -6,61 +6,89 @@ use crate::failure::Fault;
 use crate::layer::{Context, Init, Own, Role, SampleShape, ShapeError, TensorSpec};
 use tch::{Kind, Tensor};
 
-/// A 2-D convolution without bias.
+/// A 2-D convolution, padded with zeros so that stride 1 keeps the size.
 #[derive(Clone, Debug)]
 pub struct Conv2d {
     /// Channels in.
     pub from: i64,
     /// Channels out.
     pub to: i64,
-    /// Side of the kernel.
-    pub kernel: i64,
-    /// Step.
-    pub stride: i64,
+    /// Height and width of the kernel, both odd.
+    pub kernel: [i64; 2],
+    /// Steps down and across.
+    pub stride: [i64; 2],
     /// Groups; `from` of them make it depthwise.
     pub groups: i64,
+    /// Whether it adds a bias.
+    pub bias: bool,
 }
 
 impl Conv2d {
-    /// Zero padding that keeps the size at stride 1.
-    fn padding(&self) -> i64 {
-        (self.kernel - 1) / 2
+    /// A square kernel, stride 1, one group, no bias.
+    pub fn square(from: i64, to: i64, kernel: i64) -> Self {
+        Conv2d { from, to, kernel: [kernel; 2], stride: [1; 2], groups: 1, bias: false }
     }
 
-    /// Its weight, as `{prefix}.weight`, drawn as He et al. do for the number of outputs.
+    fn padding(&self) -> [i64; 2] {
+        self.kernel.map(|side| (side - 1) / 2)
+    }
+
+    /// Its weight, as `{prefix}.weight`, drawn as He et al. do for the number of outputs; and its bias, if any.
     pub fn tensors(&self, prefix: &str) -> Vec<TensorSpec> {
-        let fan_out = self.to * self.kernel * self.kernel;
+        let [height, width] = self.kernel;
+        let fan_out = self.to * height * width;
         let deviation = (2.0 / fan_out as f64).sqrt();
-        let dims = [self.to, self.from / self.groups, self.kernel, self.kernel];
-        vec![TensorSpec::parameter(format!("{prefix}.weight"), &dims, Init::Normal { deviation })]
+        let dims = [self.to, self.from / self.groups, height, width];
+        let mut tensors = vec![TensorSpec::parameter(format!("{prefix}.weight"), &dims, Init::Normal { deviation })];
+        if self.bias {
+            tensors.push(TensorSpec::parameter(format!("{prefix}.bias"), &[self.to], Init::Constant(0.0)));
+        }
+        tensors
     }
 
     /// Computes.
     pub fn forward(&self, own: &mut Own<'_>, x: &Tensor) -> Result<Tensor, Fault> {
-        let (stride, padding) = ([self.stride; 2], [self.padding(); 2]);
-        Ok(x.f_conv2d(own.next(), None::<&Tensor>, stride, padding, [1, 1], self.groups)?)
+        let weight = own.next();
+        let bias = self.bias.then(|| own.next());
+        Ok(x.f_conv2d(weight, bias, self.stride, self.padding(), [1, 1], self.groups)?)
     }
 
     /// The shape it makes of `[channels, height, width]`.
     pub fn shape(&self, layer: &str, input: &SampleShape) -> Result<SampleShape, ShapeError> {
         match input.dims[..] {
-            [c, h, w] if c == self.from => {
-                let side = |n: i64| (n + 2 * self.padding() - self.kernel) / self.stride + 1;
-                if side(h) > 0 && side(w) > 0 {
-                    return Ok(SampleShape { dims: vec![self.to, side(h), side(w)], kind: input.kind });
-                }
+            [c, h, w] if c == self.from && h > 0 && w > 0 => {
+                let side = |axis: usize, size: i64| (size - 1) / self.stride[axis] + 1;
+                Ok(SampleShape { dims: vec![self.to, side(0, h), side(1, w)], kind: input.kind })
             }
-            _ => {}
+            _ => Err(ShapeError {
+                layer: layer.to_owned(),
+                expected: format!("[{}, height, width]", self.from),
+                got: vec![input.clone()],
+            }),
         }
-        let expected = format!("[{}, height, width] at least {} wide", self.from, self.kernel - 2 * self.padding());
-        Err(ShapeError { layer: layer.to_owned(), expected, got: vec![input.clone()] })
     }
 
     /// Multiply-adds for an output of this shape.
     pub fn multiply_adds(&self, output: &SampleShape) -> u64 {
-        let places: i64 = output.dims.iter().product();
-        u64::try_from(places * (self.from / self.groups) * self.kernel * self.kernel).unwrap_or(0)
+        let each = [self.from / self.groups, self.kernel[0], self.kernel[1]];
+        let factors = output.dims.iter().chain(&each);
+        factors.fold(1, |product, &n| product.saturating_mul(u64::try_from(n).unwrap_or(0)))
     }
+}
+
+/// The shape that convolutions one after the other make of `input`, and their multiply-adds.
+pub fn chain<'a>(
+    layer: &str,
+    input: &SampleShape,
+    convs: impl IntoIterator<Item = &'a Conv2d>,
+) -> Result<(SampleShape, u64), ShapeError> {
+    let mut sum = 0_u64;
+    let output = convs.into_iter().try_fold(input.clone(), |x, conv| {
+        let y = conv.shape(layer, &x)?;
+        sum = sum.saturating_add(conv.multiply_adds(&y));
+        Ok(y)
+    })?;
+    Ok((output, sum))
 }
 
 /// Batch norm over the channels, deferred under micro-batches.
@@ -104,13 +132,24 @@ impl BatchNorm2d {
     }
 }
 
-/// Convolution, batch norm and, if wanted, ReLU6.
+/// What follows a batch norm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// Nothing.
+    None,
+    /// The positive part.
+    Relu,
+    /// The positive part, at most 6.
+    Relu6,
+}
+
+/// Convolution, batch norm and activation.
 #[derive(Clone, Debug)]
 pub struct ConvNorm {
     /// The convolution.
     pub conv: Conv2d,
-    /// Whether ReLU6 follows.
-    pub relu6: bool,
+    /// What follows the norm.
+    pub activation: Activation,
 }
 
 impl ConvNorm {
@@ -126,7 +165,11 @@ impl ConvNorm {
         let y = self.conv.forward(own, x)?;
         let mut y = BatchNorm2d { channels: self.conv.to }.forward(own, &y, context)?;
         // In place: batch norm's backward pass needs its input, not its output.
-        Ok(if self.relu6 { y.f_relu6_()? } else { y })
+        Ok(match self.activation {
+            Activation::None => y,
+            Activation::Relu => y.f_relu_()?,
+            Activation::Relu6 => y.f_relu6_()?,
+        })
     }
 }
 

@@ -4,7 +4,7 @@
 use distgpipe::codecs::Codecs;
 use distgpipe::core::schedule::Pass;
 use distgpipe::core::wire::HEADER_BYTES;
-use distgpipe::models::{Mlp, Transformer};
+use distgpipe::models::{Mlp, Roberta};
 use distgpipe::pipeline::StepOutcome;
 use distgpipe::transport::CutTraffic;
 use distgpipe::{profile, Batch, Model, Pipeline};
@@ -77,7 +77,7 @@ fn a_nan_goes_raw_and_is_counted() {
 
 #[test]
 fn a_mask_of_integers_goes_raw_beside_encoded_activations() {
-    let small = Transformer { layers: 1, hidden: 16, heads: 2, feed_forward: 16, tokens: 7, ..Transformer::default() };
+    let small = Roberta { layers: 1, hidden: 16, heads: 2, feed_forward: 16, tokens: 7, ..Roberta::default() };
     let model = small.model().unwrap();
     let mut pipeline = Pipeline::builder(model.clone())
         .balance([2, model.layers.len() - 2])

@@ -4,10 +4,13 @@
 //! times that far, because kernels add in another order, and no more.
 
 use distgpipe::engine;
-use distgpipe::models::MobileNetV2;
+use distgpipe::layer::Role;
+use distgpipe::model::Recipe;
+use distgpipe::models::{self, MobileNetV2};
 use distgpipe::optim::{Optim, Optimizer};
 use distgpipe::tch::{Kind, Tensor};
-use distgpipe::{Batch, Pipeline, Recompute, Schedule};
+use distgpipe::{Batch, Loss, Pipeline, Recompute, Schedule, TensorSpec};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -15,7 +18,7 @@ fn golden(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(file)
 }
 
-fn json(file: &str) -> serde_json::Value {
+fn json(file: &str) -> Value {
     serde_json::from_slice(&std::fs::read(golden(file)).unwrap()).unwrap()
 }
 
@@ -96,11 +99,171 @@ fn mobilenet_v2_has_the_outputs_gradients_and_buffers_of_torchvision() {
     }
 }
 
+/// The numbers of `values` in scripts/golden_models.py: pseudo-random, in [-1, 1), exact in 32-bit floats.
+fn values(seed: u64, name: &str, dims: &[i64]) -> Tensor {
+    let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    let start = format!("{seed}/{name}").bytes().fold(0xcbf2_9ce4_8422_2325, hash);
+    let value = |i: u64| {
+        let z = i.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(start);
+        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (((z ^ (z >> 31)) >> 40) as f32 - 8_388_608.0) / 8_388_608.0
+    };
+    let count: i64 = dims.iter().product();
+    let values: Vec<f32> = (1..=count as u64).map(value).collect();
+    Tensor::from_slice(&values).view(dims)
+}
+
+/// The tensor of that name: `weight` in scripts/golden_models.py.
+fn weight(seed: u64, spec: &TensorSpec) -> Tensor {
+    if spec.kind == Kind::Int64 {
+        return Tensor::from(7_i64);
+    }
+    let unit = values(seed, &spec.name, &spec.dims);
+    if spec.dims.len() >= 2 {
+        let inputs: i64 = spec.dims[1..].iter().product();
+        return unit * f64::from((6.0 / inputs as f64).sqrt() as f32);
+    }
+    match spec.name.rsplit('.').next() {
+        Some("weight") => unit * 0.25 + 0.625,
+        Some("bias") => unit * 0.25 + 0.75,
+        Some("running_mean") => unit * 0.25,
+        _ => unit * 0.5 + 1.0,
+    }
+}
+
+fn floats(value: &Value) -> Vec<f64> {
+    match value {
+        Value::Array(values) => values.iter().flat_map(floats).collect(),
+        value => vec![value.as_f64().unwrap()],
+    }
+}
+
+fn ints(value: &Value) -> Tensor {
+    let rows: Vec<Vec<f64>> = value.as_array().unwrap().iter().map(floats).collect();
+    let flat: Vec<i64> = rows.concat().iter().map(|&x| x as i64).collect();
+    Tensor::from_slice(&flat).view([rows.len() as i64, -1])
+}
+
+/// How far a tensor is from what the file keeps of it, relative to its size; for one that is zero, absolutely.
+fn gap_to_digest(name: &str, got: &Tensor, kept: &Value) -> f64 {
+    let flat = got.to_kind(Kind::Double).contiguous().view(-1);
+    let number = |key: &str| kept[key].as_f64().unwrap();
+    let gap = |got: Tensor, expected: f64| (f64::try_from(got).unwrap() - expected).abs();
+    let (norm, largest) = if number("largest") > 1e-9 { (number("norm"), number("largest")) } else { (1.0, 1.0) };
+    let probe = values(0, &format!("probe/{name}"), &flat.size());
+    let places = (0_i64..).map(|i| (i * 2_654_435_761 + 12_345) % flat.size()[0]);
+    let single = places.zip(floats(&kept["values"])).map(|(place, expected)| gap(flat.get(place), expected) / largest);
+    let whole = [
+        gap(flat.norm(), number("norm")) / norm,
+        gap((&flat * probe).sum(Kind::Double), number("probe")) / norm,
+        gap(flat.abs().max(), number("largest")) / largest,
+    ];
+    single.chain(whole).fold(0.0, f64::max)
+}
+
+fn median_deviation(group: &Value) -> f64 {
+    let mut all: Vec<f64> =
+        group.as_object().unwrap().values().map(|kept| kept["deviation"].as_f64().unwrap()).collect();
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Holds a model against scripts/golden_models.py's figures: outputs, loss, every gradient and every buffer.
+fn check(file: &str) {
+    let facts = json(file);
+    let seed = facts["seed"].as_u64().unwrap();
+    let recipe = Recipe { name: facts["model"].as_str().unwrap().to_owned(), settings: facts["settings"].clone() };
+    let model = models::build(&recipe).unwrap();
+    let specs: Vec<TensorSpec> = model.layers.iter().flat_map(|layer| layer.tensors()).collect();
+    let inputs = match facts.get("ids") {
+        Some(ids) => vec![ints(ids), ints(&facts["mask"])],
+        None => {
+            vec![2.0 * values(seed, "x", &floats(&facts["input_dims"]).iter().map(|&n| n as i64).collect::<Vec<_>>())]
+        }
+    };
+    let classifies = facts["labels"].is_array();
+    let mut pipeline = Pipeline::builder(model)
+        .place("client,server,client")
+        .micro_batches(1)
+        .schedule(Schedule::GPipe)
+        .recompute(Recompute::Always)
+        .loss(if classifies { Loss::CrossEntropy } else { Loss::MeanSquared })
+        // The parameters must not move, the batch norms' statistics must.
+        .optimizer(Optim::sgd(0.0), 0.0)
+        .build()
+        .unwrap();
+    pipeline.load(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
+    let allowed = |output: &str| TIMES * facts[output].as_f64().unwrap();
+
+    let output = pipeline.predict(inputs.iter().map(Tensor::shallow_clone).collect()).unwrap();
+    let expected = Tensor::from_slice(&floats(&facts["eval_output"])).view(&output.size()[..]);
+    let (_, gap) = deviation(&output, &expected);
+    assert!(gap <= allowed("eval_output_deviation"), "{file}: the output is off by {gap:e}");
+
+    let target = match classifies {
+        true => ints(&facts["labels"]).view(-1),
+        false => values(seed, "target", &output.size()),
+    };
+    let batch = Batch { inputs, target, samples: Vec::new() };
+    let (outcome, gradients) = pipeline.gradients(&batch).unwrap();
+    let loss = facts["loss"].as_f64().unwrap();
+    // The loss is a float of outputs that are this far off.
+    let limit = allowed("train_output_deviation") * loss;
+    assert!((outcome.loss - loss).abs() <= limit, "{file}: loss {} against {loss}", outcome.loss);
+
+    pipeline.train_step(&batch).unwrap();
+    let state = pipeline.state().unwrap();
+    let mut compared = 0;
+    for spec in specs.iter().filter(|spec| spec.kind == Kind::Float) {
+        let (group, got) = match spec.role {
+            Role::Parameter => ("gradients", &gradients[&spec.name]),
+            Role::Buffer => ("buffers", &state[&spec.name]),
+        };
+        let kept = &facts[group][&spec.name];
+        // A tensor that PyTorch happened to round well may be rounded as most are.
+        let limit = TIMES * kept["deviation"].as_f64().unwrap().max(median_deviation(&facts[group]));
+        let gap = gap_to_digest(&spec.name, got, kept);
+        assert!(gap <= limit, "{file}: {group} {} is off by {gap:e}, allowed {limit:e}", spec.name);
+        compared += 1;
+    }
+    let kept = ["gradients", "buffers"].map(|group| facts[group].as_object().unwrap().len());
+    assert_eq!(compared, kept.iter().sum::<usize>(), "{file}: tensors that only PyTorch has");
+}
+
+#[test]
+fn resnet_of_basic_blocks_has_the_outputs_gradients_and_buffers_of_torchvision() {
+    check("resnet18.json");
+}
+
+#[test]
+fn resnet_of_bottlenecks_has_the_outputs_gradients_and_buffers_of_torchvision() {
+    check("resnet50.json");
+}
+
+#[test]
+fn vgg13_has_the_outputs_and_gradients_of_torchvision() {
+    check("vgg13.json");
+}
+
+#[test]
+fn amoebanet_d_has_the_outputs_gradients_and_buffers_of_pytorch() {
+    check("amoebanet_d.json");
+}
+
+#[test]
+fn unet_has_the_outputs_and_gradients_of_pytorch() {
+    check("unet.json");
+}
+
+#[test]
+fn roberta_has_the_outputs_and_gradients_of_hugging_faces_definition() {
+    check("roberta.json");
+}
+
 #[test]
 fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
     let facts = json("optimizers.json");
-    let vector =
-        |v: &serde_json::Value| -> Vec<f64> { v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect() };
     let mut compared = 0;
     for (name, case) in facts["cases"].as_object().unwrap() {
         let option = |key: &str| case["options"][key].as_f64().unwrap_or(0.0);
@@ -114,15 +277,15 @@ fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
             // Kept in the file for the optimizers that are still to come.
             _ => continue,
         };
-        let start: Vec<f32> = vector(&facts["start"]).iter().map(|&x| x as f32).collect();
+        let start: Vec<f32> = floats(&facts["start"]).iter().map(|&x| x as f32).collect();
         let parameter = Tensor::from_slice(&start).set_requires_grad(true);
         let mut optimizer = Optimizer::new(optim, 1);
         for (step, gradient) in facts["gradients"].as_array().unwrap().iter().enumerate() {
-            let gradient: Vec<f32> = vector(gradient).iter().map(|&x| x as f32).collect();
+            let gradient: Vec<f32> = floats(gradient).iter().map(|&x| x as f32).collect();
             engine::clear_grad(&parameter);
             (&parameter * Tensor::from_slice(&gradient)).sum(Kind::Float).backward();
             optimizer.step(std::iter::once(&parameter), option("lr")).unwrap();
-            let expected = Tensor::from_slice(&vector(&case["parameters_after_step"][step]));
+            let expected = Tensor::from_slice(&floats(&case["parameters_after_step"][step]));
             let (gap, _) = deviation(&parameter.detach(), &expected);
             let limit = TIMES * case["float32_deviation"].as_f64().unwrap();
             assert!(gap <= limit, "{name}, step {step}: off by {gap:e}, allowed {limit:e}");

@@ -20,8 +20,18 @@ fn unet_is_transparent_between_threads() {
 }
 
 #[test]
-fn transformer_is_transparent_between_threads() {
-    matrix::check_model("transformer", |_| Workers::Threads);
+fn roberta_is_transparent_between_threads() {
+    matrix::check_model("roberta", |_| Workers::Threads);
+}
+
+#[test]
+fn amoebanet_d_is_transparent_between_threads() {
+    matrix::check_model("amoebanet_d", |_| Workers::Threads);
+}
+
+#[test]
+fn every_model_may_be_cut_after_any_layer() {
+    matrix::check_every_cut(|_| Workers::Threads);
 }
 
 #[test]

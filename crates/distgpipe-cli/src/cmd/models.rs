@@ -17,7 +17,8 @@ use serde_json::json;
 Examples:
   distgpipe models
   distgpipe models mobilenet_v2 --set classes=1000
-  distgpipe models transformer --set layers=2 --profile --rows 8")]
+  distgpipe models roberta --set config=config.json
+  distgpipe models roberta --set layers=2 --profile --rows 8")]
 pub struct ModelsArgs {
     /// Show this one's layers; without a name, list all
     name: Option<String>,

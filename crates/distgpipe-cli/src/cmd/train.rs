@@ -17,8 +17,7 @@ Examples:
   Learn the built-in digits, two partitions on two threads:
       distgpipe train --partitions 2
   Split learning: this process keeps the first and the last layer, another process runs the middle:
-      distgpipe train --model mobilenet_v2 --set image=32 --balance 1,18,1 \\
-          --place client,server,client --workers processes
+      distgpipe train --model mobilenet_v2 --set image=32 --cut first=1,last=1 --workers processes
   The same with the middle on another machine, where `distgpipe worker` waits:
       distgpipe train … --workers 10.0.0.2:7000 --token-file token.txt
   Cut by measured time, save memory, and keep a trace for Perfetto:

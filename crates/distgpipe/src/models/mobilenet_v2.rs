@@ -1,9 +1,10 @@
 //! MobileNetV2 (Sandler et al. 2018), with torchvision's layers and names: 19 feature blocks and the classifier.
 
+use super::classifier::Classifier;
 use super::{recipe, require, single, ModelError};
 use crate::failure::Fault;
 use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::{Conv2d, ConvNorm, Linear};
+use crate::layers::{chain, Activation, Conv2d, ConvNorm, Linear};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -69,7 +70,7 @@ impl MobileNetV2 {
         require(self.strides.iter().all(|s| (1..=4).contains(s)), name, "strides must be 1 to 4")?;
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
         let mut from = divisible(32.0 * self.width);
-        let conv = Conv2d { from: self.channels, to: from, kernel: 3, stride: self.strides[0], groups: 1 };
+        let conv = Conv2d { stride: [self.strides[0]; 2], ..Conv2d::square(self.channels, from, 3) };
         layers.push(Arc::new(Stem::new(0, conv)));
         for ((expand, channels, blocks), stride) in GROUPS.into_iter().zip(&self.strides[1..]) {
             let to = divisible(channels as f64 * self.width);
@@ -80,8 +81,14 @@ impl MobileNetV2 {
             }
         }
         let last = divisible(1280.0 * self.width.max(1.0));
-        layers.push(Arc::new(Stem::new(layers.len(), Conv2d { from, to: last, kernel: 1, stride: 1, groups: 1 })));
-        layers.push(Arc::new(Classifier { dropout: self.dropout, linear: Linear { from: last, to: self.classes } }));
+        layers.push(Arc::new(Stem::new(layers.len(), Conv2d::square(from, last, 1))));
+        layers.push(Arc::new(Classifier {
+            name: "classifier",
+            prefix: "classifier.1",
+            dropout: self.dropout,
+            linear: Linear { from: last, to: self.classes },
+            init: [Init::Normal { deviation: 0.01 }, Init::Constant(0.0)],
+        }));
         let input = vec![SampleShape::float(&[self.channels, self.image, self.image])];
         Ok(Model { layers, input, recipe: recipe(name, self) })
     }
@@ -95,7 +102,7 @@ struct Stem {
 
 impl Stem {
     fn new(index: usize, conv: Conv2d) -> Self {
-        Stem { name: format!("features.{index}"), block: ConvNorm { conv, relu6: true } }
+        Stem { name: format!("features.{index}"), block: ConvNorm { conv, activation: Activation::Relu6 } }
     }
 }
 
@@ -118,8 +125,7 @@ impl Layer for Stem {
     }
 
     fn multiply_adds(&self, input: &[SampleShape]) -> u64 {
-        let output = input.first().and_then(|x| self.block.conv.shape(&self.name, x).ok());
-        output.map_or(0, |y| self.block.conv.multiply_adds(&y))
+        input.first().and_then(|x| chain(&self.name, x, [&self.block.conv]).ok()).map_or(0, |(_, sum)| sum)
     }
 }
 
@@ -136,18 +142,23 @@ impl InvertedResidual {
         let hidden = from * expand;
         let mut convs = Vec::new();
         if expand != 1 {
-            convs.push(Conv2d { from, to: hidden, kernel: 1, stride: 1, groups: 1 });
+            convs.push(Conv2d::square(from, hidden, 1));
         }
-        convs.push(Conv2d { from: hidden, to: hidden, kernel: 3, stride, groups: hidden });
+        convs.push(Conv2d { stride: [stride; 2], groups: hidden, ..Conv2d::square(hidden, hidden, 3) });
         let mut blocks: Vec<_> = convs
             .into_iter()
             .enumerate()
-            .map(|(i, conv)| (ConvNorm { conv, relu6: true }, format!("conv.{i}.0"), format!("conv.{i}.1")))
+            .map(|(i, conv)| (i, ConvNorm { conv, activation: Activation::Relu6 }))
+            .map(|(i, block)| (block, format!("conv.{i}.0"), format!("conv.{i}.1")))
             .collect();
         let i = blocks.len();
-        let project = Conv2d { from: hidden, to, kernel: 1, stride: 1, groups: 1 };
-        blocks.push((ConvNorm { conv: project, relu6: false }, format!("conv.{i}"), format!("conv.{}", i + 1)));
+        let project = ConvNorm { conv: Conv2d::square(hidden, to, 1), activation: Activation::None };
+        blocks.push((project, format!("conv.{i}"), format!("conv.{}", i + 1)));
         InvertedResidual { name: format!("features.{index}"), blocks, residual: stride == 1 && from == to }
+    }
+
+    fn chained(&self, input: &SampleShape) -> Result<(SampleShape, u64), ShapeError> {
+        chain(&self.name, input, self.blocks.iter().map(|(block, ..)| &block.conv))
     }
 }
 
@@ -166,8 +177,7 @@ impl Layer for InvertedResidual {
 
     fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
         let input = single(&self.name, "one image tensor", input)?;
-        let output = self.blocks.iter().try_fold(input, |x, (block, ..)| block.conv.shape(&self.name, &x))?;
-        Ok(vec![output])
+        Ok(vec![self.chained(&input)?.0])
     }
 
     fn forward(
@@ -185,52 +195,7 @@ impl Layer for InvertedResidual {
     }
 
     fn multiply_adds(&self, input: &[SampleShape]) -> u64 {
-        let Some(mut x) = input.first().cloned() else { return 0 };
-        let mut sum = 0;
-        for (block, ..) in &self.blocks {
-            let Ok(y) = block.conv.shape(&self.name, &x) else { return sum };
-            sum += block.conv.multiply_adds(&y);
-            x = y;
-        }
-        sum
-    }
-}
-
-/// Average over the image, dropout, linear.
-struct Classifier {
-    dropout: f64,
-    linear: Linear,
-}
-
-impl Layer for Classifier {
-    fn name(&self) -> &str {
-        "classifier"
-    }
-
-    fn tensors(&self) -> Vec<TensorSpec> {
-        self.linear.tensors_from("classifier.1", Init::Normal { deviation: 0.01 }, Init::Constant(0.0))
-    }
-
-    fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
-        let input = single("classifier", "one image tensor", input)?;
-        match input.dims[..] {
-            [c, _, _] if c == self.linear.from => Ok(vec![SampleShape { dims: vec![self.linear.to], ..input }]),
-            _ => Err(ShapeError {
-                layer: "classifier".to_owned(),
-                expected: format!("[{}, height, width]", self.linear.from),
-                got: vec![input],
-            }),
-        }
-    }
-
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let pooled = input[0].f_adaptive_avg_pool2d([1, 1])?.f_flatten(1, -1)?;
-        let dropped = context.dropout(pooled, self.dropout)?;
-        Ok(vec![self.linear.forward(own, &dropped)?])
-    }
-
-    fn multiply_adds(&self, _: &[SampleShape]) -> u64 {
-        u64::try_from(self.linear.from * self.linear.to).unwrap_or(0)
+        input.first().and_then(|x| self.chained(x).ok()).map_or(0, |(_, sum)| sum)
     }
 }
 

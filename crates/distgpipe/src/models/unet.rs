@@ -69,8 +69,7 @@ impl UNet {
             layers.push(step(format!("decoder.{i}.pop"), Operation::Pop(skip(i))));
             self.cell(&mut layers, &format!("decoder.{i}"), [c << (i + 1), to, to]);
         }
-        let last = Conv2d { from: c / 2, to: 1, kernel: 1, stride: 1, groups: 1 };
-        layers.push(step("output".to_owned(), Operation::Conv(last)));
+        layers.push(step("output".to_owned(), Operation::Conv(Conv2d::square(c / 2, 1, 1))));
         Ok(Model { layers, input: vec![SampleShape::float(&[3, self.image, self.image])], recipe: recipe(name, self) })
     }
 
@@ -78,8 +77,7 @@ impl UNet {
         for b in 0..self.convolutions {
             let from = if b == 0 { from } else { middle };
             let to = if b + 1 == self.convolutions { to } else { middle };
-            let conv = Conv2d { from, to, kernel: 3, stride: 1, groups: 1 };
-            layers.push(step(format!("{name}.{b}.conv"), Operation::Conv(conv)));
+            layers.push(step(format!("{name}.{b}.conv"), Operation::Conv(Conv2d::square(from, to, 3))));
             layers.push(step(format!("{name}.{b}.dropout"), Operation::Dropout(self.dropout)));
             layers.push(step(format!("{name}.{b}.norm"), Operation::InstanceNorm));
             layers.push(step(format!("{name}.{b}.relu"), Operation::LeakyRelu));

@@ -1,6 +1,6 @@
 //! The matrix of law 1, run by every transport.
 
-use crate::one_device::{assert_identical, subjects, OneDevice, Subject, Tensors};
+use crate::one_device::{assert_identical, every_kind, subjects, OneDevice, Subject, Tensors};
 use distgpipe::transport::Timeouts;
 use distgpipe::{Optim, Pipeline, Recompute, Schedule, Workers};
 use std::collections::BTreeMap;
@@ -80,6 +80,32 @@ fn check_one(subject: &Subject, truth: &Truth, what: &str, case: Case<'_>, worke
     pipeline.train_step(&subject.batch(rows, 2)).unwrap_or_else(|e| panic!("{what}: {e}"));
     let state = pipeline.state().unwrap_or_else(|e| panic!("{what}: {e}"));
     assert_identical(&format!("{what}: state"), &state, &truth.state);
+}
+
+/// Two partitions of every model, cut after each of its layers in turn: skips, second states and masks cross there.
+pub fn check_every_cut(workers: impl Fn(usize) -> Workers) {
+    for subject in every_kind() {
+        let batch = subject.batch(5, 1);
+        let (loss, expected) = OneDevice::new(&subject, SEED).gradients(&batch, 2, Schedule::OneFOneB);
+        let layers = subject.model.layers.len();
+        for first in 1..layers {
+            let what = format!("{} cut after {}", subject.name, subject.model.layers[first - 1].name());
+            let mut pipeline = Pipeline::builder(subject.model.clone())
+                .balance([first, layers - first])
+                .micro_batches(2)
+                .schedule(Schedule::OneFOneB)
+                // One micro-batch is recomputed, the other kept.
+                .recompute(Recompute::ExceptLast)
+                .loss(subject.loss)
+                .seed(SEED)
+                .workers(workers(2))
+                .build()
+                .unwrap_or_else(|e| panic!("{what}: {e}"));
+            let (outcome, gradients) = pipeline.gradients(&batch).unwrap_or_else(|e| panic!("{what}: {e}"));
+            assert!((outcome.loss - loss).abs() <= 1e-12 * loss.abs(), "{what}: loss {} {loss}", outcome.loss);
+            assert_identical(&what, &gradients, &expected);
+        }
+    }
 }
 
 /// Ten steps of training have the losses of one device.

@@ -7,7 +7,7 @@ use distgpipe::core::skip::{SkipLayout, SkipUse};
 use distgpipe::core::{MicroBatchId, PartitionId};
 use distgpipe::engine::{self, Layout, Stream};
 use distgpipe::layer::{Passing, Role};
-use distgpipe::models::{MobileNetV2, Transformer, UNet};
+use distgpipe::models::{AmoebaNetD, MobileNetV2, ResNet, Roberta, UNet, Vgg13};
 use distgpipe::partition::{Building, Partition};
 use distgpipe::tch::{no_grad, Device, Kind, Tensor};
 use distgpipe::{Batch, Loss, Model, Schedule};
@@ -22,11 +22,11 @@ pub struct Subject {
     pub loss: Loss,
 }
 
-/// The three models of the matrix, each with dropout.
+/// The models of the matrix: with dropout, batch norm, long skips, a mask that goes along, and two states that do.
 pub fn subjects() -> Vec<Subject> {
     let mobilenet = MobileNetV2 { width: 0.25, image: 16, strides: [1, 1, 2, 2, 1, 1, 2, 1], ..MobileNetV2::default() };
     let unet = UNet { convolutions: 2, channels: 4, depth: 2, image: 10, dropout: 0.1 };
-    let transformer = Transformer {
+    let roberta = Roberta {
         layers: 2,
         hidden: 16,
         heads: 2,
@@ -35,13 +35,28 @@ pub fn subjects() -> Vec<Subject> {
         tokens: 7,
         positions: 12,
         classes: 3,
-        ..Transformer::default()
+        ..Roberta::default()
     };
+    let amoebanet_d = AmoebaNetD { layers: 3, filters: 8, classes: 10, image: 32 };
     vec![
         Subject { name: "mobilenet_v2", model: mobilenet.model().unwrap(), loss: Loss::CrossEntropy },
         Subject { name: "unet", model: unet.model().unwrap(), loss: Loss::MeanSquared },
-        Subject { name: "transformer", model: transformer.model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "roberta", model: roberta.model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "amoebanet_d", model: amoebanet_d.model().unwrap(), loss: Loss::CrossEntropy },
     ]
+}
+
+/// Every kind of model that there is, the matrix's included.
+pub fn every_kind() -> Vec<Subject> {
+    let resnet = |depth| ResNet { depth, classes: 10, image: 32, width: 4 };
+    let vgg = Vgg13 { classes: 10, image: 32, width: 4, hidden: 16, dropout: 0.5 };
+    let mut all = subjects();
+    all.extend([
+        Subject { name: "resnet18", model: resnet(18).model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "resnet50", model: resnet(50).model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "vgg13", model: vgg.model().unwrap(), loss: Loss::CrossEntropy },
+    ]);
+    all
 }
 
 impl Subject {
@@ -54,16 +69,20 @@ impl Subject {
         };
         let classes = |n: i64| (normal(&[rows], 9) * 7.0).abs().to_kind(Kind::Int64).remainder(n);
         match self.name {
-            "mobilenet_v2" => Batch::new(normal(&[rows, 3, 16, 16], 0), classes(10)),
             "unet" => Batch::new(normal(&[rows, 3, 10, 10], 0), normal(&[rows, 1, 10, 10], 1)),
-            _ => {
+            "roberta" => {
                 let ids = (normal(&[rows, 7], 0) * 20.0).abs().to_kind(Kind::Int64).remainder(50);
                 // Every other row is two tokens shorter, so that the mask matters.
                 let mask = Tensor::ones([rows, 7], (Kind::Int64, Device::Cpu));
                 for row in (0..rows).step_by(2) {
                     let _ = mask.get(row).narrow(0, 5, 2).fill_(0);
+                    let _ = ids.get(row).narrow(0, 5, 2).fill_(1);
                 }
                 Batch { inputs: vec![ids, mask], target: classes(3), samples: Vec::new() }
+            }
+            _ => {
+                let image = self.model.input[0].dims[1];
+                Batch::new(normal(&[rows, 3, image, image], 0), classes(10))
             }
         }
     }
