@@ -13,7 +13,7 @@ use distgpipe::core::placement::Placement;
 use distgpipe::core::schedule::{check, Plan};
 use distgpipe::data::digits::Part;
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
-use distgpipe::data::{Dataset, Digits, Loader, LoaderOptions, Synthetic};
+use distgpipe::data::{Dataset, Digits, Loader, LoaderOptions, Pass, Synthetic};
 use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
@@ -184,7 +184,10 @@ impl RunConfig {
                 // As large as a micro-batch will be.
                 let rows = (flags.batch.unwrap_or(1) / flags.chunks.unwrap_or(1).max(1)).max(1);
                 let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
-                builder.auto_balance(*partitions, self.train.data().batch(&rows)?)
+                builder.auto_balance(
+                    *partitions,
+                    self.train.data().batch(&rows, Pass::new(flags.seed.unwrap_or_default(), 0))?,
+                )
             }
         })
     }
