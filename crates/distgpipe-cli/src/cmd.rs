@@ -1,6 +1,7 @@
 //! The subcommands, one file each.
 
 pub mod balance;
+pub mod data;
 pub mod demo;
 pub mod models;
 pub mod schedule;
