@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes what torchvision makes of small images, for our image pipeline to be held against.
+"""Writes what torchvision and Pillow make of small images, for our image pipeline to be held against.
 
 usage: scripts/golden_images.py      needs: torch==2.11.0, torchvision==0.26.0, pillow
-writes: crates/distgpipe/tests/golden/images.json
+writes: crates/distgpipe/tests/golden/images.json, crates/distgpipe/tests/golden/images/
 
 An image is a formula, so that the file holds results only: `exact` is torchvision's answer for float64 tensors, `pillow` for
 8-bit images, which Pillow rounds after each axis. Values are 0 to 255, row by row, the colours of a pixel next to each other.
+`files` says what Pillow decodes from the files beside it.
 """
 import json
 from pathlib import Path
@@ -56,5 +57,35 @@ def middle(size, side):
     return {"size": size, "side": side, **answers(*size, change)}
 
 
-TARGET.write_text(json.dumps({"crops": [crop(*c) for c in CROPS], "middles": [middle(*m) for m in MIDDLES]}) + "\n")
+def save(name, image, **options):
+    path = TARGET.parent / "images" / name
+    path.parent.mkdir(exist_ok=True)
+    image.save(path, **options)
+    decoded = Image.open(path).convert("RGB")
+    return {"name": name, "size": decoded.size, "pixels": list(decoded.tobytes())}
+
+
+def files():
+    """Every form that the decoders have a branch for. Smooth, because JPEG decoders differ where colours jump."""
+    y, x, c = torch.meshgrid(torch.arange(14), torch.arange(19), torch.arange(3), indexing="ij")
+    smooth = Image.fromarray(torch.where(c == 0, 13 * x, torch.where(c == 1, 17 * y, 120 + 0 * x)).to(torch.uint8).numpy())
+    noise = Image.fromarray(image(19, 14).to(torch.uint8).numpy())
+    alpha = noise.copy()
+    alpha.putalpha(noise.convert("L"))
+    return [
+        save("plain.jpg", smooth, quality=95, subsampling="4:4:4"),
+        save("subsampled.jpg", smooth, quality=95, subsampling="4:2:0"),
+        save("progressive.jpg", smooth, quality=95, subsampling="4:4:4", progressive=True),
+        save("grey.jpg", smooth.convert("L"), quality=95),
+        save("plain.png", noise),
+        save("alpha.png", alpha),
+        save("grey.png", noise.convert("L")),
+        save("grey_alpha.png", alpha.convert("LA")),
+        save("palette.png", noise.convert("P", palette=Image.Palette.ADAPTIVE, colors=13)),
+        save("bits.png", noise.convert("1")),
+    ]
+
+
+golden = {"crops": [crop(*c) for c in CROPS], "middles": [middle(*m) for m in MIDDLES], "files": files()}
+TARGET.write_text(json.dumps(golden) + "\n")
 print(TARGET)

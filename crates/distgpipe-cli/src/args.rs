@@ -28,6 +28,10 @@ pub enum DataName {
     Cifar10,
     /// CIFAR-100: 60,000 images of 100 classes
     Cifar100,
+    /// Food-101: 101,000 photographs of 101 dishes
+    Food101,
+    /// Your own: DIR/train/CLASS/… and DIR/test/CLASS/… with JPEG and PNG files
+    ImageFolder,
 }
 
 impl DataName {

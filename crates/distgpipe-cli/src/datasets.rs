@@ -3,9 +3,12 @@
 use crate::args::{DataName, TrainFlags};
 use crate::exit::usage;
 use distgpipe::data::cifar::Edition;
+use distgpipe::data::food101;
 use distgpipe::data::image::ImageSource;
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
-use distgpipe::data::{Cifar, DataError, Dataset, Digits, ImageSet, Loader, LoaderOptions, Part, Subset, Synthetic};
+use distgpipe::data::{
+    Cifar, DataError, Dataset, Digits, ImageFiles, ImageSet, Loader, LoaderOptions, Part, Subset, Synthetic,
+};
 use distgpipe::engine::{Device, Layout};
 use distgpipe::{Loss, Model, SampleShape};
 use std::path::{Path, PathBuf};
@@ -69,18 +72,16 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
 pub fn open(name: DataName, flags: &TrainFlags, input: &[SampleShape], part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
     let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
     let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
+    let images = Images { name, input, part, layout };
     match name {
         DataName::Digits => opened(name, Digits::for_input(part, input)),
-        DataName::Cifar10 => {
-            images(name, || Cifar::open(&directory()?, Edition::Ten, part).map_err(wrong(name)), input, part, layout)
+        DataName::Cifar10 => images.of(Cifar::open(&directory()?, Edition::Ten, part)),
+        DataName::Cifar100 => images.of(Cifar::open(&directory()?, Edition::Hundred, part)),
+        DataName::Food101 => images.of(food101::open(&directory()?, part)),
+        DataName::ImageFolder if flags.data_dir.is_none() => {
+            Err(usage("--data image-folder: say with --data-dir DIR where the images are"))
         }
-        DataName::Cifar100 => images(
-            name,
-            || Cifar::open(&directory()?, Edition::Hundred, part).map_err(wrong(name)),
-            input,
-            part,
-            layout,
-        ),
+        DataName::ImageFolder => images.of(ImageFiles::folder(&directory()?, part)),
         DataName::Synthetic => Err(usage("--data synthetic: it is made for a model")),
     }
 }
@@ -138,14 +139,18 @@ fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Part
     )
 }
 
-fn images<S: ImageSource + 'static>(
+/// In which form images are wanted.
+struct Images<'a> {
     name: DataName,
-    source: impl FnOnce() -> anyhow::Result<S>,
-    input: &[SampleShape],
+    input: &'a [SampleShape],
     part: Part,
     layout: Layout,
-) -> anyhow::Result<Arc<dyn Dataset>> {
-    opened(name, ImageSet::for_input(source()?, input, part, layout))
+}
+
+impl Images<'_> {
+    fn of<S: ImageSource + 'static>(&self, source: Result<S, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {
+        opened(self.name, source.and_then(|source| ImageSet::for_input(source, self.input, self.part, self.layout)))
+    }
 }
 
 fn opened<D: Dataset + 'static>(name: DataName, set: Result<D, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {

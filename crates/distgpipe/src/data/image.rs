@@ -5,6 +5,7 @@
 //! to 256/224 of the square and the middle is cut out (`Resize`, `CenterCrop`). Colours are normalised by ImageNet's
 //! means and deviations, as pretrained weights expect.
 
+pub(super) mod decode;
 mod resample;
 
 use super::{check, DataError, Dataset, Part, Pass};
@@ -357,6 +358,24 @@ mod tests {
         assert_eq!(a.inputs, b.inputs);
         assert_eq!(Vec::<i64>::try_from(&a.target).unwrap(), [2]);
         assert!(test.batch(&[0, 3], Pass::new(0, 0)).is_err());
+    }
+
+    #[test]
+    fn the_same_images_come_in_the_same_order_whatever_the_threads_and_after_a_resume() {
+        use crate::data::{Loader, LoaderOptions, Subset};
+        use std::sync::Arc;
+        // Three, without the one that cannot be decoded.
+        let data: Arc<dyn Dataset> = Arc::new(few(Part::Train, Layout::ChannelsLast));
+        let loader = |threads| {
+            let data = Arc::new(Subset::new(data.clone(), 3));
+            Loader::new(data, LoaderOptions { threads, ..LoaderOptions::training(1, 9) }).unwrap()
+        };
+        let images = |epoch: crate::data::Epoch| -> Vec<Tensor> { epoch.map(|b| b.unwrap().inputs.remove(0)).collect() };
+        let alone = images(loader(1).epoch(4));
+        assert_eq!(alone.len(), 3);
+        assert_eq!(alone, images(loader(5).epoch(4)));
+        assert_eq!(alone[2..], images(loader(2).epoch_from(4, 2))[..]);
+        assert_ne!(alone, images(loader(1).epoch(5)));
     }
 
     #[test]
