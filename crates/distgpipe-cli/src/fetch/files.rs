@@ -156,4 +156,41 @@ mod tests {
             assert_eq!(at(name), None, "{name}");
         }
     }
+
+    #[test]
+    fn archives_are_unpacked_without_their_folder_and_without_links() {
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-unpack", std::process::id()));
+        let scratch = {
+            fs::create_dir_all(&root).unwrap();
+            Scratch::new(&root).unwrap()
+        };
+        let (tar_gz, zipped) = (root.join("a.tar.gz"), root.join("a.zip"));
+        let mut tar =
+            tar::Builder::new(flate2::write::GzEncoder::new(File::create(&tar_gz).unwrap(), Default::default()));
+        let mut header = tar::Header::new_gnu();
+        header.set_size(2);
+        tar.append_data(&mut header, "set/b/x.txt", &b"hi"[..]).unwrap();
+        header.set_entry_type(tar::EntryType::Symlink);
+        header.set_size(0);
+        tar.append_link(&mut header, "set/link", "/etc/passwd").unwrap();
+        tar.into_inner().unwrap().finish().unwrap();
+        let mut zip = zip::ZipWriter::new(File::create(&zipped).unwrap());
+        zip.start_file("set/b/x.txt", Default::default()).unwrap();
+        zip.write_all(b"hi").unwrap();
+        zip.start_file("../outside.txt", Default::default()).unwrap();
+        zip.finish().unwrap();
+        for archive in [&tar_gz, &zipped] {
+            let into = scratch.made("raw").unwrap();
+            unpack(archive, &into, Some("set")).unwrap();
+            assert_eq!(fs::read(into.join("b/x.txt")).unwrap(), b"hi");
+            assert_eq!(fs::read_dir(&into).unwrap().count(), 1, "{}", archive.display());
+            fs::write(archive, &fs::read(archive).unwrap()[..60]).unwrap();
+            assert!(unpack(archive, &into, Some("set")).is_err());
+        }
+        assert_eq!(copy_hashed(&b"abc"[..], &root.join("c")).unwrap(), "900150983cd24fb0d6963f7d28e17f72");
+        let ours = scratch.path().to_owned();
+        drop(scratch);
+        assert!(!ours.exists());
+        fs::remove_dir_all(root).unwrap();
+    }
 }

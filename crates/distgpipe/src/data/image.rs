@@ -370,7 +370,8 @@ mod tests {
             let data = Arc::new(Subset::new(data.clone(), 3));
             Loader::new(data, LoaderOptions { threads, ..LoaderOptions::training(1, 9) }).unwrap()
         };
-        let images = |epoch: crate::data::Epoch| -> Vec<Tensor> { epoch.map(|b| b.unwrap().inputs.remove(0)).collect() };
+        let images =
+            |epoch: crate::data::Epoch| -> Vec<Tensor> { epoch.map(|b| b.unwrap().inputs.remove(0)).collect() };
         let alone = images(loader(1).epoch(4));
         assert_eq!(alone.len(), 3);
         assert_eq!(alone, images(loader(5).epoch(4)));
