@@ -454,3 +454,16 @@ fn sentences_are_got_and_learned_from() {
     train.extend(["--set", "vocabulary=30"]);
     assert!(refused(2, &train).contains("--set vocabulary="));
 }
+
+#[test]
+fn a_file_with_another_hash_is_not_taken() {
+    let root = directory("hashes");
+    let (from, into) = (root.join("from"), root.join("into"));
+    std::fs::create_dir_all(&from).expect("created");
+    std::fs::write(from.join("data_batch_1.bin"), "abc").expect("written");
+    let names = [&from, &into].map(|path| path.to_str().expect("a plain path"));
+    let said = refused(1, &["data", "get", "cifar10", "--from", names[0], "--dir", names[1]]);
+    let words = "data_batch_1.bin: expected MD5 5dd7e06a14cb22eb9f671a540d1b7c25, got 900150983cd24fb0d6963f7d28e17f72";
+    assert!(said.contains(words), "{said}");
+    assert_eq!(std::fs::read_dir(&into).expect("made").count(), 0);
+}

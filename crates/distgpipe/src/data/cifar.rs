@@ -183,6 +183,7 @@ fn read(path: &Path, expected_bytes: usize, remedy: &str) -> Result<Vec<u8>, Dat
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn add(edition: Edition, bytes: &[u8], records: usize) -> Result<Cifar, DataError> {
         let mut set = Cifar { edition, pixels: Vec::new(), labels: Vec::new() };
@@ -232,5 +233,26 @@ mod tests {
         let error = Cifar::open(Path::new("/nowhere/c10"), Edition::Ten, Part::Train).unwrap_err().to_string();
         assert!(error.starts_with("/nowhere/c10/data_batch_1.bin: "), "{error}");
         assert!(error.ends_with(": get it with `distgpipe data get cifar10 --dir /nowhere/c10`"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_never_panic(
+            records in 0usize..3,
+            extra in -2i64..3,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..9),
+        ) {
+            for edition in [Edition::Ten, Edition::Hundred] {
+                let bytes = (records * edition.record_bytes()).saturating_add_signed(extra as isize);
+                let mut bytes = vec![0; bytes];
+                for (place, value) in changes.iter().filter(|_| !bytes.is_empty()).cloned().collect::<Vec<_>>() {
+                    let place = place.index(bytes.len());
+                    bytes[place] = value;
+                }
+                if let Ok(set) = add(edition, &bytes, records) {
+                    prop_assert!(set.labels.iter().all(|&label| usize::from(label) < edition.classes()));
+                }
+            }
+        }
     }
 }

@@ -12,7 +12,7 @@ use super::{check, DataError, Dataset, Part, Pass};
 use crate::engine::{self, Draws, Layout};
 use crate::layer::SampleShape;
 use crate::pipeline::Batch;
-use resample::{resample, Axis, Normalisation, Rows, Stretch};
+use resample::{resample, Axis, Normalisation, Rows, Stretch, Wanted};
 use tch::{Kind, Tensor};
 
 const CHANNELS: usize = 3;
@@ -192,7 +192,8 @@ impl View {
         let columns = Axis::new(self.x, options.side);
         let columns = if self.mirrored { columns.mirrored() } else { columns };
         let lines = Axis::new(self.y, options.side);
-        resample(image, (&columns, &lines), &imagenet(), options.layout, rows, into);
+        let wanted = Wanted { columns: &columns, lines: &lines, normalisation: imagenet(), layout: options.layout };
+        resample(image, &wanted, rows, into);
     }
 }
 

@@ -160,23 +160,31 @@ mod tests {
     use serde_json::Value;
     use std::path::PathBuf;
 
-    fn golden() -> Vec<(String, Vec<u8>, (usize, usize), Vec<u8>)> {
+    /// A file and what Pillow makes of it.
+    struct Golden {
+        name: String,
+        bytes: Vec<u8>,
+        size: (usize, usize),
+        pixels: Vec<u8>,
+    }
+
+    fn golden() -> Vec<Golden> {
         let directory = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"));
         let text = std::fs::read_to_string(directory.join("images.json")).unwrap();
         let golden: Value = serde_json::from_str(&text).unwrap();
-        let entry = |file: &Value| {
-            let name = file["name"].as_str().unwrap().to_owned();
-            let number = |value: &Value| value.as_u64().unwrap() as usize;
-            let pixels = file["pixels"].as_array().unwrap().iter().map(|v| number(v) as u8).collect();
-            let bytes = std::fs::read(directory.join("images").join(&name)).unwrap();
-            (name, bytes, (number(&file["size"][0]), number(&file["size"][1])), pixels)
+        let number = |value: &Value| value.as_u64().unwrap() as usize;
+        let entry = |file: &Value| Golden {
+            name: file["name"].as_str().unwrap().to_owned(),
+            bytes: std::fs::read(directory.join("images").join(file["name"].as_str().unwrap())).unwrap(),
+            size: (number(&file["size"][0]), number(&file["size"][1])),
+            pixels: file["pixels"].as_array().unwrap().iter().map(|v| number(v) as u8).collect(),
         };
         golden["files"].as_array().unwrap().iter().map(entry).collect()
     }
 
     #[test]
     fn every_form_decodes_to_what_pillow_decodes() {
-        for (name, bytes, size, expected) in golden() {
+        for Golden { name, bytes, size, pixels: expected } in golden() {
             let mut pixels = vec![7; 5];
             assert_eq!(decode(&bytes, &mut pixels), Ok(size), "{name}");
             let away = pixels.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
@@ -189,7 +197,7 @@ mod tests {
     #[test]
     fn a_file_that_was_cut_short_is_told_by_its_ends() {
         let directory = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/images"));
-        for (name, bytes, _, _) in golden() {
+        for Golden { name, bytes, .. } in golden() {
             look(&mut File::open(directory.join(&name)).unwrap()).unwrap_or_else(|flaw| panic!("{name}: {flaw:?}"));
             let format = format(&bytes).ok();
             for cut in [bytes.len() - 9, bytes.len() / 2] {
@@ -208,7 +216,7 @@ mod tests {
     proptest! {
         #[test]
         fn bytes_never_panic(which in 0usize..10, changes in prop::collection::vec((any::<u16>(), any::<u8>()), 1..8)) {
-            let (_, mut bytes, _, _) = golden().swap_remove(which);
+            let mut bytes = golden().swap_remove(which).bytes;
             for (place, value) in changes {
                 let place = usize::from(place) % bytes.len();
                 bytes[place] = value;

@@ -77,6 +77,19 @@ impl Axis {
     }
 }
 
+/// Which pixels are wanted, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// Along x; within the image.
+    pub columns: &'a Axis,
+    /// Along y; within the image.
+    pub lines: &'a Axis,
+    /// Of the colours.
+    pub normalisation: Normalisation,
+    /// Of the output.
+    pub layout: Layout,
+}
+
 /// What a value from 0 to 255 is multiplied by and what is then added, of each channel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalisation {
@@ -95,17 +108,9 @@ pub struct Rows {
     resized: Vec<f32>,
 }
 
-/// Writes the pixels that the axes name, top to bottom, in a layout.
-///
-/// `into` has room for exactly these; the axes are within the image.
-pub fn resample(
-    image: &Image<'_>,
-    (columns, lines): (&Axis, &Axis),
-    normalisation: &Normalisation,
-    layout: Layout,
-    rows: &mut Rows,
-    into: &mut [f32],
-) {
+/// Writes the wanted pixels, top to bottom. `into` has room for exactly these.
+pub fn resample(image: &Image<'_>, wanted: &Wanted<'_>, rows: &mut Rows, into: &mut [f32]) {
+    let Wanted { columns, lines, normalisation, layout } = *wanted;
     let width = CHANNELS * columns.starts.len();
     rows.resized.resize(width * lines.taps, 0.0);
     rows.source.resize(CHANNELS * image.width, 0.0);
@@ -114,7 +119,7 @@ pub fn resample(
         next = next.max(start);
         while next < start + lines.taps {
             let source = &image.pixels[CHANNELS * image.width * next..][..CHANNELS * image.width];
-            normalise(source, normalisation, &mut rows.source);
+            normalise(source, &normalisation, &mut rows.source);
             let slot = &mut rows.resized[next % lines.taps * width..][..width];
             match layout {
                 Layout::ChannelsLast => resize_interleaved(&rows.source, columns, slot),
