@@ -53,9 +53,11 @@ bench: setup .venv/made ## measure against PyTorch and others in one run; see be
 
 golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' from their formulas
 	$(PYTHON) scripts/golden_codecs.py
+	.venv/bin/python scripts/golden_images.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py
 	.venv/bin/python scripts/golden_models.py
 	.venv/bin/python scripts/golden_optimizers.py
+	.venv/bin/python scripts/golden_tokens.py
 
 lint: setup ## formatting, clippy and rustdoc, warnings denied
 	cargo fmt --all --check

@@ -24,6 +24,25 @@ pub enum DataName {
     Digits,
     /// Made up for the model's input; learnable
     Synthetic,
+    /// CIFAR-10: 60,000 images of 10 classes
+    Cifar10,
+    /// CIFAR-100: 60,000 images of 100 classes
+    Cifar100,
+    /// Food-101: 101,000 photographs of 101 dishes
+    Food101,
+    /// Your own: DIR/train/CLASS/… and DIR/test/CLASS/… with JPEG and PNG files
+    ImageFolder,
+    /// GLUE's RTE: whether a sentence follows from another
+    Rte,
+    /// GLUE's CoLA: whether a sentence is English
+    Cola,
+}
+
+impl DataName {
+    /// As the flag has it.
+    pub fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
 }
 
 /// The optimizers.
@@ -56,6 +75,27 @@ pub struct TrainFlags {
     #[arg(long, value_name = "NAME", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<DataName>,
+    /// Where the data set's files are [default: NAME below $XDG_DATA_HOME/distgpipe, where `distgpipe data get` puts them]
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_dir: Option<PathBuf>,
+    /// RoBERTa's tokenizer: its tokenizer.json, or the folder with vocab.json and merges.txt
+    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
+    /// Learn from N rows only, spread over the data set
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit: Option<usize>,
+    /// Test with N rows only [default: as --limit]
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit_test: Option<usize>,
+    /// Threads that read and prepare data ahead of the pipeline; they change no result [default: the cores that --threads
+    /// leaves, or all beside a GPU]
+    #[arg(long, value_name = "N", help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loader_threads: Option<usize>,
     /// Rows of made-up training data; a quarter as many more are for testing
     #[arg(long, value_name = "N", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]

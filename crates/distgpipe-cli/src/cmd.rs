@@ -2,6 +2,7 @@
 
 pub mod balance;
 pub mod codecs;
+pub mod data;
 pub mod demo;
 pub mod models;
 pub mod schedule;

@@ -1,8 +1,9 @@
 //! From flags to a run that can start: everything that can be judged without starting a worker is judged here, and
 //! every error names its flag and what to do.
 
-use crate::args::{DataName, OptimizerName, TrainFlags};
+use crate::args::{OptimizerName, TrainFlags};
 use crate::cmd::worker::given_token;
+use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::files::read_text;
 use anyhow::Context;
@@ -12,9 +13,7 @@ use distgpipe::core::microbatch::MicroBatches;
 use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
 use distgpipe::core::schedule::{check, Plan};
-use distgpipe::data::digits::Part;
-use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
-use distgpipe::data::{Dataset, Digits, Loader, LoaderOptions, Synthetic};
+use distgpipe::data::{Loader, Pass};
 use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
@@ -24,16 +23,11 @@ use distgpipe::transport::Timeouts;
 use distgpipe::{Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-/// Rows of made-up training data where nobody says.
-const SAMPLES: usize = 2048;
 /// The most bytes of a plan file: the largest plan takes less.
 const PLAN_BYTES_MAX: u64 = 64 << 20;
 /// The most bytes of a model's config.json; a list of a million labels takes less.
 const MODEL_CONFIG_BYTES_MAX: u64 = 32 << 20;
-/// Test batches may be larger than training batches: nothing is kept for a backward pass.
-const TEST_BATCH_FACTOR: usize = 2;
 
 enum Cut {
     Given(Balance),
@@ -83,7 +77,7 @@ impl RunConfig {
             flags.place = placement(balance.partitions()).map(str::to_owned);
         }
         let micro_batches = plan.as_ref().map_or(flags.chunks.unwrap_or(1), Plan::micro_batches);
-        let (train, test, loss) = data(&flags, &model)?;
+        let (train, test, loss) = loaders(&flags, &model)?;
         let batch = flags.batch.unwrap_or_default();
         if MicroBatches::split(batch, micro_batches).is_err() {
             let source = if plan.is_some() { "--plan has" } else { "--chunks asks for" };
@@ -191,7 +185,10 @@ impl RunConfig {
                 // As large as a micro-batch will be.
                 let rows = (flags.batch.unwrap_or(1) / flags.chunks.unwrap_or(1).max(1)).max(1);
                 let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
-                builder.auto_balance(*partitions, self.train.data().batch(&rows)?)
+                builder.auto_balance(
+                    *partitions,
+                    self.train.data().batch(&rows, Pass::new(flags.seed.unwrap_or_default(), 0))?,
+                )
             }
         })
     }
@@ -249,64 +246,6 @@ fn plan_flag(path: &Path, given: &TrainFlags) -> anyhow::Result<Plan> {
         return Err(usage(format!("--plan: the plan says this itself: remove {flag}")));
     }
     read_plan("--plan", path).map_err(|e| usage(format!("{e:#}")))
-}
-
-fn data(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loader>, Loss)> {
-    let seed = flags.seed.unwrap_or_default();
-    let output = model.summary()?.pop().and_then(|layer| layer.output.into_iter().next());
-    let output = output.ok_or_else(|| usage("--model: it has no output"))?;
-    let scores = match output.dims[..] {
-        [classes] => usize::try_from(classes).ok(),
-        _ => None,
-    };
-    let (train, test): (Arc<dyn Dataset>, Arc<dyn Dataset>) = match flags.data.unwrap_or(DataName::Digits) {
-        DataName::Digits => {
-            if flags.samples.is_some() {
-                return Err(usage("--samples: the digits are as many as they are; it goes with --data synthetic"));
-            }
-            let part = |part| {
-                Digits::for_input(part, &model.input).map_err(|e| {
-                    usage(format!(
-                        "--data digits: {e}; set it with --set (image, channels, input), or use --data synthetic"
-                    ))
-                })
-            };
-            (Arc::new(part(Part::Train)?), Arc::new(part(Part::Test)?))
-        }
-        DataName::Synthetic => {
-            let rows = flags.samples.unwrap_or(SAMPLES);
-            let setting = |name: &str| model.recipe.as_ref().and_then(|recipe| recipe.settings.get(name)?.as_i64());
-            let options = SyntheticOptions {
-                input: model.input.clone(),
-                target: scores.map_or_else(|| Target::Tensor(output.clone()), Target::Class),
-                rows,
-                first_row: 0,
-                vocabulary: setting("vocabulary").unwrap_or(0),
-                pattern: Pattern::Learnable,
-                seed,
-            };
-            let made = |options| Synthetic::new(options).map_err(|e| usage(format!("--data synthetic: {e}")));
-            let test = SyntheticOptions { rows: rows.div_ceil(4), first_row: rows, ..options.clone() };
-            (Arc::new(made(options)?), Arc::new(made(test)?))
-        }
-    };
-    if let (Some(classes), Some(scores)) = (train.classes(), scores) {
-        if scores < classes {
-            return Err(usage(format!(
-                "--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}"
-            )));
-        }
-    }
-    if train.classes().is_some() && scores.is_none() {
-        return Err(usage("--data digits: the model's output is no class scores: use --data synthetic"));
-    }
-    let loss = if scores.is_some() { Loss::CrossEntropy } else { Loss::MeanSquared };
-    let batch_rows = flags.batch.unwrap_or_default();
-    let train = Loader::new(train, LoaderOptions::training(batch_rows, seed))
-        .map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
-    let options = LoaderOptions::testing(batch_rows.saturating_mul(TEST_BATCH_FACTOR));
-    let test = (flags.no_evaluate != Some(true)).then(|| Loader::new(test, options)).transpose()?;
-    Ok((train, test, loss))
 }
 
 fn cut(flags: &TrainFlags, model: &Model, placement: Option<&Placement>, from_plan: bool) -> anyhow::Result<Cut> {

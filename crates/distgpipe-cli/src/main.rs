@@ -4,7 +4,9 @@ mod args;
 mod capture;
 mod cmd;
 mod config;
+mod datasets;
 mod exit;
+mod fetch;
 mod files;
 mod report;
 mod tensor_file;
@@ -42,6 +44,8 @@ enum Command {
     /// Train a model in a pipeline
     #[command(after_help = cmd::train::EXAMPLES)]
     Train(Box<args::TrainFlags>),
+    /// Get data sets, and measure how fast they load
+    Data(cmd::data::DataArgs),
     /// Print, check, simulate and draw the order of the work; nothing is run
     Schedule(cmd::schedule::ScheduleArgs),
     /// List the models, or one's layers with shapes, parameters, times and memory
@@ -60,6 +64,7 @@ fn main() {
     exit::end(match parsed.unwrap_or_else(|error| error.exit()).command {
         Command::Demo(args) => cmd::demo::run(&args),
         Command::Train(flags) => cmd::train::run(*flags),
+        Command::Data(args) => cmd::data::run(&args),
         Command::Schedule(args) => cmd::schedule::run(&args),
         Command::Models(args) => cmd::models::run(&args),
         Command::Balance(args) => cmd::balance::run(&args),

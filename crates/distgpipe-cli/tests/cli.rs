@@ -46,7 +46,7 @@ fn directory(name: &str) -> PathBuf {
 #[test]
 fn help_teaches_every_command() {
     let all = fine(&["--help"]);
-    for command in ["demo", "train", "schedule", "codecs", "models", "balance", "worker"] {
+    for command in ["demo", "train", "data", "schedule", "codecs", "models", "balance", "worker"] {
         assert!(all.contains(command), "{all}");
         let help = fine(&[command, "--help"]);
         assert!(help.contains("Usage: distgpipe"), "{help}");
@@ -82,6 +82,23 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--model", "unet"], &["--data digits", "use --data synthetic"]),
         (&["train", "--weights", "missing.safetensors"], &["--weights missing.safetensors"]),
         (&["train", "--config", "missing.toml"], &["--config missing.toml"]),
+        (
+            &["train", "--data", "cifar10", "--data-dir", "/nowhere"],
+            &["--data cifar10: /nowhere/data_batch_1.bin", "`distgpipe data get cifar10 --dir /nowhere`"],
+        ),
+        (
+            &["train", "--data", "food101", "--data-dir", "/nowhere"],
+            &["/nowhere/meta/classes.txt", "`distgpipe data get food101 --dir /nowhere`"],
+        ),
+        (&["train", "--data", "image-folder"], &["--data image-folder", "--data-dir DIR"]),
+        (&["train", "--data", "rte", "--model", "transformer"], &["--data rte", "--tokenizer PATH"]),
+        (&["train", "--data", "cola"], &["--data cola", "use --model transformer"]),
+        (&["train", "--tokenizer", "x"], &["--tokenizer", "remove it"]),
+        (&["train", "--limit", "0"], &["--limit 0", "1 or more"]),
+        (&["train", "--loader-threads", "0"], &["--loader-threads 0", "use 1 to"]),
+        (&["train", "--samples", "9"], &["--samples", "--limit"]),
+        (&["data", "get", "mnist"], &["data get mnist", "expected one of cifar10"]),
+        (&["data", "get", "cifar10", "--from", "/nowhere"], &["--from /nowhere"]),
         (&["schedule", "--chunks", "0"], &["--chunks", "use 1 to run the batch in one piece"]),
         (&["schedule", "--forward", "1,2,3"], &["--forward", "each of 2 partitions"]),
         (&["balance", "mlp", "--partitions", "5"], &["--partitions", "use fewer partitions"]),
@@ -387,4 +404,107 @@ fn the_demo_learns_the_digits_over_tcp() {
     assert!(accuracy.expect("a number") > 0.95, "{accuracy:?}");
     assert!(report["links"].as_array().is_some_and(|links| links.len() == 2));
     assert!(report["links"][0]["wire_bytes"].as_u64() > Some(1_000_000));
+}
+
+/// Files of the library's tests.
+fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../distgpipe/tests/golden").join(name)
+}
+
+#[test]
+fn images_in_folders_are_learned_from_and_their_loading_is_measured() {
+    let root = directory("images");
+    for (part, class, file) in [
+        ("train", "a", "plain.jpg"),
+        ("train", "a", "plain.png"),
+        ("train", "b", "grey.jpg"),
+        ("train", "b", "alpha.png"),
+        ("test", "b", "palette.png"),
+    ] {
+        let folder = root.join(part).join(class);
+        std::fs::create_dir_all(&folder).expect("created");
+        std::fs::copy(golden("images").join(file), folder.join(file)).expect("copied");
+    }
+    let name = root.to_str().expect("a plain path");
+    let train = ["train", "--data", "image-folder", "--data-dir", name, "--model", "mobilenet_v2", "--set", "image=32"];
+    let small = ["--set", "width=0.35", "--batch", "2", "--chunks", "2", "--epochs", "1", "--json"];
+    let runs = ["1", "3"].map(|threads| json(&[&train[..], &small, &["--loader-threads", threads]].concat()));
+    assert_eq!(runs[0]["steps"], 2);
+    // What is learned does not depend on who loads.
+    assert_eq!(runs[0]["epochs"][0]["train_loss"], runs[1]["epochs"][0]["train_loss"]);
+    let speed = json(&[
+        "data",
+        "speed",
+        "--data",
+        "image-folder",
+        "--data-dir",
+        name,
+        "--image",
+        "16",
+        "--batch",
+        "2",
+        "--seconds",
+        "0.05",
+        "--json",
+    ]);
+    assert!(speed["rows_per_s"].as_f64().expect("a number") > 0.0);
+    std::fs::write(root.join("train/a/plain.jpg"), "nothing").expect("written");
+    let said = refused(2, &train);
+    assert!(said.contains("plain.jpg, byte 0: expected a JPEG or PNG image"), "{said}");
+}
+
+#[test]
+fn sentences_are_got_and_learned_from() {
+    let root = directory("sentences");
+    let (from, into) = (root.join("RTE"), root.join("got"));
+    std::fs::create_dir_all(&from).expect("created");
+    let rows = |count: usize| {
+        let row = |i: usize| {
+            let label = if i % 2 == 0 { "entailment" } else { "not_entailment" };
+            format!("{i}\tThe facts are {i}.\tDay by day.\t{label}\n")
+        };
+        format!("index\tsentence1\tsentence2\tlabel\n{}", (0..count).map(row).collect::<String>())
+    };
+    std::fs::write(from.join("train.tsv"), rows(2490)).expect("written");
+    std::fs::write(from.join("dev.tsv"), rows(276)).expect("written");
+    let (root_name, into_name) = (root.to_str().expect("a plain path"), into.to_str().expect("a plain path"));
+    let get = ["data", "get", "rte", "--dir", into_name, "--from", root_name];
+    // A row too few is not taken, and leaves nothing behind.
+    assert!(refused(1, &get).contains("rte: expected 277 rows (Test), got 276"));
+    assert_eq!(std::fs::read_dir(&into).expect("made").count(), 0);
+    std::fs::write(from.join("dev.tsv"), rows(277)).expect("written");
+    assert!(fine(&get).contains(&format!("use it with: distgpipe train --data rte --data-dir {into_name}")));
+    assert!(fine(&get).contains("is there already, and right"));
+    let tokenizer = golden("tokenizer");
+    let small = [
+        "vocabulary=400",
+        "hidden=8",
+        "heads=2",
+        "layers=1",
+        "feed_forward=8",
+        "tokens=32",
+        "positions=34",
+        "classes=2",
+    ];
+    let mut train = vec!["train", "--data", "rte", "--data-dir", into_name, "--model", "transformer"];
+    small.iter().for_each(|setting| train.extend(["--set", setting]));
+    train.extend(["--tokenizer", tokenizer.to_str().expect("a plain path")]);
+    train.extend(["--limit", "32", "--batch", "16", "--epochs", "1", "--json"]);
+    let run = json(&train);
+    assert_eq!(run["steps"], 2);
+    train.extend(["--set", "vocabulary=30"]);
+    assert!(refused(2, &train).contains("--set vocabulary="));
+}
+
+#[test]
+fn a_file_with_another_hash_is_not_taken() {
+    let root = directory("hashes");
+    let (from, into) = (root.join("from"), root.join("into"));
+    std::fs::create_dir_all(&from).expect("created");
+    std::fs::write(from.join("data_batch_1.bin"), "abc").expect("written");
+    let names = [&from, &into].map(|path| path.to_str().expect("a plain path"));
+    let said = refused(1, &["data", "get", "cifar10", "--from", names[0], "--dir", names[1]]);
+    let words = "data_batch_1.bin: expected MD5 5dd7e06a14cb22eb9f671a540d1b7c25, got 900150983cd24fb0d6963f7d28e17f72";
+    assert!(said.contains(words), "{said}");
+    assert_eq!(std::fs::read_dir(&into).expect("made").count(), 0);
 }

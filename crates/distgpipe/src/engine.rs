@@ -7,9 +7,9 @@ mod random;
 
 pub use device::{Device, DeviceError};
 pub use ffi::bytes;
-pub(crate) use ffi::bytes_mut;
 pub use ffi::Layout;
-pub use random::Stream;
+pub(crate) use ffi::{bytes_mut, floats_mut};
+pub use random::{Draws, Stream};
 
 use crate::failure::Fault;
 use tch::Tensor;

@@ -1,6 +1,7 @@
 //! The UCI set of handwritten digits: 1,797 images of 8 × 8 pixels, embedded; see `data/README.md` for whose they are.
 
-use super::{check, DataError, Dataset};
+pub use super::Part;
+use super::{check, DataError, Dataset, Pass, Place};
 use crate::layer::SampleShape;
 use crate::pipeline::Batch;
 use tch::{Kind, Tensor};
@@ -16,15 +17,6 @@ const CLASSES: usize = 10;
 const TEST_EVERY: usize = 5;
 /// Larger images of eight pixels a side show nothing more.
 const SIDE_MAX: usize = 1024;
-
-/// Which records: the two parts have none in common and never change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// 1,437 records to learn from.
-    Train,
-    /// 360 records to test with.
-    Test,
-}
 
 /// How the images are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,9 +44,9 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// One part of the set.
+    /// One part of the set: 1,437 records to learn from or 360 to test with.
     pub fn new(part: Part, options: DigitsOptions) -> Result<Self, DataError> {
-        let sides = options.side >= SIDE && options.side <= SIDE_MAX && options.side % SIDE == 0;
+        let sides = options.side >= SIDE && options.side <= SIDE_MAX && options.side.is_multiple_of(SIDE);
         if !sides || !matches!(options.channels, 1 | 3) {
             return Err(DataError::Unsuitable {
                 set: "digits",
@@ -63,7 +55,7 @@ impl Digits {
             });
         }
         let records = records(FILE)?;
-        let is_test = |i: usize| i % TEST_EVERY == 0;
+        let is_test = |i: usize| i.is_multiple_of(TEST_EVERY);
         let (mean, deviation) = statistics(records.iter().enumerate().filter(|(i, _)| !is_test(*i)).map(|(_, r)| r.0));
         let mine = || records.iter().enumerate().filter(|(i, _)| is_test(*i) == (part == Part::Test)).map(|(_, r)| r);
         let pixels: Vec<f32> =
@@ -102,7 +94,7 @@ impl Dataset for Digits {
         &self.input
     }
 
-    fn batch(&self, rows: &[usize]) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], _: Pass<'_>) -> Result<Batch, DataError> {
         check(rows, self.len())?;
         let pixels: Vec<f32> = rows.iter().flat_map(|row| &self.pixels[row * PIXELS..][..PIXELS]).copied().collect();
         let labels: Vec<i64> = rows.iter().map(|&row| self.labels[row]).collect();
@@ -120,7 +112,13 @@ impl Dataset for Digits {
 
 /// The records of a file: pixels and label. What is embedded is ours, but it may have been edited.
 fn records(file: &[u8]) -> Result<Vec<(&[u8], u8)>, DataError> {
-    let damaged = |expected: String, got: String| DataError::Damaged { file: "digits.bin", expected, got };
+    let damaged = |expected: String, got: String| DataError::Damaged {
+        file: "digits.bin".into(),
+        place: Place::Whole,
+        expected,
+        got,
+        remedy: "the library was built with a damaged file, get its source anew".to_owned(),
+    };
     if file.len() != RECORDS * (PIXELS + 1) {
         return Err(damaged(format!("{} bytes", RECORDS * (PIXELS + 1)), format!("{} bytes", file.len())));
     }
@@ -180,10 +178,10 @@ mod tests {
         let model = crate::models::MobileNetV2 { image: 32, ..Default::default() }.model().unwrap();
         let digits = Digits::for_input(Part::Test, &model.input).unwrap();
         assert_eq!(digits.input(), &model.input[..]);
-        let batch = digits.batch(&[3, 0, 3]).unwrap();
+        let batch = digits.batch(&[3, 0, 3], Pass::new(0, 0)).unwrap();
         assert_eq!(batch.inputs[0].size(), [3, 3, 32, 32]);
         assert_eq!(batch.inputs[0].get(0), batch.inputs[0].get(2));
-        assert!(matches!(digits.batch(&[360]), Err(DataError::NoSuchRow { len: 360, got: 360 })));
+        assert!(matches!(digits.batch(&[360], Pass::new(0, 0)), Err(DataError::NoSuchRow { len: 360, got: 360 })));
         for dims in [&[1, 12, 12][..], &[2, 8, 8], &[1, 8, 16], &[64], &[1, 1 << 40, 1 << 40]] {
             assert!(Digits::for_input(Part::Test, &[SampleShape::float(dims)]).is_err(), "{dims:?}");
         }

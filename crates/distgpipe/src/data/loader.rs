@@ -1,17 +1,19 @@
-//! Which rows make which batch, and a thread that makes them ahead of time.
+//! Which rows make which batch, and threads that make them ahead of time.
 //!
-//! The order of an epoch depends on the seed and the epoch's number and on nothing else: not on the workers, the
-//! schedule, or how often somebody has asked.
+//! The order of an epoch, and what is random about its rows, depends on the seed and the epoch's number and on nothing
+//! else: not on the workers, the schedule, the loading threads, or how often somebody has asked. An epoch can therefore
+//! be entered at any batch.
 //!
 //! ```text
-//! loading thread   [batch 0][batch 1][batch 2]  full  [batch 3]
+//! loading threads  [batch 0][batch 1][batch 2]  full  [batch 3]      all of them on the rows of one batch
 //! queue of 2               0        0 1      1 2     2 3
 //! trainer                  [ step 0         ][ step 1 ]
 //! ```
 
-use super::{DataError, Dataset};
+use super::{DataError, Dataset, Pass};
 use crate::engine::{self, Stream};
 use crate::pipeline::Batch;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{sync_channel, Receiver};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -46,19 +48,21 @@ pub struct LoaderOptions {
     pub order: Order,
     /// What becomes of the rest.
     pub last: LastBatch,
-    /// Of the order.
+    /// Of the order, and of what is random about rows.
     pub seed: u64,
+    /// How many make the rows of a batch at the same time.
+    pub threads: usize,
 }
 
 impl LoaderOptions {
     /// For training: shuffled by this seed, full batches only.
     pub fn training(batch_rows: usize, seed: u64) -> Self {
-        LoaderOptions { batch_rows, order: Order::Shuffled, last: LastBatch::Drop, seed }
+        LoaderOptions { batch_rows, order: Order::Shuffled, last: LastBatch::Drop, seed, threads: 1 }
     }
 
     /// For testing: every row once, in the data set's order.
     pub fn testing(batch_rows: usize) -> Self {
-        LoaderOptions { batch_rows, order: Order::Given, last: LastBatch::Keep, seed: 0 }
+        LoaderOptions { batch_rows, order: Order::Given, last: LastBatch::Keep, seed: 0, threads: 1 }
     }
 }
 
@@ -95,7 +99,7 @@ impl Loader {
     /// Rows of an epoch's shortest batch.
     pub fn rows_min(&self) -> usize {
         match self.options.last {
-            LastBatch::Keep if self.data.len() % self.options.batch_rows != 0 => {
+            LastBatch::Keep if !self.data.len().is_multiple_of(self.options.batch_rows) => {
                 self.data.len() % self.options.batch_rows
             }
             _ => self.options.batch_rows,
@@ -113,22 +117,32 @@ impl Loader {
 
     /// Starts loading an epoch. Dropping it stops that.
     pub fn epoch(&self, epoch: u64) -> Epoch {
-        let plan = self.rows(epoch);
+        self.epoch_from(epoch, 0)
+    }
+
+    /// Starts loading an epoch at one of its batches: what comes is what would have come then.
+    pub fn epoch_from(&self, epoch: u64, batch: usize) -> Epoch {
+        let mut plan = self.rows(epoch);
+        plan.drain(..batch.min(plan.len()));
         let left = plan.len();
         let data = self.data.clone();
+        let options = self.options;
+        let given_up = Arc::new(AtomicBool::new(false));
+        let told = given_up.clone();
         let (send, receive) = sync_channel(AHEAD);
         let thread = std::thread::spawn(move || {
             engine::attach_thread(1, 0);
+            let pass = Pass::new(options.seed, epoch).shared(options.threads, &told);
             for rows in plan {
                 let samples = rows.iter().map(|&row| row as u64).collect();
-                let batch = data.batch(&rows).map(|batch| Batch { samples, ..batch });
+                let batch = data.batch(&rows, pass).map(|batch| Batch { samples, ..batch });
                 // Nobody listens any more: the epoch was given up.
                 if send.send(batch).is_err() {
                     return;
                 }
             }
         });
-        Epoch { receive: Some(receive), thread: Some(thread), left }
+        Epoch { receive: Some(receive), thread: Some(thread), given_up, left }
     }
 }
 
@@ -136,6 +150,7 @@ impl Loader {
 pub struct Epoch {
     receive: Option<Receiver<Result<Batch, DataError>>>,
     thread: Option<JoinHandle<()>>,
+    given_up: Arc<AtomicBool>,
     left: usize,
 }
 
@@ -154,6 +169,7 @@ impl Iterator for Epoch {
 
 impl Drop for Epoch {
     fn drop(&mut self) {
+        self.given_up.store(true, Ordering::Relaxed);
         // The receiver first: a thread that waits for room in the queue learns it from that.
         drop(self.receive.take());
         if let Some(thread) = self.thread.take() {
@@ -190,7 +206,7 @@ mod tests {
         fn input(&self) -> &[SampleShape] {
             &self.input
         }
-        fn batch(&self, rows: &[usize]) -> Result<Batch, DataError> {
+        fn batch(&self, rows: &[usize], _: Pass<'_>) -> Result<Batch, DataError> {
             assert!(!(self.unlucky && rows.contains(&13)), "row 13");
             let values: Vec<f32> = rows.iter().map(|&r| r as f32).collect();
             Ok(Batch::new(Tensor::from_slice(&values).view([-1, 1]), Tensor::from_slice(&values)))
@@ -198,7 +214,7 @@ mod tests {
     }
 
     fn options(batch_rows: usize, last: LastBatch) -> LoaderOptions {
-        LoaderOptions { batch_rows, order: Order::Shuffled, last, seed: 3 }
+        LoaderOptions { batch_rows, order: Order::Shuffled, last, seed: 3, threads: 1 }
     }
 
     #[test]
@@ -214,6 +230,9 @@ mod tests {
         let loaded: Vec<Vec<f32>> = a.epoch(0).map(|b| Vec::try_from(&b.unwrap().target).unwrap()).collect();
         let planned: Vec<Vec<f32>> = a.rows(0).iter().map(|b| b.iter().map(|&r| r as f32).collect()).collect();
         assert_eq!(loaded, planned);
+        let resumed: Vec<Vec<f32>> = a.epoch_from(0, 2).map(|b| Vec::try_from(&b.unwrap().target).unwrap()).collect();
+        assert_eq!(resumed, planned[2..]);
+        assert!(a.epoch_from(0, 4).next().is_none());
     }
 
     #[test]

@@ -5,17 +5,11 @@
 //! the whole tensor. Tokens are drawn one by one; to be learnable, half of them tell the class. Rows of tokens have
 //! different lengths, and the mask says so.
 
-use super::{check, DataError, Dataset};
+use super::{check, DataError, Dataset, Pass};
 use crate::engine::{self, Layout, Stream};
 use crate::layer::SampleShape;
 use crate::pipeline::Batch;
 use tch::{Kind, Tensor};
-
-/// How many threads fill a batch at the most.
-const THREADS_MAX: usize = 4;
-
-/// A thread is not worth starting for fewer values than this.
-const ROW_VALUES_PER_THREAD: usize = 1 << 20;
 
 /// Different rows of noise.
 const BANK: usize = 64;
@@ -133,30 +127,22 @@ impl Synthetic {
         }
     }
 
-    fn numbers(&self, rows: &[usize], noise: &[f32], patterns: &[f32]) -> Result<Tensor, DataError> {
+    fn numbers(&self, rows: &[usize], pass: Pass<'_>, noise: &[f32], patterns: &[f32]) -> Result<Tensor, DataError> {
         let width = noise.len() / BANK;
-        let mut values = vec![0.0; rows.len() * width];
-        let fill = |row: usize, into: &mut [f32]| {
+        let mut dims = vec![rows.len() as i64];
+        dims.extend(&self.options.input[0].dims);
+        let mut tensor = engine::empty(&dims, Kind::Float, Layout::Contiguous)?;
+        let values = engine::floats_mut(&mut tensor).unwrap_or_default();
+        // A GPU takes large images faster than one core makes them up.
+        pass.fill(values, rows, |row, into, ()| {
             let bank = self.draw(row, "bank", 0, BANK as u64) as usize;
             into.copy_from_slice(&noise[bank * width..][..width]);
             if self.options.pattern == Pattern::Learnable {
                 add_repeated(into, &patterns[self.class(row) as usize * PATTERN..][..PATTERN]);
             }
-        };
-        // A GPU takes large images faster than one core makes them up.
-        let share = rows.len().div_ceil(THREADS_MAX).max(ROW_VALUES_PER_THREAD.div_ceil(width.max(1)));
-        std::thread::scope(|scope| {
-            for (rows, into) in rows.chunks(share).zip(values.chunks_mut(share * width)) {
-                let fill = &fill;
-                let mut part = move || rows.iter().zip(into.chunks_mut(width)).for_each(|(&row, into)| fill(row, into));
-                if rows.len() < share {
-                    part();
-                } else {
-                    scope.spawn(part);
-                }
-            }
-        });
-        Ok(Tensor::f_from_slice(&values)?)
+            Ok(())
+        })?;
+        Ok(tensor)
     }
 
     fn tokens(&self, rows: &[usize]) -> Result<Vec<Tensor>, DataError> {
@@ -226,14 +212,10 @@ impl Dataset for Synthetic {
         &self.options.input
     }
 
-    fn batch(&self, rows: &[usize]) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], pass: Pass<'_>) -> Result<Batch, DataError> {
         check(rows, self.options.rows)?;
         let inputs = match &self.source {
-            Source::Numbers { noise, patterns } => {
-                let mut dims = vec![rows.len() as i64];
-                dims.extend(&self.options.input[0].dims);
-                vec![self.numbers(rows, noise, patterns)?.f_view(&dims[..])?]
-            }
+            Source::Numbers { noise, patterns } => vec![self.numbers(rows, pass, noise, patterns)?],
             Source::Tokens => self.tokens(rows)?,
         };
         let target = self.target(rows, &inputs)?;
@@ -275,7 +257,8 @@ mod tests {
         for input in [vec![SampleShape::float(&[3, 5, 7])], vec![SampleShape::int(&[9]), SampleShape::int(&[9])]] {
             let whole = Synthetic::new(options(input.clone())).unwrap();
             let later = Synthetic::new(SyntheticOptions { first_row: 20, rows: 30, ..options(input.clone()) }).unwrap();
-            let (a, b) = (whole.batch(&[3, 22, 40]).unwrap(), later.batch(&[20, 2]).unwrap());
+            let (a, b) =
+                (whole.batch(&[3, 22, 40], Pass::new(0, 0)).unwrap(), later.batch(&[20, 2], Pass::new(0, 0)).unwrap());
             for (a, b) in a.inputs.iter().zip(&b.inputs) {
                 assert_eq!((a.get(1), a.get(2)), (b.get(1), b.get(0)));
             }
@@ -283,14 +266,14 @@ mod tests {
                 a.inputs.iter().map(|t| t.size()[1..].to_vec()).collect::<Vec<_>>(),
                 input.iter().map(|s| s.dims.clone()).collect::<Vec<_>>()
             );
-            assert!(matches!(whole.batch(&[50]), Err(DataError::NoSuchRow { .. })));
+            assert!(matches!(whole.batch(&[50], Pass::new(0, 0)), Err(DataError::NoSuchRow { .. })));
         }
     }
 
     #[test]
     fn padding_and_mask_agree_and_lengths_differ() {
         let data = Synthetic::new(options(vec![SampleShape::int(&[12]), SampleShape::int(&[12])])).unwrap();
-        let batch = data.batch(&(0..50).collect::<Vec<_>>()).unwrap();
+        let batch = data.batch(&(0..50).collect::<Vec<_>>(), Pass::new(0, 0)).unwrap();
         let [ids, mask] = &batch.inputs[..] else { panic!("two inputs") };
         assert_eq!(ids.ne(PADDING).to_kind(Kind::Int64), *mask);
         assert!(ids.max().int64_value(&[]) < 20 && ids.min().int64_value(&[]) == 0);
@@ -303,10 +286,10 @@ mod tests {
         let target = Target::Tensor(SampleShape::float(&[1, 4, 4]));
         let data =
             Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
-        assert_eq!(data.batch(&[1, 2]).unwrap().target.size(), [2, 1, 4, 4]);
+        assert_eq!(data.batch(&[1, 2], Pass::new(0, 0)).unwrap().target.size(), [2, 1, 4, 4]);
         assert_eq!(data.classes(), None);
         let classes = Synthetic::new(options(vec![SampleShape::float(&[4])])).unwrap();
-        let targets = classes.batch(&(0..50).collect::<Vec<_>>()).unwrap().target;
+        let targets = classes.batch(&(0..50).collect::<Vec<_>>(), Pass::new(0, 0)).unwrap().target;
         assert_eq!((targets.min().int64_value(&[]), targets.max().int64_value(&[])), (0, 2));
     }
 }

@@ -199,6 +199,19 @@ pub fn bytes_mut(tensor: &mut Tensor) -> Option<&mut [u8]> {
     Some(unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) })
 }
 
+/// The values of a dense CPU tensor of 32-bit floats, to be written.
+pub fn floats_mut(tensor: &mut Tensor) -> Option<&mut [f32]> {
+    if tensor.kind() != Kind::Float {
+        return None;
+    }
+    // SAFETY: libtorch aligns tensors of floats for floats, any bits are a float, and what `align_to_mut` would leave out
+    // at either end is refused.
+    match unsafe { bytes_mut(tensor)?.align_to_mut::<f32>() } {
+        ([], values, []) => Some(values),
+        _ => None,
+    }
+}
+
 fn dense_bytes(tensor: &Tensor) -> Option<usize> {
     let dense = tensor.device() == tch::Device::Cpu && layout(tensor).is_some();
     dense.then(|| tensor.numel() * tensor.kind().elt_size_in_bytes())

@@ -49,18 +49,43 @@ impl Stream {
         ffi::uniform(tensor, low, high, self.0).map_err(Fault::Engine)
     }
 
-    /// Shuffles by a small generator of our own (SplitMix64), the same on every machine.
+    /// Numbers from a small generator of our own (SplitMix64), the same on every machine.
+    pub fn draws(self) -> Draws {
+        Draws(self.0)
+    }
+
+    /// Shuffles, the same way on every machine.
     pub fn shuffle<T>(self, items: &mut [T]) {
-        let mut state = self.0;
+        let mut draws = self.draws();
         for i in (1..items.len()).rev() {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = state;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^= z >> 31;
-            // The high half of the product: uniform enough below 2^32 items, and the same on every machine.
-            let j = ((u128::from(z) * (i as u128 + 1)) >> 64) as usize;
-            items.swap(i, j);
+            items.swap(i, draws.below(i + 1));
         }
+    }
+}
+
+/// A sequence of random numbers that needs no libtorch.
+#[derive(Clone, Debug)]
+pub struct Draws(u64);
+
+impl Draws {
+    /// The next 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A whole number below `bound`; 0 if there is none.
+    pub fn below(&mut self, bound: usize) -> usize {
+        // The high half of the product: uniform enough below 2^32.
+        ((u128::from(self.bits()) * bound as u128) >> 64) as usize
+    }
+
+    /// A number in [low, high).
+    pub fn uniform(&mut self, low: f64, high: f64) -> f64 {
+        // As many bits as a double holds exactly.
+        low + (high - low) * ((self.bits() >> 11) as f64 / (1u64 << 53) as f64)
     }
 }

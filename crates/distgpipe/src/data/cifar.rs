@@ -1,0 +1,258 @@
+//! CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 + 10,000 images of 32 × 32 pixels, in the binary files of their
+//! home, <https://www.cs.toronto.edu/~kriz/cifar.html>.
+//!
+//! ```text
+//! CIFAR-10    data_batch_1.bin … data_batch_5.bin, test_batch.bin    label            1024 red, 1024 green, 1024 blue
+//! CIFAR-100   train.bin, test.bin                                    coarse, fine     the same
+//! ```
+//!
+//! A part is held in memory as bytes: 154 MB to learn from, 31 MB to test with.
+
+use super::image::{Image, ImageSource};
+use super::{DataError, Part, Place};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+const SIDE: usize = 32;
+const PLANE: usize = SIDE * SIDE;
+const PIXELS: usize = 3 * PLANE;
+
+/// Which of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Edition {
+    /// CIFAR-10.
+    Ten,
+    /// CIFAR-100, with its fine labels.
+    Hundred,
+}
+
+impl Edition {
+    /// As `distgpipe data get` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Edition::Ten => "cifar10",
+            Edition::Hundred => "cifar100",
+        }
+    }
+
+    /// How many classes it has.
+    pub fn classes(self) -> usize {
+        match self {
+            Edition::Ten => 10,
+            Edition::Hundred => 100,
+        }
+    }
+
+    /// The directory that its archive unpacks to.
+    pub fn folder(self) -> &'static str {
+        match self {
+            Edition::Ten => "cifar-10-batches-bin",
+            Edition::Hundred => "cifar-100-binary",
+        }
+    }
+
+    /// The files of a part and how many records each has.
+    pub fn files(self, part: Part) -> (&'static [&'static str], usize) {
+        match (self, part) {
+            (Edition::Ten, Part::Train) => (
+                &["data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin", "data_batch_4.bin", "data_batch_5.bin"],
+                10_000,
+            ),
+            (Edition::Ten, Part::Test) => (&["test_batch.bin"], 10_000),
+            (Edition::Hundred, Part::Train) => (&["train.bin"], 50_000),
+            (Edition::Hundred, Part::Test) => (&["test.bin"], 10_000),
+        }
+    }
+
+    /// Label bytes of a record; the last one counts.
+    fn labels(self) -> usize {
+        match self {
+            Edition::Ten => 1,
+            Edition::Hundred => 2,
+        }
+    }
+
+    fn record_bytes(self) -> usize {
+        self.labels() + PIXELS
+    }
+}
+
+/// A part of a CIFAR set.
+#[derive(Debug)]
+pub struct Cifar {
+    edition: Edition,
+    /// Pixel by pixel, the three colours next to each other.
+    pixels: Vec<u8>,
+    labels: Vec<u8>,
+}
+
+impl Cifar {
+    /// Reads and checks the files of a part, which are in `directory` or in the folder there that the official archive
+    /// unpacks to.
+    pub fn open(directory: &Path, edition: Edition, part: Part) -> Result<Self, DataError> {
+        let (files, records) = edition.files(part);
+        let unpacked = directory.join(edition.folder());
+        let found = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
+        let mut set = Cifar {
+            edition,
+            pixels: Vec::with_capacity(files.len() * records * PIXELS),
+            labels: Vec::with_capacity(files.len() * records),
+        };
+        for file in files {
+            let path = found.join(file);
+            let remedy = remedy(edition, directory);
+            let bytes = read(&path, records * edition.record_bytes(), &remedy)?;
+            set.add(&bytes, records, &path, &remedy)?;
+        }
+        Ok(set)
+    }
+
+    /// Adds a file's records.
+    fn add(&mut self, bytes: &[u8], records: usize, path: &Path, remedy: &str) -> Result<(), DataError> {
+        let record_bytes = self.edition.record_bytes();
+        let damaged = |place, expected: String, got: String| DataError::Damaged {
+            file: path.to_owned(),
+            place,
+            expected,
+            got,
+            remedy: remedy.to_owned(),
+        };
+        if bytes.len() != records * record_bytes {
+            let expected = format!("{} bytes", records * record_bytes);
+            let got = if bytes.len() > records * record_bytes { "more".to_owned() } else { bytes.len().to_string() };
+            return Err(damaged(Place::Whole, expected, got));
+        }
+        let classes = self.edition.classes();
+        for (i, record) in bytes.chunks_exact(record_bytes).enumerate() {
+            let (labels, planes) = record.split_at(self.edition.labels());
+            let label = labels[labels.len() - 1];
+            if usize::from(label) >= classes {
+                let offset = (i * record_bytes + labels.len() - 1) as u64;
+                let expected = format!("a label of 0 to {} in record {i}", classes - 1);
+                return Err(damaged(Place::Byte(offset), expected, label.to_string()));
+            }
+            self.labels.push(label);
+            let (red, rest) = planes.split_at(PLANE);
+            let (green, blue) = rest.split_at(PLANE);
+            for ((r, g), b) in red.iter().zip(green).zip(blue) {
+                self.pixels.extend([*r, *g, *b]);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ImageSource for Cifar {
+    fn name(&self) -> &'static str {
+        self.edition.name()
+    }
+
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn classes(&self) -> usize {
+        self.edition.classes()
+    }
+
+    fn label(&self, row: usize) -> i64 {
+        i64::from(self.labels[row])
+    }
+
+    fn image<'a>(&'a self, row: usize, _: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
+        Ok(Image { width: SIDE, height: SIDE, pixels: &self.pixels[row * PIXELS..][..PIXELS] })
+    }
+}
+
+fn remedy(edition: Edition, directory: &Path) -> String {
+    format!("get it with `distgpipe data get {} --dir {}`", edition.name(), directory.display())
+}
+
+/// A whole file, or one byte more than expected of one that is longer.
+fn read(path: &Path, expected_bytes: usize, remedy: &str) -> Result<Vec<u8>, DataError> {
+    let mut bytes = Vec::with_capacity(expected_bytes + 1);
+    let read = std::fs::File::open(path).and_then(|file| file.take(expected_bytes as u64 + 1).read_to_end(&mut bytes));
+    match read {
+        Ok(_) => Ok(bytes),
+        Err(error) => {
+            Err(DataError::Unreadable { file: PathBuf::from(path), why: error.to_string(), remedy: remedy.to_owned() })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn add(edition: Edition, bytes: &[u8], records: usize) -> Result<Cifar, DataError> {
+        let mut set = Cifar { edition, pixels: Vec::new(), labels: Vec::new() };
+        set.add(bytes, records, Path::new("some.bin"), "get it anew").map(|()| set)
+    }
+
+    /// Two records whose planes count up from a number each.
+    fn file(labels: [&[u8]; 2]) -> Vec<u8> {
+        let record = |label: &[u8], first: usize| {
+            let planes = (0..PIXELS).map(move |i| (first + i / PLANE * 50 + i % PLANE % 7) as u8);
+            label.iter().copied().chain(planes).collect::<Vec<u8>>()
+        };
+        [record(labels[0], 0), record(labels[1], 100)].concat()
+    }
+
+    #[test]
+    fn planes_become_pixels_and_the_fine_label_counts() {
+        for (edition, labels, expected) in
+            [(Edition::Ten, [&[9][..], &[0]], [9, 0]), (Edition::Hundred, [&[3, 99][..], &[19, 7]], [99, 7])]
+        {
+            let set = add(edition, &file(labels), 2).unwrap();
+            assert_eq!((set.len(), [set.label(0), set.label(1)]), (2, expected));
+            let mut memory = Vec::new();
+            let image = set.image(1, &mut memory).unwrap();
+            assert_eq!((image.width, image.height, image.pixels.len()), (32, 32, 3072));
+            assert_eq!(image.pixels[..6], [100, 150, 200, 101, 151, 201]);
+        }
+    }
+
+    #[test]
+    fn damaged_files_are_told_with_the_place_and_the_remedy() {
+        let text = |bytes: &[u8]| add(Edition::Ten, bytes, 2).unwrap_err().to_string();
+        let whole = file([&[9], &[0]]);
+        assert_eq!(text(&whole[..6000]), "some.bin: expected 6146 bytes, got 6000: get it anew");
+        let longer = [&whole[..], &[1]].concat();
+        assert_eq!(text(&longer), "some.bin: expected 6146 bytes, got more: get it anew");
+        assert_eq!(
+            text(&file([&[9], &[10]])),
+            "some.bin, byte 3073: expected a label of 0 to 9 in record 1, got 10: get it anew"
+        );
+        let hundred = add(Edition::Hundred, &file([&[200, 99], &[0, 100]]), 2).unwrap_err().to_string();
+        assert!(hundred.starts_with("some.bin, byte 3075: expected a label of 0 to 99 in record 1"), "{hundred}");
+    }
+
+    #[test]
+    fn a_missing_set_names_the_command_that_gets_it() {
+        let error = Cifar::open(Path::new("/nowhere/c10"), Edition::Ten, Part::Train).unwrap_err().to_string();
+        assert!(error.starts_with("/nowhere/c10/data_batch_1.bin: "), "{error}");
+        assert!(error.ends_with(": get it with `distgpipe data get cifar10 --dir /nowhere/c10`"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_never_panic(
+            records in 0usize..3,
+            extra in -2i64..3,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..9),
+        ) {
+            for edition in [Edition::Ten, Edition::Hundred] {
+                let bytes = (records * edition.record_bytes()).saturating_add_signed(extra as isize);
+                let mut bytes = vec![0; bytes];
+                for (place, value) in changes.iter().filter(|_| !bytes.is_empty()).cloned().collect::<Vec<_>>() {
+                    let place = place.index(bytes.len());
+                    bytes[place] = value;
+                }
+                if let Ok(set) = add(edition, &bytes, records) {
+                    prop_assert!(set.labels.iter().all(|&label| usize::from(label) < edition.classes()));
+                }
+            }
+        }
+    }
+}

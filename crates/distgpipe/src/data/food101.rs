@@ -1,0 +1,104 @@
+//! Food-101 (Bossard et al. 2014): 101 dishes, 750 + 250 photographs each, as its archive unpacks.
+//!
+//! ```text
+//! meta/classes.txt                    a class a line, numbered from 0
+//! meta/train.txt, meta/test.txt       CLASS/IMAGE a line
+//! images/CLASS/IMAGE.jpg
+//! ```
+
+use super::folder::{unreadable, ImageFiles};
+use super::{DataError, Part, Place};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// The folder that the archive unpacks to.
+pub const FOLDER: &str = "food-101";
+/// The most bytes of a list.
+const LIST_BYTES_MAX: u64 = 64 << 20;
+
+/// Reads the lists of a part, and looks at each of its images. `directory` has them, or the archive's folder.
+pub fn open(directory: &Path, part: Part) -> Result<ImageFiles, DataError> {
+    let remedy = format!("get it with `distgpipe data get food101 --dir {}`", directory.display());
+    let unpacked = directory.join(FOLDER);
+    let root = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
+    let classes: Vec<String> = list(&root.join("meta/classes.txt"), &remedy)?;
+    let numbers: HashMap<&str, usize> = classes.iter().enumerate().map(|(i, class)| (&class[..], i)).collect();
+    let path = root.join(match part {
+        Part::Train => "meta/train.txt",
+        Part::Test => "meta/test.txt",
+    });
+    let mut files = Vec::new();
+    for (i, line) in list(&path, &remedy)?.iter().enumerate() {
+        let known = line.split_once('/').and_then(|(class, image)| Some((class, image, *numbers.get(class)?)));
+        let Some((class, image, number)) = known.filter(|(_, image, _)| is_plain(image)) else {
+            return Err(DataError::Damaged {
+                file: path,
+                place: Place::Line(i as u64 + 1),
+                expected: "a class of classes.txt, a slash and the name of an image".to_owned(),
+                got: format!("`{line}`"),
+                remedy,
+            });
+        };
+        files.push((root.join("images").join(class).join(format!("{image}.jpg")), number));
+    }
+    ImageFiles::new("food101", files, classes, remedy)
+}
+
+/// Whether a name stays in its folder.
+fn is_plain(name: &str) -> bool {
+    !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-')
+}
+
+fn list(path: &Path, remedy: &str) -> Result<Vec<String>, DataError> {
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(LIST_BYTES_MAX).read_to_string(&mut text));
+    read.map_err(|e| unreadable(path, &e, remedy))?;
+    let lines: Vec<String> = text.lines().map(|line| line.trim_end().to_owned()).collect();
+    match lines.is_empty() {
+        true => Err(DataError::Damaged {
+            file: path.to_owned(),
+            place: Place::Whole,
+            expected: "a list".to_owned(),
+            got: "an empty file".to_owned(),
+            remedy: remedy.to_owned(),
+        }),
+        false => Ok(lines),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::image::ImageSource;
+    use std::fs;
+
+    #[test]
+    fn the_lists_say_what_is_learned_and_what_is_tested() {
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-food101", std::process::id()));
+        let inner = root.join(FOLDER);
+        let said = || open(&root, Part::Train).unwrap_err().to_string();
+        fs::create_dir_all(inner.join("images/soup")).unwrap();
+        fs::create_dir_all(inner.join("meta")).unwrap();
+        let missing = said();
+        assert!(missing.contains("classes.txt") && missing.contains("`distgpipe data get food101 --dir "), "{missing}");
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/images/plain.jpg");
+        fs::copy(golden, inner.join("images/soup/12.jpg")).unwrap();
+        fs::write(inner.join("meta/classes.txt"), "cake\nsoup\n").unwrap();
+        fs::write(inner.join("meta/train.txt"), "soup/12\n").unwrap();
+        let set = open(&root, Part::Train).unwrap();
+        assert_eq!((set.len(), set.label(0), set.classes()), (1, 1, 2));
+        for (lines, words) in [
+            ("soup/12\nsoup/13\n", "images/soup/13.jpg: No such file"),
+            ("soup/12\nstew/1\n", "train.txt, line 2: expected a class of classes.txt"),
+            ("soup/../../x\n", "train.txt, line 1: expected"),
+            ("soup\n", "train.txt, line 1: expected"),
+            ("", "train.txt: expected a list, got an empty file"),
+        ] {
+            fs::write(inner.join("meta/train.txt"), lines).unwrap();
+            assert!(said().contains(words), "{lines:?}: {}", said());
+        }
+        fs::remove_dir_all(root).unwrap();
+    }
+}

@@ -1,0 +1,277 @@
+//! Two tasks of GLUE (Wang et al. 2018), in its own files: RTE, whether a sentence follows from another, and CoLA,
+//! whether a sentence is English.
+//!
+//! ```text
+//! RTE     train.tsv, dev.tsv    a heading, then: index, sentence1, sentence2, entailment | not_entailment
+//! CoLA    train.tsv, dev.tsv    source, 1 | 0, mark, sentence
+//! ```
+//!
+//! Columns are apart by tabs, quotes mean nothing. `entailment` is class 0, as Hugging Face numbers it. The labels of
+//! test.tsv are GLUE's secret, so dev.tsv is tested with.
+
+use super::folder::unreadable;
+use super::tokens::Tokens;
+use super::{check, DataError, Dataset, Part, Pass, Place};
+use crate::layer::SampleShape;
+use crate::pipeline::Batch;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use tch::{Kind, Tensor};
+
+/// The most bytes of a file: the largest has less than one million.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+const COLUMNS: usize = 4;
+
+/// Which task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Recognising textual entailment.
+    Rte,
+    /// The corpus of linguistic acceptability.
+    Cola,
+}
+
+/// A row of a task.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// The sentence.
+    pub a: String,
+    /// The second sentence, of a pair.
+    pub b: Option<String>,
+    /// Its class.
+    pub label: i64,
+}
+
+impl Task {
+    /// As `distgpipe data get` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Task::Rte => "rte",
+            Task::Cola => "cola",
+        }
+    }
+
+    /// The folder that its archive unpacks to.
+    pub fn folder(self) -> &'static str {
+        match self {
+            Task::Rte => "RTE",
+            Task::Cola => "CoLA",
+        }
+    }
+
+    /// How many rows a part has, as published.
+    pub fn rows(self, part: Part) -> usize {
+        match (self, part) {
+            (Task::Rte, Part::Train) => 2490,
+            (Task::Rte, Part::Test) => 277,
+            (Task::Cola, Part::Train) => 8551,
+            (Task::Cola, Part::Test) => 1043,
+        }
+    }
+
+    /// Reads a part; its file is in `directory` or in the folder there that the official archive unpacks to.
+    pub fn read(self, directory: &Path, part: Part) -> Result<Vec<Row>, DataError> {
+        let unpacked = directory.join(self.folder());
+        let root = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
+        let path = root.join(match part {
+            Part::Train => "train.tsv",
+            Part::Test => "dev.tsv",
+        });
+        let remedy = format!("get it with `distgpipe data get {} --dir {}`", self.name(), directory.display());
+        let mut bytes = Vec::new();
+        let read = File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX).read_to_end(&mut bytes));
+        read.map_err(|e| unreadable(&path, &e, &remedy))?;
+        self.parse(&bytes).map_err(|(place, expected, got)| DataError::Damaged {
+            file: path,
+            place,
+            expected: expected.to_owned(),
+            got,
+            remedy,
+        })
+    }
+
+    fn parse(self, bytes: &[u8]) -> Result<Vec<Row>, (Place, &'static str, String)> {
+        let text = std::str::from_utf8(bytes)
+            .map_err(|e| (Place::Byte(e.valid_up_to() as u64), "text in UTF-8", "other bytes".to_owned()))?;
+        let headings = usize::from(self == Task::Rte);
+        let mut rows = Vec::new();
+        for (i, line) in text.lines().enumerate().skip(headings) {
+            let columns: Vec<&str> = line.split('\t').collect();
+            let row = <[&str; COLUMNS]>::try_from(columns).ok().and_then(|columns| self.row(columns));
+            rows.push(row.ok_or_else(|| {
+                let expected = match self {
+                    Task::Rte => "index, sentence1, sentence2 and `entailment` or `not_entailment`, apart by tabs",
+                    Task::Cola => "source, 0 or 1, mark and sentence, apart by tabs",
+                };
+                let start: String = line.chars().take(60).collect();
+                (Place::Line(i as u64 + 1), expected, format!("`{start}…`"))
+            })?);
+        }
+        match rows.is_empty() {
+            true => Err((Place::Whole, "rows", "none".to_owned())),
+            false => Ok(rows),
+        }
+    }
+
+    fn row(self, columns: [&str; COLUMNS]) -> Option<Row> {
+        match self {
+            Task::Rte => {
+                let [_, a, b, label] = columns;
+                let label = ["entailment", "not_entailment"].iter().position(|known| *known == label)?;
+                Some(Row { a: a.to_owned(), b: Some(b.to_owned()), label: label as i64 })
+            }
+            Task::Cola => {
+                let [_, label, _, sentence] = columns;
+                let label = ["0", "1"].iter().position(|known| *known == label)?;
+                Some(Row { a: sentence.to_owned(), b: None, label: label as i64 })
+            }
+        }
+    }
+}
+
+/// A part of a task, as numbers.
+#[derive(Debug)]
+pub struct Glue {
+    /// As many as the length for each row.
+    ids: Vec<i64>,
+    /// How many of a row's are not padding.
+    used: Vec<usize>,
+    labels: Vec<i64>,
+    input: [SampleShape; 2],
+}
+
+impl Glue {
+    /// Reads a part and turns its sentences into numbers.
+    pub fn open(directory: &Path, task: Task, part: Part, tokens: &Tokens) -> Result<Self, DataError> {
+        let rows = task.read(directory, part)?;
+        let shape = SampleShape::int(&[tokens.length() as i64]);
+        let mut set = Glue { ids: Vec::new(), used: Vec::new(), labels: Vec::new(), input: [shape.clone(), shape] };
+        for row in rows {
+            let encoded = tokens.encode(&row.a, row.b.as_deref()).map_err(|got| DataError::Damaged {
+                file: PathBuf::from(directory),
+                place: Place::Line(set.labels.len() as u64 + 1),
+                expected: "a sentence that the tokenizer takes".to_owned(),
+                got,
+                remedy: "take the tokenizer files that come with the model's weights".to_owned(),
+            })?;
+            set.ids.extend(encoded.ids.iter().map(|&id| i64::from(id)));
+            set.used.push(encoded.used);
+            set.labels.push(row.label);
+        }
+        Ok(set)
+    }
+}
+
+impl Dataset for Glue {
+    fn len(&self) -> usize {
+        self.labels.len()
+    }
+
+    fn classes(&self) -> Option<usize> {
+        Some(2)
+    }
+
+    fn input(&self) -> &[SampleShape] {
+        &self.input
+    }
+
+    fn batch(&self, rows: &[usize], _: Pass<'_>) -> Result<Batch, DataError> {
+        check(rows, self.len())?;
+        let length = self.input[0].dims[0] as usize;
+        let ids: Vec<i64> = rows.iter().flat_map(|row| &self.ids[row * length..][..length]).copied().collect();
+        let mask: Vec<i64> =
+            rows.iter().flat_map(|&row| (0..length).map(move |i| i64::from(i < self.used[row]))).collect();
+        let labels: Vec<i64> = rows.iter().map(|&row| self.labels[row]).collect();
+        let shape = [rows.len() as i64, length as i64];
+        let tensor = |values: &[i64]| Tensor::f_from_slice(values)?.f_view(shape);
+        Ok(Batch {
+            inputs: vec![tensor(&ids)?, tensor(&mask)?],
+            target: Tensor::f_from_slice(&labels)?,
+            samples: Vec::new(),
+        })
+    }
+}
+
+/// How many tokens a model takes, if it takes token numbers and their mask.
+pub fn token_length(input: &[SampleShape]) -> Option<usize> {
+    match input {
+        [ids, mask] if ids == mask && ids.kind == Kind::Int64 => match ids.dims[..] {
+            [length] => usize::try_from(length).ok(),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const RTE: &str = "index\tsentence1\tsentence2\tlabel\n\
+                       0\tNo \"weapons were found.\tThere are weapons.\tnot_entailment\r\n\
+                       7\tIt rains in Spain.\tIt rains.\tentailment\n";
+    const COLA: &str = "gj04\t1\t\tThe more we study verbs, the crazier they get.\nks08\t0\t*\tThey drank the pub.\n";
+
+    #[test]
+    fn rows_are_read_by_the_official_columns() {
+        let row = |a: &str, b: Option<&str>, label| Row { a: a.to_owned(), b: b.map(str::to_owned), label };
+        assert_eq!(
+            Task::Rte.parse(RTE.as_bytes()).unwrap(),
+            [
+                row("No \"weapons were found.", Some("There are weapons."), 1),
+                row("It rains in Spain.", Some("It rains."), 0)
+            ]
+        );
+        assert_eq!(
+            Task::Cola.parse(COLA.as_bytes()).unwrap(),
+            [row("The more we study verbs, the crazier they get.", None, 1), row("They drank the pub.", None, 0)]
+        );
+    }
+
+    #[test]
+    fn bad_rows_are_told_with_their_line() {
+        for (task, text, place) in [
+            (Task::Rte, RTE.replace("not_", "un"), Place::Line(2)),
+            (Task::Rte, RTE.replace("rains in Spain.\t", ""), Place::Line(3)),
+            (Task::Rte, format!("{RTE}\n"), Place::Line(4)),
+            (Task::Rte, "index\tsentence1\tsentence2\tlabel\n".to_owned(), Place::Whole),
+            (Task::Cola, COLA.replace("\t0\t", "\t2\t"), Place::Line(2)),
+            (Task::Cola, String::new(), Place::Whole),
+        ] {
+            assert_eq!(task.parse(text.as_bytes()).unwrap_err().0, place, "{text:?}");
+        }
+        assert_eq!(Task::Cola.parse(b"a\t1\t\t\xff").unwrap_err().0, Place::Byte(5));
+        let missing = Task::Rte.read(Path::new("/nowhere"), Part::Test).unwrap_err().to_string();
+        assert!(missing.contains("/nowhere/dev.tsv: ") && missing.contains("`distgpipe data get rte --dir /nowhere`"));
+    }
+
+    #[test]
+    fn batches_are_numbers_masks_and_classes() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizer");
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-glue", std::process::id()));
+        std::fs::create_dir_all(root.join("RTE")).unwrap();
+        std::fs::write(root.join("RTE/dev.tsv"), RTE).unwrap();
+        let tokens = Tokens::open(&golden, 40).unwrap();
+        let set = Glue::open(&root, Task::Rte, Part::Test, &tokens).unwrap();
+        std::fs::remove_dir_all(root).unwrap();
+        assert_eq!(token_length(set.input()), Some(40));
+        let batch = set.batch(&[1, 0], Pass::new(0, 0)).unwrap();
+        assert_eq!(Vec::<i64>::try_from(&batch.target).unwrap(), [0, 1]);
+        let expected = tokens.encode("It rains in Spain.", Some("It rains.")).unwrap();
+        let ids = Vec::<i64>::try_from(&batch.inputs[0].get(0)).unwrap();
+        assert_eq!(ids, expected.ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
+        let mask = Vec::<i64>::try_from(&batch.inputs[1].get(0)).unwrap();
+        assert_eq!(mask.iter().sum::<i64>(), expected.used as i64);
+        // Padding is 1 in this vocabulary, and where the mask is 0.
+        assert!(ids.iter().zip(&mask).all(|(&id, &mask)| (id == 1) == (mask == 0)));
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_never_panic(bytes in prop::collection::vec(prop_oneof![Just(b'\t'), Just(b'\n'), any::<u8>()], 0..200)) {
+            let _ = (Task::Rte.parse(&bytes), Task::Cola.parse(&bytes));
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Cuts a box out of an image, resizes, mirrors and normalises it, in one pass over the output.
+//!
+//! Bilinear, as torchvision does it: half-pixel centres, nothing outside the box is looked at, and where the image
+//! shrinks, the triangle is as wide as the source pixels of one output pixel (antialias).
+//!
+//! ```text
+//! source row ─► normalised ─► resized along x ─► kept ┐
+//!                                  the rows before ───┴► weighted sum ─► output row
+//! ```
+//!
+//! Normalisation may come first because the weights of a pixel sum to 1. Only as many rows are kept as an output row is
+//! made of, so everything but the output stays in the first cache.
+
+use super::Image;
+use crate::engine::Layout;
+
+const CHANNELS: usize = 3;
+
+/// Which source pixels an output pixel is made of, along one axis.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Axis {
+    /// Source pixels of an output pixel; those that do not count weigh 0.
+    taps: usize,
+    /// The first one, of each output pixel.
+    starts: Vec<usize>,
+    /// As many as `taps` for each output pixel.
+    weights: Vec<f32>,
+}
+
+/// A resized stretch of an axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// The first source pixel.
+    pub from: usize,
+    /// Source pixels; at least 1.
+    pub length: usize,
+    /// What they are resized to; at least 1.
+    pub resized: usize,
+    /// The first of the resized pixels that is wanted.
+    pub first: usize,
+}
+
+impl Axis {
+    /// The weights of `outputs` pixels of a stretch.
+    pub fn new(stretch: Stretch, outputs: usize) -> Self {
+        let Stretch { from, length, resized, first } = stretch;
+        let scale = length as f64 / resized as f64;
+        let support = scale.max(1.0);
+        let taps = ((2.0 * support).ceil() as usize).min(length);
+        let mut axis = Axis { taps, starts: Vec::with_capacity(outputs), weights: Vec::with_capacity(outputs * taps) };
+        for output in first..first + outputs {
+            let centre = scale * (output as f64 + 0.5);
+            let low = (centre - support + 0.5).max(0.0) as usize;
+            // So that all taps are within the stretch, some before the first one that counts.
+            let start = low.min(length - taps);
+            let weight = |tap: usize| {
+                let distance = ((start + tap) as f64 - centre + 0.5).abs() / support;
+                (1.0 - distance).max(0.0)
+            };
+            let sum: f64 = (0..taps).map(weight).sum();
+            axis.starts.push(from + start);
+            axis.weights.extend((0..taps).map(|tap| (weight(tap) / sum) as f32));
+        }
+        axis
+    }
+
+    /// The other way round.
+    pub fn mirrored(mut self) -> Self {
+        self.starts.reverse();
+        let reversed = self.weights.chunks_exact(self.taps).rev().flatten().copied().collect();
+        self.weights = reversed;
+        self
+    }
+
+    fn weights(&self, output: usize) -> &[f32] {
+        &self.weights[output * self.taps..][..self.taps]
+    }
+}
+
+/// Which pixels are wanted, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'a> {
+    /// Along x; within the image.
+    pub columns: &'a Axis,
+    /// Along y; within the image.
+    pub lines: &'a Axis,
+    /// Of the colours.
+    pub normalisation: Normalisation,
+    /// Of the output.
+    pub layout: Layout,
+}
+
+/// What a value from 0 to 255 is multiplied by and what is then added, of each channel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Normalisation {
+    /// Multiplied by this.
+    pub scale: [f32; CHANNELS],
+    /// Plus this.
+    pub shift: [f32; CHANNELS],
+}
+
+/// Memory that is kept between images.
+#[derive(Debug, Default)]
+pub struct Rows {
+    /// A source row, normalised.
+    source: Vec<f32>,
+    /// Source rows resized along x: row y is in slot y modulo the taps.
+    resized: Vec<f32>,
+}
+
+/// Writes the wanted pixels, top to bottom. `into` has room for exactly these.
+pub fn resample(image: &Image<'_>, wanted: &Wanted<'_>, rows: &mut Rows, into: &mut [f32]) {
+    let Wanted { columns, lines, normalisation, layout } = *wanted;
+    let width = CHANNELS * columns.starts.len();
+    rows.resized.resize(width * lines.taps, 0.0);
+    rows.source.resize(CHANNELS * image.width, 0.0);
+    let mut next = 0;
+    for (output, &start) in lines.starts.iter().enumerate() {
+        next = next.max(start);
+        while next < start + lines.taps {
+            let source = &image.pixels[CHANNELS * image.width * next..][..CHANNELS * image.width];
+            normalise(source, &normalisation, &mut rows.source);
+            let slot = &mut rows.resized[next % lines.taps * width..][..width];
+            match layout {
+                Layout::ChannelsLast => resize_interleaved(&rows.source, columns, slot),
+                Layout::Contiguous => resize_planar(&rows.source, columns, slot),
+            }
+            next += 1;
+        }
+        let row = |tap: usize| &rows.resized[(start + tap) % lines.taps * width..][..width];
+        match layout {
+            Layout::ChannelsLast => blend(lines.weights(output), row, &mut into[output * width..][..width]),
+            Layout::Contiguous => {
+                let (plane, side) = (into.len() / CHANNELS, width / CHANNELS);
+                for channel in 0..CHANNELS {
+                    let part = |tap: usize| &row(tap)[channel * side..][..side];
+                    blend(lines.weights(output), part, &mut into[channel * plane + output * side..][..side]);
+                }
+            }
+        }
+    }
+}
+
+fn normalise(pixels: &[u8], by: &Normalisation, into: &mut [f32]) {
+    for (into, pixel) in into.chunks_exact_mut(CHANNELS).zip(pixels.chunks_exact(CHANNELS)) {
+        for c in 0..CHANNELS {
+            into[c] = f32::from(pixel[c]) * by.scale[c] + by.shift[c];
+        }
+    }
+}
+
+/// Along x, the channels of a pixel next to each other.
+fn resize_interleaved(row: &[f32], columns: &Axis, into: &mut [f32]) {
+    let each = into.chunks_exact_mut(CHANNELS).zip(&columns.starts).zip(columns.weights.chunks_exact(columns.taps));
+    for ((into, &start), weights) in each {
+        into.copy_from_slice(&pixel(row, start, weights));
+    }
+}
+
+/// Along x, channel by channel.
+fn resize_planar(row: &[f32], columns: &Axis, into: &mut [f32]) {
+    let side = columns.starts.len();
+    for (x, (&start, weights)) in columns.starts.iter().zip(columns.weights.chunks_exact(columns.taps)).enumerate() {
+        let pixel = pixel(row, start, weights);
+        for c in 0..CHANNELS {
+            into[c * side + x] = pixel[c];
+        }
+    }
+}
+
+#[inline]
+fn pixel(row: &[f32], start: usize, weights: &[f32]) -> [f32; CHANNELS] {
+    let mut sum = [0.0; CHANNELS];
+    for (source, weight) in row[CHANNELS * start..].chunks_exact(CHANNELS).zip(weights) {
+        for c in 0..CHANNELS {
+            sum[c] += source[c] * weight;
+        }
+    }
+    sum
+}
+
+/// The weighted sum of rows.
+fn blend<'a>(weights: &[f32], row: impl Fn(usize) -> &'a [f32], into: &mut [f32]) {
+    if let [first, second] = weights {
+        // An image that is enlarged: the most frequent case, and one pass less.
+        return into.iter_mut().zip(row(0)).zip(row(1)).for_each(|((out, a), b)| *out = a * first + b * second);
+    }
+    into.fill(0.0);
+    for (tap, weight) in weights.iter().enumerate() {
+        into.iter_mut().zip(row(tap)).for_each(|(out, a)| *out += a * weight);
+    }
+}

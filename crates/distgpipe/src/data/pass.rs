@@ -1,0 +1,125 @@
+//! A way through the data: what makes a row look different in another epoch, and who helps to make it.
+//!
+//! Threads take the rows of a batch one after the other. What becomes of a row depends on the seed, the epoch and the
+//! row's number, never on the thread, so a batch is the same however many make it.
+
+use super::DataError;
+use crate::engine::Stream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Which way through the data a batch belongs to.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass<'a> {
+    stream: Stream,
+    threads: usize,
+    given_up: &'a AtomicBool,
+}
+
+impl Pass<'static> {
+    /// One epoch of a run, with nobody to help.
+    pub fn new(seed: u64, epoch: u64) -> Self {
+        static NEVER: AtomicBool = AtomicBool::new(false);
+        Pass { stream: Stream::new(seed).named("augmentation").at(epoch), threads: 1, given_up: &NEVER }
+    }
+}
+
+impl<'a> Pass<'a> {
+    /// With so many threads, and the flag that tells them that nobody wants the batch any more.
+    pub(super) fn shared(self, threads: usize, given_up: &'a AtomicBool) -> Pass<'a> {
+        Pass { stream: self.stream, threads, given_up }
+    }
+
+    /// What is random about a row in this epoch.
+    pub fn row(&self, row: usize) -> Stream {
+        self.stream.at(row as u64)
+    }
+
+    /// Cuts `values` into as many equal slots as there are rows, and calls `make` for each row with its slot and with
+    /// memory that the thread keeps between its rows.
+    ///
+    /// The error is that of the first row that has one.
+    pub fn fill<T: Send, Scratch: Default>(
+        &self,
+        values: &mut [T],
+        rows: &[usize],
+        make: impl Fn(usize, &mut [T], &mut Scratch) -> Result<(), DataError> + Sync,
+    ) -> Result<(), DataError> {
+        let width = values.len().checked_div(rows.len()).unwrap_or(0).max(1);
+        let slots = Mutex::new(rows.iter().zip(values.chunks_mut(width)).enumerate());
+        let first_error: Mutex<Option<(usize, DataError)>> = Mutex::new(None);
+        let work = || {
+            let mut scratch = Scratch::default();
+            loop {
+                if self.given_up.load(Ordering::Relaxed) || lock(&first_error).is_some() {
+                    return;
+                }
+                // Slots are handed out in order, so no row before a failed one is left out.
+                let Some((position, (&row, slot))) = lock(&slots).next() else { return };
+                if let Err(error) = make(row, slot, &mut scratch) {
+                    let mut first = lock(&first_error);
+                    if first.as_ref().is_none_or(|(other, _)| position < *other) {
+                        *first = Some((position, error));
+                    }
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..self.threads.min(rows.len()) {
+                scope.spawn(work);
+            }
+            work();
+        });
+        match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some((_, error)) => Err(error),
+            None if self.given_up.load(Ordering::Relaxed) => Err(DataError::GivenUp),
+            None => Ok(()),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_slot_is_its_rows_whatever_the_threads_and_the_first_error_is_told() {
+        let rows: Vec<usize> = (0..97).rev().collect();
+        let expected: Vec<u64> = rows.iter().flat_map(|&r| [r as u64, Pass::new(1, 2).row(r).seed()]).collect();
+        let never = AtomicBool::new(false);
+        for threads in [1, 2, 7, 200] {
+            let pass = Pass::new(1, 2).shared(threads, &never);
+            let mut values = vec![0; 2 * rows.len()];
+            pass.fill(&mut values, &rows, |row, slot, ()| {
+                slot.copy_from_slice(&[row as u64, pass.row(row).seed()]);
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(values, expected, "{threads} threads");
+            let error = pass.fill(&mut values, &rows, |row, _, ()| match row {
+                5 | 40 | 41 => Err(DataError::NoSuchRow { len: 0, got: row }),
+                _ => Ok(()),
+            });
+            assert!(matches!(error, Err(DataError::NoSuchRow { got: 41, .. })), "{threads} threads: {error:?}");
+        }
+        assert!(Pass::new(0, 0).fill(&mut [0u8; 0], &[], |_, _, ()| Ok(())).is_ok());
+    }
+
+    #[test]
+    fn a_batch_that_nobody_wants_is_not_finished() {
+        let given_up = AtomicBool::new(false);
+        let pass = Pass::new(0, 0).shared(1, &given_up);
+        let mut values = [0u8; 10];
+        let error = pass.fill(&mut values, &(0..10).collect::<Vec<_>>(), |row, slot, ()| {
+            slot[0] = 1;
+            given_up.store(row == 3, Ordering::Relaxed);
+            Ok(())
+        });
+        assert!(matches!(error, Err(DataError::GivenUp)));
+        assert_eq!(values.iter().sum::<u8>(), 4);
+    }
+}
