@@ -29,15 +29,15 @@ ours() { # NAME FLAGS...
 
 steps=12
 mobilenet="--model mobilenet_v2 --set dropout=0.0 --batch 256 --samples $((256 * (steps + 2)))"
-transformer="--model transformer --batch 64 --samples $((64 * (steps + 2)))"
+roberta="--model roberta --batch 64 --samples $((64 * (steps + 2)))"
 for round in 0 1; do
     ours "MobileNetV2, 1 partition, 1 micro-batch" $mobilenet --place a --chunks 1
     ours "MobileNetV2, 1 partition, 1 micro-batch, not channels-last" $mobilenet --place a --chunks 1 --no-channels-last
     ours "MobileNetV2, 2 partitions, 2 micro-batches" $mobilenet --place a,b --balance 4,16 --chunks 2
     ours "MobileNetV2, 2 partitions, 4 micro-batches" $mobilenet --place a,b --balance 4,16 --chunks 4
     ours "MobileNetV2, 2 partitions, 4 micro-batches, always recomputed" $mobilenet --place a,b --balance 4,16 --chunks 4 --schedule gpipe --recompute always
-    ours "transformer, 1 partition, 1 micro-batch" $transformer --place a --chunks 1
-    ours "transformer, 2 partitions, 2 micro-batches" $transformer --place a,b --partitions 2 --chunks 2
+    ours "roberta, 1 partition, 1 micro-batch" $roberta --place a --chunks 1
+    ours "roberta, 2 partitions, 2 micro-batches" $roberta --place a,b --partitions 2 --chunks 2
     python3 bench/gpu.py --steps $steps >>"$out/pytorch.jsonl" 2>>"$out/errors.txt"
 done
 python3 - "$out" <<'P'
