@@ -236,7 +236,7 @@ fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
     assert!(spans.iter().any(|span| span["action"] == "1B2"), "every action is there");
     let chrome: Value = serde_json::from_str(&lines("trace.json")).expect("JSON");
     // Each span, and a name for each of two workers.
-    assert_eq!(chrome["traceEvents"].as_array().map(Vec::len), Some(spans.len() + 2));
+    assert_eq!(chrome["traceEvents"].as_array().map(Vec::len), Some(spans.len() + 6));
     assert_eq!(losses(&serde_json::from_str(&lines("summary.json")).expect("JSON")), losses(&flags));
     std::fs::write(&file, "chonks = 3").expect("written");
     assert!(refused(2, &["train", "--config", name]).contains("unknown key `chonks`: the nearest is `chunks`"));
