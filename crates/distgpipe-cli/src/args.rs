@@ -71,6 +71,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "FILE.safetensors", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
+    /// Let tensors that the weights lack keep their first values, such as those of a new classifier
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Model and data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub init_missing: Option<bool>,
     /// What to learn from
     #[arg(long, value_name = "NAME", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -6,6 +6,7 @@ use crate::cmd::worker::given_token;
 use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::files::read_text;
+use crate::weights::Missing;
 use anyhow::Context;
 use distgpipe::codecs::Codecs;
 use distgpipe::core::cut::placement;
@@ -117,7 +118,14 @@ impl RunConfig {
             capture: capture(&flags, worker_count)?,
             ..TrainOptions::default()
         };
-        let weights = flags.weights.as_deref().map(|path| crate::weights::read(path, &model)).transpose()?;
+        let missing = match flags.init_missing {
+            Some(true) if flags.weights.is_none() => {
+                return Err(usage("--init-missing: add --weights FILE, which says what is not missing"));
+            }
+            Some(true) => Missing::Initialize,
+            _ => Missing::Refuse,
+        };
+        let weights = flags.weights.as_deref().map(|path| crate::weights::read(path, &model, missing)).transpose()?;
         Ok(RunConfig {
             train,
             test,

@@ -14,8 +14,17 @@ use std::path::Path;
 /// torch.nn.BatchNorm2d counts its batches; nothing here needs the count.
 const IGNORED_SUFFIX: &str = ".num_batches_tracked";
 
-/// The tensors of a file, all of the model's and no others.
-pub fn read(path: &Path, model: &Model) -> anyhow::Result<BTreeMap<String, Tensor>> {
+/// What becomes of tensors of the model that the file does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// They are an error.
+    Refuse,
+    /// They keep their first values: a new classifier on a trained body.
+    Initialize,
+}
+
+/// The tensors of a file: all of the model's, or with [`Missing::Initialize`] some, and no others.
+pub fn read(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<BTreeMap<String, Tensor>> {
     let flag = || format!("--weights {}", path.display());
     let file = TensorFile::read("--weights", path)?;
     let specs: BTreeMap<String, TensorSpec> =
@@ -44,6 +53,10 @@ pub fn read(path: &Path, model: &Model) -> anyhow::Result<BTreeMap<String, Tenso
     }
     let seen: BTreeSet<&str> = file.entries().iter().map(|entry| &entry.name[..]).collect();
     let missing: Vec<String> = specs.into_keys().filter(|name| !seen.contains(&name[..])).collect();
+    let missing = match allow {
+        Missing::Initialize if !tensors.is_empty() => Vec::new(),
+        _ => missing,
+    };
     let complaints: Vec<String> = [("missing", missing), ("not the model's", extra), ("of the wrong shape", misshaped)]
         .into_iter()
         .filter(|(_, names)| !names.is_empty())
@@ -53,7 +66,8 @@ pub fn read(path: &Path, model: &Model) -> anyhow::Result<BTreeMap<String, Tenso
         return Ok(tensors);
     }
     Err(usage(format!(
-        "{} does not fit the model (check --model and --set, or rename the tensors):\n{}",
+        "{} does not fit the model (check --model and --set, or rename the tensors; --init-missing gives those that are missing \
+         their first values):\n{}",
         flag(),
         complaints.join("\n")
     )))
@@ -103,10 +117,16 @@ mod tests {
             ("layers.1.bias", &[10]),
         ];
         let path = write("whole", &file(&whole));
-        assert_eq!(read(&path, &model()).unwrap().len(), 4);
+        assert_eq!(read(&path, &model(), Missing::Refuse).unwrap().len(), 4);
+        let body = write("body", &file(&whole[..2]));
+        let refused = read(&body, &model(), Missing::Refuse).unwrap_err().to_string();
+        assert!(refused.contains("2 missing") && refused.contains("--init-missing"), "{refused}");
+        assert_eq!(read(&body, &model(), Missing::Initialize).unwrap().len(), 2);
+        let strange = write("strange", &file(&[("other", &[1])]));
+        assert!(read(&strange, &model(), Missing::Initialize).is_err(), "nothing of the model is there");
         let broken: [(&str, &[usize]); 4] =
             [("layers.0.weight", &[4, 65]), ("layers.0.bias", &[4]), ("other", &[1]), ("x.num_batches_tracked", &[1])];
-        let text = read(&write("broken", &file(&broken)), &model()).unwrap_err().to_string();
+        let text = read(&write("broken", &file(&broken)), &model(), Missing::Refuse).unwrap_err().to_string();
         assert!(text.contains("2 missing: layers.1.bias, layers.1.weight"), "{text}");
         assert!(text.contains("1 not the model's: other"), "{text}");
         assert!(text.contains("layers.0.weight is [4, 65], the model's is [4, 64]"), "{text}");
@@ -124,7 +144,7 @@ mod tests {
         let path = write("any", &[]);
         for bytes in cases {
             std::fs::write(&path, bytes).unwrap();
-            assert!(read(&path, &model()).is_err());
+            assert!(read(&path, &model(), Missing::Refuse).is_err());
         }
     }
 }

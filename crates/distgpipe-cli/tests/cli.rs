@@ -235,7 +235,7 @@ fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
         lines("trace.jsonl").lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert!(spans.iter().any(|span| span["action"] == "1B2"), "every action is there");
     let chrome: Value = serde_json::from_str(&lines("trace.json")).expect("JSON");
-    // Each span, and a name for each of two workers.
+    // Each span, and a name for each of two workers and of what their links encode and decode.
     assert_eq!(chrome["traceEvents"].as_array().map(Vec::len), Some(spans.len() + 6));
     assert_eq!(losses(&serde_json::from_str(&lines("summary.json")).expect("JSON")), losses(&flags));
     std::fs::write(&file, "chonks = 3").expect("written");
@@ -460,7 +460,7 @@ fn sentences_are_got_and_learned_from() {
     std::fs::create_dir_all(&from).expect("created");
     let rows = |count: usize| {
         let row = |i: usize| {
-            let label = if i % 2 == 0 { "entailment" } else { "not_entailment" };
+            let label = if i.is_multiple_of(2) { "entailment" } else { "not_entailment" };
             format!("{i}\tThe facts are {i}.\tDay by day.\t{label}\n")
         };
         format!("index\tsentence1\tsentence2\tlabel\n{}", (0..count).map(row).collect::<String>())
