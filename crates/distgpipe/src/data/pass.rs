@@ -90,6 +90,7 @@ mod tests {
     fn every_slot_is_its_rows_whatever_the_threads_and_the_first_error_is_told() {
         let rows: Vec<usize> = (0..97).rev().collect();
         let expected: Vec<u64> = rows.iter().flat_map(|&r| [r as u64, Pass::new(1, 2).row(r).seed()]).collect();
+        assert_ne!(Pass::new(1, 2).row(0), Pass::new(1, 2).row(1));
         let never = AtomicBool::new(false);
         for threads in [1, 2, 7, 200] {
             let pass = Pass::new(1, 2).shared(threads, &never);
@@ -105,6 +106,15 @@ mod tests {
                 _ => Ok(()),
             });
             assert!(matches!(error, Err(DataError::NoSuchRow { got: 41, .. })), "{threads} threads: {error:?}");
+        }
+        // Two rows that fail at the same time: whichever thread is first to say so, the first row's error is told.
+        let together = std::sync::Barrier::new(2);
+        for _ in 0..100 {
+            let error = Pass::new(1, 2).shared(2, &never).fill(&mut [(); 2], &[41, 40], |row, _, ()| {
+                together.wait();
+                Err(DataError::NoSuchRow { len: 0, got: row })
+            });
+            assert!(matches!(error, Err(DataError::NoSuchRow { got: 41, .. })), "{error:?}");
         }
         assert!(Pass::new(0, 0).fill(&mut [0u8; 0], &[], |_, _, ()| Ok(())).is_ok());
     }

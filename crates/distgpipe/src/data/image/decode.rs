@@ -208,6 +208,9 @@ mod tests {
             let trailer = [&bytes[..], &[0; 5000]].concat();
             assert!(decode(&trailer, &mut Vec::new()).is_ok(), "{name}");
         }
+        // The end of a thumbnail is not the image's.
+        let thumbnail = [&JPEG[..], &JPEG_END, &JPEG_SCAN, &[1, 2, 3]].concat();
+        assert_eq!(ends(Format::Jpeg, &thumbnail), Some(false));
         for bytes in [&b""[..], b"GIF89a", &JPEG, &PNG] {
             assert!(decode(bytes, &mut Vec::new()).is_err(), "{bytes:?}");
         }
