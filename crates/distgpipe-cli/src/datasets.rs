@@ -129,7 +129,7 @@ fn sentences(task: Task, flags: &TrainFlags, model: &Model, part: Part) -> anyho
         Task::Cola => DataName::Cola,
     };
     let Some(length) = token_length(&model.input) else {
-        return Err(usage(format!("--data {}: the model takes no sentences: use --model transformer", name.name())));
+        return Err(usage(format!("--data {}: the model takes no sentences: use --model roberta", name.name())));
     };
     let Some(path) = &flags.tokenizer else {
         return Err(usage(format!(

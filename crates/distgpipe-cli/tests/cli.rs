@@ -91,8 +91,8 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
             &["/nowhere/meta/classes.txt", "`distgpipe data get food101 --dir /nowhere`"],
         ),
         (&["train", "--data", "image-folder"], &["--data image-folder", "--data-dir DIR"]),
-        (&["train", "--data", "rte", "--model", "transformer"], &["--data rte", "--tokenizer PATH"]),
-        (&["train", "--data", "cola"], &["--data cola", "use --model transformer"]),
+        (&["train", "--data", "rte", "--model", "roberta"], &["--data rte", "--tokenizer PATH"]),
+        (&["train", "--data", "cola"], &["--data cola", "use --model roberta"]),
         (&["train", "--tokenizer", "x"], &["--tokenizer", "remove it"]),
         (&["train", "--limit", "0"], &["--limit 0", "1 or more"]),
         (&["train", "--loader-threads", "0"], &["--loader-threads 0", "use 1 to"]),
@@ -486,7 +486,7 @@ fn sentences_are_got_and_learned_from() {
         "positions=34",
         "classes=2",
     ];
-    let mut train = vec!["train", "--data", "rte", "--data-dir", into_name, "--model", "transformer"];
+    let mut train = vec!["train", "--data", "rte", "--data-dir", into_name, "--model", "roberta"];
     small.iter().for_each(|setting| train.extend(["--set", setting]));
     train.extend(["--tokenizer", tokenizer.to_str().expect("a plain path")]);
     train.extend(["--limit", "32", "--batch", "16", "--epochs", "1", "--json"]);

@@ -115,7 +115,7 @@ fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
 #[test]
 fn what_a_codec_refuses_is_told_once_and_counted() {
     let small = ["layers=2", "hidden=16", "heads=2", "feed_forward=16", "tokens=8", "vocabulary=50"];
-    let mut arguments = vec!["--model", "transformer", "--data", "synthetic", "--samples", "64", "--batch", "16"];
+    let mut arguments = vec!["--model", "roberta", "--data", "synthetic", "--samples", "64", "--batch", "16"];
     small.iter().for_each(|setting| arguments.extend(["--set", setting]));
     arguments.extend(["--partitions", "2", "--codec", "tile:8", "--epochs", "1", "--workers", "processes"]);
     let (out, err) = fine(&arguments);

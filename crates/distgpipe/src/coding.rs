@@ -15,7 +15,7 @@ use crate::mailbox::{Message, Tag};
 use crate::trace::{now_ns, Beside, Phase};
 use crate::transport::{Counters, Cut, Encoded};
 use distgpipe_core::codec::raw::Raw;
-use distgpipe_core::codec::{Alone, Codec, CodecId, Context, Crew, TensorView};
+use distgpipe_core::codec::{Alone, Codec, CodecError, CodecId, Context, Crew, TensorView};
 use distgpipe_core::schedule::{Pass, Plan};
 use distgpipe_core::wire::{self, DType, Header, Kind, Shape, TensorMeta, HEADER_BYTES};
 use distgpipe_core::PartitionId;
@@ -119,6 +119,11 @@ impl Encoder {
             Some(cut) if message.handling.compress => self.encode(cut, message, index, view)?,
             _ => None,
         };
+        if let (Some(cut), None) = (cut, encoded) {
+            if self.made.of(cut).is_some() {
+                self.counters.sent_raw(cut);
+            }
+        }
         let meta = TensorMeta { dtype: view.dtype, layout, shape, codec: encoded.unwrap_or(CodecId::Raw) };
         let as_it_is = encoded.is_none() && Raw.is_identity(view.dtype);
         if encoded.is_none() && !as_it_is {
@@ -158,7 +163,13 @@ impl Encoder {
         match codec.encode(view, &context, &mut self.body) {
             Ok(()) => Ok(Some(codec.id())),
             Err(error) if error.refuses_tensor() => {
-                self.counters.refused(cut, || format!("{} {:?}: {error}", view.dtype, view.dims));
+                let kind = match error {
+                    CodecError::DType { .. } => "type",
+                    CodecError::NotFinite { .. } => "not finite",
+                    CodecError::Overflow { .. } => "too large",
+                    _ => "shape",
+                };
+                self.counters.refused(cut, kind, || format!("{} {:?}: {error}", view.dtype, view.dims));
                 Ok(None)
             }
             Err(error) => Err(not_encoded(error)),
@@ -166,7 +177,7 @@ impl Encoder {
     }
 }
 
-fn not_encoded(error: distgpipe_core::codec::CodecError) -> Fault {
+fn not_encoded(error: CodecError) -> Fault {
     Fault::protocol("a tensor the codec takes", error.to_string())
 }
 
@@ -190,8 +201,10 @@ impl Decoder {
         Decoder { made: None, raw: Raw, counters: Counters::default(), body: Vec::new() }
     }
 
-    fn near(&self) -> tch::Device {
-        self.made.as_ref().map_or(tch::Device::Cpu, |made| made.coding.near)
+    /// Where a tensor of this kind goes next. Only what is computed with goes to the device.
+    fn near(&self, kind: Kind) -> tch::Device {
+        let computed = matches!(kind, Kind::Activation | Kind::Gradient | Kind::Input | Kind::Target);
+        self.made.as_ref().filter(|_| computed).map_or(tch::Device::Cpu, |made| made.coding.near)
     }
 
     /// The tensor of a frame whose header has been checked; `fill` reads its body.
@@ -202,7 +215,7 @@ impl Decoder {
         fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
     ) -> Result<Tensor, Fault> {
         if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
-            let mut tensor = empty(meta, self.near())?;
+            let mut tensor = empty(meta, self.near(header.kind))?;
             let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
             fill(room)?;
             header.verify(room)?;
@@ -211,9 +224,11 @@ impl Decoder {
         let tag = Tag::of(header);
         // What the peer says is held against what the codec can make before there is room for it.
         let dims: Vec<usize> = meta.shape.dims().iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
-        let most = self.codec(&tag, meta.codec)?.encoded_bytes(meta.dtype, &dims) as u64;
-        if header.body_bytes > most {
-            return Err(Fault::protocol(format!("at most {most} bytes for {tag}"), header.body_bytes.to_string()));
+        let codec = self.codec(&tag, meta.codec)?;
+        let most = codec.encoded_bytes(meta.dtype, &dims) as u64;
+        if header.body_bytes > most || !codec.size_varies() && header.body_bytes != most {
+            let at_most = if codec.size_varies() { "at most " } else { "" };
+            return Err(Fault::protocol(format!("{at_most}{most} bytes for {tag}"), header.body_bytes.to_string()));
         }
         let mut body = std::mem::take(&mut self.body);
         body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
@@ -227,7 +242,7 @@ impl Decoder {
     /// The tensor of a body.
     pub fn decode(&mut self, tag: &Tag, meta: &TensorMeta, body: &[u8]) -> Result<Tensor, Fault> {
         let start = now_ns();
-        let mut tensor = empty(meta, self.near())?;
+        let mut tensor = empty(meta, self.near(tag.kind))?;
         let room = engine::bytes_mut(&mut tensor).ok_or_else(|| Fault::protocol("a dense tensor", "gaps"))?;
         let decoded = self.codec(tag, meta.codec)?.decode(meta, body, room);
         decoded.map_err(|e| Fault::protocol(format!("a valid body of {tag}"), e.to_string()))?;
@@ -390,7 +405,9 @@ mod tests {
         header.body_bytes = 1 << 40;
         let meta = header.tensor.unwrap();
         let refused = decoder.read(&header, &meta, |_| panic!("nothing may be read")).unwrap_err().to_string();
-        assert!(refused.contains("at most 12 bytes") && refused.contains("1099511627776"), "{refused}");
+        assert!(refused.contains("12 bytes") && refused.contains("1099511627776"), "{refused}");
+        header.body_bytes = 11;
+        assert!(decoder.read(&header, &meta, |_| panic!("nothing may be read")).is_err());
     }
 
     #[test]

@@ -256,10 +256,10 @@ pub struct CutSummary {
     pub encode_ms: f64,
     /// Time spent decoding.
     pub decode_ms: f64,
-    /// Tensors that the codec refused, so that they went raw.
+    /// Tensors that went raw although there is a codec: refused, in the warm-up, or in a raw evaluation.
     pub sent_raw: u64,
-    /// Why the first of those was refused.
-    pub refusal: Option<String>,
+    /// Why tensors were refused: the first of each kind of reason.
+    pub refusals: BTreeMap<String, String>,
 }
 
 /// A run in figures.
@@ -570,7 +570,7 @@ impl Gathered {
             encode_ms: sent.encode_ns as f64 / 1e6,
             decode_ms: decode_ns as f64 / 1e6,
             sent_raw: sent.sent_raw,
-            refusal: sent.refusal.clone(),
+            refusals: sent.refusals.clone(),
         }
     }
 

@@ -56,10 +56,10 @@ pub struct CutTraffic {
     pub wire_bytes: u64,
     /// Time spent encoding.
     pub encode_ns: u64,
-    /// Tensors that the codec refused, so that they went raw.
+    /// Tensors that went raw although the cut has a codec: refused, in the warm-up, or in a raw evaluation.
     pub sent_raw: u64,
-    /// Why the first of those was refused.
-    pub refusal: Option<String>,
+    /// Why tensors were refused: the first of each kind of reason.
+    pub refusals: BTreeMap<String, String>,
 }
 
 /// A tensor that was made ready to go.
@@ -98,7 +98,7 @@ pub struct Traffic {
     /// Bytes that the socket carried since the connection stood: headers, commands, reports and signs of life included.
     /// 0 between threads.
     pub wire_bytes: u64,
-    /// Time spent encoding and writing.
+    /// Time spent encoding and writing; between threads, decoding too.
     pub busy_ns: u64,
     /// What was sent, cut by cut.
     pub sent: Vec<(Cut, CutTraffic)>,
@@ -135,12 +135,15 @@ impl Counters {
         traffic.raw_bytes += raw_bytes;
     }
 
-    /// Counts a tensor that its codec refused.
-    pub fn refused(&self, cut: Cut, why: impl FnOnce() -> String) {
+    /// Counts a tensor that goes raw although its cut has a codec.
+    pub fn sent_raw(&self, cut: Cut) {
+        lock(&self.0.sent).entry(cut).or_default().sent_raw += 1;
+    }
+
+    /// Remembers why a codec refused a tensor; `kind` is one of a few words.
+    pub fn refused(&self, cut: Cut, kind: &str, why: impl FnOnce() -> String) {
         let mut sent = lock(&self.0.sent);
-        let traffic = sent.entry(cut).or_default();
-        traffic.sent_raw += 1;
-        traffic.refusal.get_or_insert_with(why);
+        sent.entry(cut).or_default().refusals.entry(kind.to_owned()).or_insert_with(why);
     }
 
     /// Counts the decoding of a tensor that came the other way.

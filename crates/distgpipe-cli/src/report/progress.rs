@@ -13,7 +13,7 @@ pub struct Progress {
     bar: Option<ProgressBar>,
     epochs: u64,
     /// Where tensors were refused by their codec, and the user has been told.
-    told: BTreeSet<Cut>,
+    told: BTreeSet<(Cut, String)>,
 }
 
 impl Progress {
@@ -45,12 +45,14 @@ impl Progress {
 }
 
 impl Progress {
-    /// Says once for each cut that its codec does not take all that it is given.
+    /// Says once for each cut and kind of reason that its codec does not take all that it is given.
     fn tell_refusals(&mut self, outcome: &StepOutcome) {
         for worker in &outcome.workers {
             for (cut, sent) in worker.report.links.iter().flat_map(|(_, traffic)| &traffic.sent) {
-                if let (Some(refusal), true) = (&sent.refusal, !self.told.contains(cut)) {
-                    self.told.insert(*cut);
+                for (kind, refusal) in &sent.refusals {
+                    if !self.told.insert((*cut, kind.clone())) {
+                        continue;
+                    }
                     self.say(&format!(
                         "warning: {} sends {} {} → {} raw where the codec refuses: {refusal}",
                         worker.name,

@@ -103,6 +103,16 @@ impl PowerSvd {
             expected: "two dimensions or more",
             got: dims.to_vec(),
         })?;
+        // Where rows of the batch are rows of the matrix, too few of them are no fault of whoever chose the rank.
+        if let &[rows, columns] = dims {
+            if (1..self.rank).contains(&rows) && columns >= self.rank {
+                return Err(CodecError::Shape {
+                    codec: CodecId::PowerSvd,
+                    expected: "at least as many rows as the rank",
+                    got: dims.to_vec(),
+                });
+            }
+        }
         let most = matrices.rows.min(matrices.columns);
         if matrices.count > 0 && self.rank > most {
             return Err(CodecError::Rank { rank: self.rank, most, dims: dims.to_vec() });
@@ -563,9 +573,11 @@ mod tests {
              link, or another codec"
         );
         assert_eq!(
-            decode(3, (&[2, 4], Layout::Contiguous), &[]),
-            Err(CodecError::Rank { rank: 3, most: 2, dims: vec![2, 4] })
+            decode(3, (&[4, 2], Layout::Contiguous), &[]),
+            Err(CodecError::Rank { rank: 3, most: 2, dims: vec![4, 2] })
         );
+        // A last batch with few rows goes raw; every batch with few columns is a rank that was chosen wrongly.
+        assert!(refused(&[2, 4]).refuses_tensor() && !refused(&[4, 2]).refuses_tensor());
         assert!(matches!(decode(3, (&[7], Layout::Contiguous), &[]), Err(CodecError::Shape { .. })));
         // Nothing to send has no rank.
         assert_eq!(decode(3, (&[2, 0], Layout::Contiguous), &[]), Ok(vec![]));

@@ -367,6 +367,26 @@ mod tests {
             }
         }
 
+        /// The ends of what an `f32` holds, where grids are clamped.
+        #[test]
+        fn tiles_of_the_largest_numbers_have_the_same_bytes(
+            values in prop::collection::vec(prop_oneof![Just(f32::MIN), Just(f32::MAX), Just(0.0), any::<f32>()], 1..200),
+            constant in prop::sample::select(&[f32::MIN, f32::MAX, -1.0][..]),
+            bits in 1u32..=16,
+        ) {
+            let values: Vec<f32> = values.into_iter().filter(|value| value.is_finite()).collect();
+            for values in [vec![constant; values.len()], values] {
+                let (bytes, dims) = (memory(&values), [values.len()]);
+                agree(|level| {
+                    let mut codec = level.force(|| parse(&format!("tile:{bits}")).unwrap());
+                    let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
+                    let mut body = Vec::new();
+                    codec.encode(view, &Context::default(), &mut body)?;
+                    Ok::<_, CodecError>(body)
+                });
+            }
+        }
+
         /// Bodies and decoded values of every codec, at every level and in both orders of memory.
         #[test]
         fn every_codec_gives_the_same_bytes(

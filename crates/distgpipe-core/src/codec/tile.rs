@@ -28,7 +28,7 @@ use super::planes::Planes;
 use super::simd::{self, Level, Noise};
 use super::{check_body, check_f32, number};
 use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView, BLOCK};
-use crate::wire::{DType, TensorMeta};
+use crate::wire::{DType, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
 pub(super) const MEMBER: Member = Member {
@@ -192,9 +192,9 @@ impl Codec for Tile {
         check_table(table)?;
         let (format, level) = (self.format, self.hands.level);
         let decoder = Decoder { format, level, exponent, table, packed, elements };
-        let mut dims = [0; 4];
+        let mut dims = [0; DIMS_MAX];
         dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
-        let planes = Planes::of(meta.layout, &dims[..meta.shape.rank().min(4)]);
+        let planes = Planes::of(meta.layout, &dims[..meta.shape.rank()]);
         // A channels-last tensor is split by samples, whose memory lies together.
         let piece = self.hands.piece(elements, planes.map_or(format.unit(), |planes| planes.channels * planes.pixels));
         self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);

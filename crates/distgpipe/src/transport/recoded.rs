@@ -73,6 +73,8 @@ fn pump(mut options: Options, waiting: &Receiver<Message>) -> Result<(), Fault> 
         let start = Instant::now();
         let (tensors, payload) = (message.carries_tensors(), message.payload_bytes());
         for index in 0..message.tensors.len() {
+            // A run that has failed waits for nobody's codec.
+            options.fate.check()?;
             let Some(tensor) = message.tensors[index].take() else { continue };
             let (encoder, decoder) = (&mut options.encoder, &mut options.decoder);
             let arrived = encoder
@@ -121,7 +123,7 @@ impl Drop for Recoded {
     fn drop(&mut self) {
         self.queue = None;
         if let Some(thread) = self.thread.take() {
-            // It waits for nothing but room in a mailbox, and for that no longer than the run lasts.
+            // It ends with what was queued, or at the next tensor once the run has failed.
             let _ = thread.join();
         }
     }

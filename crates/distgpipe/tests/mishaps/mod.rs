@@ -1,5 +1,6 @@
 //! Law 5, run by every kind of worker: the first failure wins, everybody is told, everybody ends, in bounded time.
 
+use distgpipe::codecs::Codecs;
 use distgpipe::core::schedule::{Action, Plan};
 use distgpipe::core::WorkerId;
 use distgpipe::models::Mlp;
@@ -25,13 +26,16 @@ pub fn pipeline(workers: Workers, scenario: &str) -> Pipeline {
     build(workers, scenario).unwrap_or_else(|e| panic!("{scenario}: {e}"))
 }
 
+/// One direction of the link has a codec, whose thread must end as well; the other is raw.
 fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
+    let links = vec!["0-1=feedback(tile:8),raw".parse().unwrap()];
     Pipeline::builder(Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
         .place("client,server,client")
         .micro_batches(3)
         .workers(workers)
         .timeouts(Timeouts { stall_s: STALL_S, silence_s: SILENCE_S, connect_s: 20.0 })
         .faults(scenario)
+        .codecs(Codecs { links, ..Codecs::default() })
         .build()
 }
 

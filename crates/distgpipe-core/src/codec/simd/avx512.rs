@@ -375,6 +375,7 @@ with_avx512! {
                 let step = _mm512_mul_pd(values_of_halves(step), unscale);
                 let end = _mm512_cvtpd_ps(_mm512_fmadd_pd(step, code_max, grid_lo));
                 let end = _mm256_min_ps(end, _mm256_set1_ps(f32::MAX));
+                let end = _mm256_max_ps(end, _mm256_set1_ps(f32::MIN));
                 _mm256_cmp_ps_mask::<_CMP_GE_OQ>(end, hi)
             };
             let step = _mm_mask_mov_epi16(above, reaches(nearest), nearest);
