@@ -94,10 +94,26 @@ mod tests {
         Mlp { hidden: vec![4], ..Mlp::default() }.model().unwrap()
     }
 
-    fn write(name: &str, bytes: &[u8]) -> std::path::PathBuf {
+    /// A file that is gone with this value.
+    struct Written(std::path::PathBuf);
+
+    impl std::ops::Deref for Written {
+        type Target = Path;
+        fn deref(&self) -> &Path {
+            &self.0
+        }
+    }
+
+    impl Drop for Written {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+    }
+
+    fn write(name: &str, bytes: &[u8]) -> Written {
         let path = std::env::temp_dir().join(format!("distgpipe-weights-{}-{name}", std::process::id()));
         std::fs::write(&path, bytes).unwrap();
-        path
+        Written(path)
     }
 
     fn file(tensors: &[(&str, &[usize])]) -> Vec<u8> {
@@ -143,7 +159,7 @@ mod tests {
         }
         let path = write("any", &[]);
         for bytes in cases {
-            std::fs::write(&path, bytes).unwrap();
+            std::fs::write(&*path, bytes).unwrap();
             assert!(read(&path, &model(), Missing::Refuse).is_err());
         }
     }

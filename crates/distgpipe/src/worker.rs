@@ -79,24 +79,8 @@ impl Worker {
         let mut active = Active::prepare(self).map_err(failed("building its partitions"))?;
         let ready = Message::text(Tag::control(Kind::Ready, 0, worker), "");
         active.stage.driver.send(ready).map_err(failed("reporting ready"))?;
-        for number in 0.. {
-            active.stage.status.begin(Doing::Idle, 0);
-            let tag = Tag::control(Kind::Command, number, worker);
-            let message = active.stage.mailbox.take(&tag).map_err(failed("waiting for a command"))?;
-            active.stage.status.begin(Doing::Busy, 0);
-            let command: Command = serde_json::from_slice(&message.text)
-                .map_err(|e| failed("reading a command")(Fault::protocol("a command", e.to_string())))?;
-            match command {
-                Command::Step(step) => {
-                    let report = active.step(&step)?;
-                    active.report(number, &report).map_err(failed("reporting"))?;
-                }
-                Command::Collect(which) => active.collect(number, which).map_err(failed("collecting its tensors"))?,
-                Command::Load(names) => active.load(number, &names).map_err(failed("loading tensors"))?,
-                Command::Finish => return Ok(()),
-            }
-        }
-        Ok(())
+        // Everybody learns of a failure before this worker's links are taken down, which may take a while.
+        active.obey().map_err(|failure| active.stage.fate.fail(failure))
     }
 }
 
@@ -174,6 +158,33 @@ impl Active {
         };
         let optimizer = Optimizer::new(job.optim, parameters);
         Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, links, coding })
+    }
+
+    /// Does one command after the other, to the last.
+    fn obey(&mut self) -> Result<(), Failure> {
+        let (worker, name) = (self.stage.id, self.stage.name.clone());
+        let failed = |phase: &'static str| {
+            let name = name.clone();
+            move |fault: Fault| Failure::new(name, phase, fault)
+        };
+        for number in 0.. {
+            self.stage.status.begin(Doing::Idle, 0);
+            let tag = Tag::control(Kind::Command, number, worker);
+            let message = self.stage.mailbox.take(&tag).map_err(failed("waiting for a command"))?;
+            self.stage.status.begin(Doing::Busy, 0);
+            let command: Command = serde_json::from_slice(&message.text)
+                .map_err(|e| failed("reading a command")(Fault::protocol("a command", e.to_string())))?;
+            match command {
+                Command::Step(step) => {
+                    let report = self.step(&step)?;
+                    self.report(number, &report).map_err(failed("reporting"))?;
+                }
+                Command::Collect(which) => self.collect(number, which).map_err(failed("collecting its tensors"))?,
+                Command::Load(names) => self.load(number, &names).map_err(failed("loading tensors"))?,
+                Command::Finish => return Ok(()),
+            }
+        }
+        Ok(())
     }
 
     fn step(&mut self, step: &Step) -> Result<StepReport, Failure> {

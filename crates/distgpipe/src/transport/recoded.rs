@@ -12,6 +12,7 @@ use crate::coding::{Decoder, Encoder};
 use crate::failure::{Failure, Fate, Fault};
 use crate::mailbox::{Mailbox, Message};
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -43,6 +44,8 @@ pub struct Recoded {
     thread: Option<JoinHandle<()>>,
     counters: Counters,
     fate: Fate,
+    /// Set when the sending worker panics: nobody waits for what is queued then.
+    abandoned: Arc<AtomicBool>,
 }
 
 impl Recoded {
@@ -50,10 +53,12 @@ impl Recoded {
     pub fn start(options: Options) -> Result<Self, Fault> {
         let (queue, waiting) = mpsc::sync_channel(options.queue.max(1));
         let (counters, fate) = (options.counters.clone(), options.fate.clone());
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let given_up = abandoned.clone();
         let body = move || {
             crate::engine::attach_thread(1, options.meter);
             let (here, fate) = (options.here.clone(), options.fate.clone());
-            let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &waiting)));
+            let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &waiting, &given_up)));
             let fault = match result {
                 Ok(Ok(())) => return,
                 Ok(Err(fault)) => fault,
@@ -63,11 +68,11 @@ impl Recoded {
         };
         let thread = std::thread::Builder::new().name("codec".to_owned()).spawn(body);
         let thread = thread.map_err(|e| Fault::io("starting a codec's thread", e))?;
-        Ok(Recoded { queue: Some(queue), thread: Some(thread), counters, fate })
+        Ok(Recoded { queue: Some(queue), thread: Some(thread), counters, fate, abandoned })
     }
 }
 
-fn pump(mut options: Options, waiting: &Receiver<Message>) -> Result<(), Fault> {
+fn pump(mut options: Options, waiting: &Receiver<Message>, abandoned: &AtomicBool) -> Result<(), Fault> {
     // Ends when the sending end is gone.
     while let Ok(mut message) = waiting.recv() {
         let start = Instant::now();
@@ -75,6 +80,9 @@ fn pump(mut options: Options, waiting: &Receiver<Message>) -> Result<(), Fault> 
         for index in 0..message.tensors.len() {
             // A run that has failed waits for nobody's codec.
             options.fate.check()?;
+            if abandoned.load(Ordering::Acquire) {
+                return Ok(());
+            }
             let Some(tensor) = message.tensors[index].take() else { continue };
             let (encoder, decoder) = (&mut options.encoder, &mut options.decoder);
             let arrived = encoder
@@ -122,8 +130,9 @@ impl Outgoing for Recoded {
 impl Drop for Recoded {
     fn drop(&mut self) {
         self.queue = None;
+        self.abandoned.store(std::thread::panicking(), Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // It ends with what was queued, or at the next tensor once the run has failed.
+            // It ends with what was queued, or at the next tensor if the run has failed or this worker is panicking.
             let _ = thread.join();
         }
     }
