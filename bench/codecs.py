@@ -10,13 +10,13 @@ usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9]      needs: cargo,
 """
 import argparse
 import json
-import os
-import platform
 import subprocess
 import time
 from pathlib import Path
 
 import torch
+
+from run import machine
 
 HERE = Path(__file__).resolve().parent
 DRIVER = "cargo run --locked --release --quiet -p distgpipe-core --example codec_speed -- --json --repeat".split()
@@ -104,12 +104,6 @@ def measure_ours(repeat):
     return [{"by": "ours", **json.loads(line)} for line in done.stdout.splitlines()]
 
 
-def machine():
-    model = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "?")
-    memory = int(next(l.split()[1] for l in open("/proc/meminfo") if l.startswith("MemTotal"))) // 1024 // 1024
-    return f"{os.cpu_count()} cores of {model}, {memory} GiB, Linux {platform.release()}, torch {torch.__version__}"
-
-
 def report(rows, options):
     best = {}
     for row in rows:
@@ -119,7 +113,7 @@ def report(rows, options):
     lines = [
         "# Codecs on one thread",
         "",
-        f"Machine: {machine()}.  ",
+        f"Machine: {machine()}, torch {torch.__version__}.  ",
         f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}`; every round is in `raw.jsonl`.",
         "",
         "GB/s of the tensor's float32 values, for packing of 16-bit codes; `relu` is max(0, gaussian). The best of all rounds.",

@@ -17,13 +17,14 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
 from pathlib import Path
+
+from run import machine
 
 HERE = Path(__file__).resolve().parent
 BINARY = HERE.parent / "target" / "release" / "distgpipe"
@@ -121,12 +122,6 @@ def thin_link(mbit):
         for name in names:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
         time.sleep(0.2)
-
-
-def machine():
-    model = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), "?")
-    memory = int(next(l.split()[1] for l in open("/proc/meminfo") if l.startswith("MemTotal"))) // 1024 // 1024
-    return f"{os.cpu_count()} cores of {model}, {memory} GiB, Linux {platform.release()}, Python {platform.python_version()}"
 
 
 def main():

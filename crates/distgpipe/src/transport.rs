@@ -9,6 +9,7 @@
 
 pub mod faulty;
 pub mod memory;
+mod queue;
 pub mod recoded;
 pub mod tcp;
 

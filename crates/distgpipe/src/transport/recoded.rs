@@ -7,16 +7,17 @@
 //! For trying a codec without a second machine, and for partitions that share one. The thread works beside the stages, as
 //! the threads of a connection do.
 
+use super::queue::Queue;
 use super::{Counters, Outgoing};
 use crate::coding::{Decoder, Encoder};
 use crate::failure::{Failure, Fate, Fault};
 use crate::mailbox::{Mailbox, Message};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// What such a link is made of.
 pub struct Options {
@@ -40,10 +41,8 @@ pub struct Options {
 
 /// The sending end.
 pub struct Recoded {
-    queue: Option<SyncSender<Message>>,
+    queue: Option<Queue>,
     thread: Option<JoinHandle<()>>,
-    counters: Counters,
-    fate: Fate,
     /// Set when the sending worker panics: nobody waits for what is queued then.
     abandoned: Arc<AtomicBool>,
 }
@@ -68,7 +67,7 @@ impl Recoded {
         };
         let thread = std::thread::Builder::new().name("codec".to_owned()).spawn(body);
         let thread = thread.map_err(|e| Fault::io("starting a codec's thread", e))?;
-        Ok(Recoded { queue: Some(queue), thread: Some(thread), counters, fate, abandoned })
+        Ok(Recoded { queue: Some(Queue::new(queue, fate, counters)), thread: Some(thread), abandoned })
     }
 }
 
@@ -97,24 +96,8 @@ fn pump(mut options: Options, waiting: &Receiver<Message>, abandoned: &AtomicBoo
 }
 
 impl Outgoing for Recoded {
-    fn send(&mut self, mut message: Message) -> Result<(), Fault> {
-        let queue = self.queue.as_ref().ok_or(Fault::Lost)?;
-        self.counters.queued();
-        loop {
-            match queue.try_send(message) {
-                Ok(()) => return Ok(()),
-                Err(TrySendError::Disconnected(_)) => {
-                    self.fate.check()?;
-                    return Err(Fault::Lost);
-                }
-                Err(TrySendError::Full(back)) => {
-                    // Cannot happen within a step, whose messages all fit.
-                    self.fate.check()?;
-                    message = back;
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-            }
-        }
+    fn send(&mut self, message: Message) -> Result<(), Fault> {
+        self.queue.as_mut().ok_or(Fault::Lost)?.send(message)
     }
 
     /// Damage is found where a checksum would find it: at delivery.

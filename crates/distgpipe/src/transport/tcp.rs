@@ -13,6 +13,7 @@ mod frames;
 
 pub use frames::{read_frame, write_frame, Frame, Patience};
 
+use super::queue::Queue;
 use super::{Counters, Outgoing, Timeouts};
 use crate::coding::{Coding, Decoder, Encoder};
 use crate::failure::{Failure, Fate, Fault, POLL};
@@ -23,7 +24,7 @@ use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -156,7 +157,7 @@ impl Connection {
 
     /// A sending end; as many as wanted share the connection.
     pub fn port(&self) -> Option<Queue> {
-        self.queue.clone().map(|queue| Queue { queue, fate: self.fate.clone(), counters: self.counters.clone() })
+        self.queue.clone().map(|queue| Queue::new(queue, self.fate.clone(), self.counters.clone()))
     }
 
     /// What has been sent.
@@ -185,41 +186,6 @@ pub fn join_until(thread: JoinHandle<()>, deadline: Instant) -> bool {
     // Stages and I/O threads report their panics through the run's fate.
     let _ = thread.join();
     true
-}
-
-/// Hands messages to a connection's writer.
-#[derive(Clone)]
-pub struct Queue {
-    queue: SyncSender<Message>,
-    fate: Fate,
-    counters: Counters,
-}
-
-impl Outgoing for Queue {
-    fn send(&mut self, mut message: Message) -> Result<(), Fault> {
-        self.counters.queued();
-        loop {
-            match self.queue.try_send(message) {
-                Ok(()) => return Ok(()),
-                Err(TrySendError::Disconnected(_)) => {
-                    self.fate.check()?;
-                    return Err(Fault::Lost);
-                }
-                Err(TrySendError::Full(back)) => {
-                    // Cannot happen within a step, whose messages all fit; state transfers wait here.
-                    self.fate.check()?;
-                    message = back;
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-            }
-        }
-    }
-
-    fn send_damaged(&mut self, message: Message, _: u64) -> Result<(), Fault> {
-        self.send(message)
-    }
-
-    fn cut(&mut self) {}
 }
 
 /// The socket itself, used by the writer thread.
