@@ -20,7 +20,7 @@ use distgpipe_core::schedule::{Pass, Plan};
 use distgpipe_core::wire::{self, DType, Header, Kind, Shape, TensorMeta, HEADER_BYTES};
 use distgpipe_core::PartitionId;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 use tch::Tensor;
 
@@ -32,6 +32,8 @@ pub struct Coding {
     crew: Arc<dyn Crew>,
     /// Where what is decoded will be used.
     near: tch::Device,
+    /// How often the codecs were told to forget.
+    forgotten: Arc<AtomicU64>,
     /// What is done beside the stage, on the links' threads.
     pub beside: Beside,
 }
@@ -49,8 +51,15 @@ impl Coding {
             crew,
             // A device that cannot be opened fails the worker by itself.
             near: job.device.open().unwrap_or(tch::Device::Cpu),
+            forgotten: Arc::default(),
             beside: Beside::new(job.worker.0, job.trace),
         }
+    }
+
+    /// Has the codecs of all this worker's links forget what they remember, before they are next used. Both ends of a
+    /// link must be told between the same two messages.
+    pub fn forget(&self) {
+        self.forgotten.fetch_add(1, Ordering::Release);
     }
 
     /// A codec for what goes by this name; `None` for what is never encoded.
@@ -74,10 +83,21 @@ pub fn cut_of(tag: &Tag) -> Option<Cut> {
 struct Made {
     coding: Coding,
     codecs: HashMap<Cut, Option<Box<dyn Codec>>>,
+    /// What [`Coding::forgotten`] was when they were made.
+    forgotten: u64,
 }
 
 impl Made {
+    fn new(coding: Coding) -> Self {
+        Made { forgotten: coding.forgotten.load(Ordering::Acquire), coding, codecs: HashMap::new() }
+    }
+
     fn of(&mut self, cut: Cut) -> Option<&mut Box<dyn Codec>> {
+        let forgotten = self.coding.forgotten.load(Ordering::Acquire);
+        if forgotten != self.forgotten {
+            self.forgotten = forgotten;
+            self.codecs.clear();
+        }
         self.codecs.entry(cut).or_insert_with(|| self.coding.codec(cut)).as_mut()
     }
 }
@@ -92,7 +112,7 @@ pub struct Encoder {
 impl Encoder {
     /// Counts on these counters.
     pub fn new(coding: Coding, counters: Counters) -> Self {
-        Encoder { made: Made { coding, codecs: HashMap::new() }, counters, body: Vec::new() }
+        Encoder { made: Made::new(coding), counters, body: Vec::new() }
     }
 
     /// Lends one tensor of a message, as it goes onto the wire, to `then`.
@@ -193,7 +213,7 @@ pub struct Decoder {
 impl Decoder {
     /// Counts on these counters.
     pub fn new(coding: Coding, counters: Counters) -> Self {
-        Decoder { made: Some(Made { coding, codecs: HashMap::new() }), raw: Raw, counters, body: Vec::new() }
+        Decoder { made: Some(Made::new(coding)), raw: Raw, counters, body: Vec::new() }
     }
 
     /// For connections that carry no job yet.
@@ -345,6 +365,7 @@ mod tests {
             plan: Arc::new(plan),
             crew: Arc::new(Alone),
             near: tch::Device::Cpu,
+            forgotten: Arc::default(),
             beside: Beside::new(0, false),
         }
     }
@@ -395,6 +416,29 @@ mod tests {
         assert!(refused.contains("raw") && refused.contains("Uniform"), "{refused}");
         // What is not between partitions is raw, whatever the codec.
         assert_eq!(frame("uniform:8", Kind::Input).0.tensor.unwrap().codec, CodecId::Raw);
+    }
+
+    /// `delta` sends a tensor the second time as what has changed, which only a decoder that remembers the first can read.
+    #[test]
+    fn ends_that_forget_together_go_on_as_if_new() {
+        let (here, there) = (coding("delta(uniform:8)"), coding("delta(uniform:8)"));
+        let mut encoder = Encoder::new(here.clone(), Counters::default());
+        let mut decoder = Decoder::new(there.clone(), Counters::default());
+        let mut send = || {
+            let mut message = message(Kind::Activation);
+            (message.handling.learning, message.handling.samples) = (true, vec![0, 1, 2, 3]);
+            let tensor = message.tensors[0].as_ref().unwrap().shallow_clone();
+            let sent = encoder.with_encoded(&message, 0, &tensor, |meta, body| {
+                let got = decoder.decode(&message.tag, &meta, body)?;
+                Ok((body.to_vec(), Vec::<f32>::try_from(&got).unwrap()))
+            });
+            sent.unwrap()
+        };
+        let first = send();
+        assert_ne!(send(), first, "it remembers");
+        here.forget();
+        there.forget();
+        assert_eq!(send(), first);
     }
 
     /// The room for a body is what the codec can make, not what the peer says.

@@ -135,6 +135,8 @@ pub enum Command {
     Collect(Which),
     /// Take over tensors of these names, which follow one by one; answered by an empty report.
     Load(Vec<String>),
+    /// Have the codecs of all links forget what they remember; answered by an empty report.
+    Forget,
     /// The run is over.
     Finish,
 }

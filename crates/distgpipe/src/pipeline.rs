@@ -255,6 +255,18 @@ impl Pipeline {
         Ok(())
     }
 
+    /// Has the codecs of all links forget what they remember of earlier tensors, as if the run had just begun.
+    pub fn forget(&mut self) -> Result<(), StepError> {
+        let number = self.next_command();
+        for worker in self.plan.placement().worker_ids() {
+            self.command(number, worker, &Command::Forget)?;
+        }
+        for worker in self.plan.placement().worker_ids() {
+            self.wait(&Tag::control(Kind::Report, number, worker))?;
+        }
+        Ok(())
+    }
+
     fn run(
         &mut self,
         batch: &Batch,

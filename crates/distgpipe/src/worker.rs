@@ -181,6 +181,11 @@ impl Active {
                 }
                 Command::Collect(which) => self.collect(number, which).map_err(failed("collecting its tensors"))?,
                 Command::Load(names) => self.load(number, &names).map_err(failed("loading tensors"))?,
+                Command::Forget => {
+                    // Between steps nothing is under way on any link, so both ends forget between the same two messages.
+                    self.coding.forget();
+                    self.done(number).map_err(failed("reporting"))?;
+                }
                 Command::Finish => return Ok(()),
             }
         }
@@ -310,7 +315,11 @@ impl Active {
             }
             tch::no_grad(|| tensor.shallow_clone().f_copy_(&value))?;
         }
-        let job_done = Message::text(Tag::control(Kind::Report, number, self.stage.id), "null");
-        self.stage.driver.send(job_done)
+        self.done(number)
+    }
+
+    /// Reports that a command without a result is done.
+    fn done(&mut self, number: u64) -> Result<(), Fault> {
+        self.stage.driver.send(Message::text(Tag::control(Kind::Report, number, self.stage.id), "null"))
     }
 }
