@@ -29,6 +29,10 @@ CASES = [
     ("adam", "Adam", dict(lr=1e-2)),
     ("adam_weight_decay", "Adam", dict(lr=1e-2, weight_decay=1e-2)),
     ("adamw", "AdamW", dict(lr=1e-2, weight_decay=1e-2)),
+    ("rmsprop", "RMSprop", dict(lr=1e-2)),
+    ("rmsprop_momentum", "RMSprop", dict(lr=1e-2, momentum=0.9)),
+    ("rmsprop_weight_decay", "RMSprop", dict(lr=1e-2, weight_decay=1e-2)),
+    ("rmsprop_momentum_weight_decay", "RMSprop", dict(lr=1e-2, momentum=0.9, weight_decay=1e-2)),
 ]
 
 
@@ -50,7 +54,7 @@ def main():
         after, defaults = run(kind, options, torch.float64)
         single, _ = run(kind, options, torch.float32)
         difference = (torch.tensor(after, dtype=torch.float64) - torch.tensor(single, dtype=torch.float64)).abs().max().item()
-        wanted = ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps")
+        wanted = ("lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "alpha")
         cases[name] = {
             "optimizer": kind,
             "options": {key: defaults[key] for key in wanted if key in defaults},

@@ -9,7 +9,7 @@ use clap::{Args as _, ValueEnum};
 use distgpipe::core::codec::Spec;
 use distgpipe::core::schedule::{Recompute, Schedule};
 use distgpipe::engine::Device;
-use distgpipe::trainer::Decay;
+use distgpipe::rate::WarmUp;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -51,8 +51,33 @@ impl DataName {
 pub enum OptimizerName {
     /// Stochastic gradient descent with momentum
     Sgd,
+    /// Adam
+    Adam,
     /// Adam with weight decay apart from the gradient
     Adamw,
+    /// RMSprop, not centred
+    Rmsprop,
+}
+
+impl OptimizerName {
+    /// As the flag has it.
+    pub fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+}
+
+/// How the learning rate falls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DecayName {
+    /// It stays
+    Constant,
+    /// Down to 0 along half a cosine
+    Cosine,
+    /// Straight down to 0
+    Linear,
+    /// Down to 0 as a power of what is left
+    Polynomial,
 }
 
 /// Everything `distgpipe train` takes.
@@ -221,19 +246,31 @@ pub struct TrainFlags {
     #[arg(long, value_name = "NAME", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub optimizer: Option<OptimizerName>,
-    /// Learning rate [default: 0.05 for sgd, 0.001 for adamw]
+    /// Learning rate [default: 0.05 for sgd, 0.001 for adam and adamw, 0.01 for rmsprop]
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr: Option<f64>,
-    /// How the learning rate goes on: none (it stays) or cosine (down to 0)
+    /// How the learning rate goes on, update by update
     #[arg(long, value_name = "NAME", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub lr_decay: Option<Decay>,
-    /// Of sgd [default: 0.9]
+    pub lr_decay: Option<DecayName>,
+    /// The power of --lr-decay polynomial [default: 2]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_power: Option<f64>,
+    /// Let the learning rate rise from 0 for the first N updates, or P% of all, before it falls
+    #[arg(long, value_name = "N|P%", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_warm_up: Option<WarmUp>,
+    /// How much of its last direction sgd or rmsprop keeps [default: 0.9 for sgd, 0 for rmsprop]
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub momentum: Option<f64>,
-    /// Pulls parameters towards 0 [default: 0 for sgd, 0.01 for adamw]
+    /// Let sgd look one step of momentum ahead
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nesterov: Option<bool>,
+    /// Pulls parameters towards 0 [default: 0.01 for adamw, 0 for the others]
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
@@ -293,7 +330,7 @@ impl TrainFlags {
             threads: Some(1),
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),
-            lr_decay: Some(Decay::None),
+            lr_decay: Some(DecayName::Constant),
             batch: Some(64),
             epochs: Some(5),
             ..TrainFlags::default()
@@ -333,8 +370,13 @@ impl TrainFlags {
             defaults.codec = None;
         }
         match self.optimizer.or(defaults.optimizer) {
+            Some(OptimizerName::Adam) => (defaults.lr, defaults.weight_decay) = (Some(1e-3), Some(0.0)),
             Some(OptimizerName::Adamw) => {
                 (defaults.lr, defaults.weight_decay) = (Some(1e-3), Some(0.01));
+            }
+            Some(OptimizerName::Rmsprop) => {
+                (defaults.lr, defaults.weight_decay) = (Some(0.01), Some(0.0));
+                defaults.momentum = Some(0.0);
             }
             Some(OptimizerName::Sgd) | None => {
                 (defaults.lr, defaults.weight_decay) = (Some(0.05), Some(0.0));

@@ -1,7 +1,7 @@
 //! From flags to a run that can start: everything that can be judged without starting a worker is judged here, and
 //! every error names its flag and what to do.
 
-use crate::args::{OptimizerName, TrainFlags};
+use crate::args::{DecayName, OptimizerName, TrainFlags};
 use crate::cmd::worker::given_token;
 use crate::datasets::loaders;
 use crate::exit::usage;
@@ -18,8 +18,9 @@ use distgpipe::data::{Loader, Pass};
 use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
+use distgpipe::rate::{Decay, RateSchedule};
 use distgpipe::tch::Tensor;
-use distgpipe::trainer::{Capture, Decay, TrainOptions};
+use distgpipe::trainer::{Capture, TrainOptions};
 use distgpipe::transport::Timeouts;
 use distgpipe::{Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
 use std::collections::BTreeMap;
@@ -114,7 +115,7 @@ impl RunConfig {
                 .ok_or_else(|| usage("--epochs 0: use 1 or more; --steps limits further"))?,
             steps_max: flags.steps,
             learning_rate,
-            decay: flags.lr_decay.unwrap_or(Decay::None),
+            rate: rate(&flags)?,
             capture: capture(&flags, worker_count)?,
             ..TrainOptions::default()
         };
@@ -328,29 +329,54 @@ fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
 }
 
 fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
-    let within = |flag: &str, value: Option<f64>, max: f64| {
-        let value = value.unwrap_or_default();
-        if value.is_finite() && (0.0..=max).contains(&value) {
-            Ok(value)
-        } else {
-            Err(usage(format!("{flag} {value}: expected a number from 0 to {max}")))
-        }
-    };
+    let name = flags.optimizer.unwrap_or(OptimizerName::Sgd);
     let learning_rate = within("--lr", flags.lr, 1e3)?;
     let weight_decay = within("--weight-decay", flags.weight_decay, 1.0)?;
-    let optim = match flags.optimizer.unwrap_or(OptimizerName::Sgd) {
-        OptimizerName::Sgd => {
-            Optim::Sgd { momentum: within("--momentum", flags.momentum, 1.0)?, weight_decay, nesterov: false }
-        }
-        OptimizerName::Adamw if flags.momentum.is_some() => {
-            return Err(usage("--momentum: adamw has none: remove it, or use --optimizer sgd"));
-        }
-        OptimizerName::Adamw => match Optim::adamw() {
-            Optim::AdamW { beta1, beta2, eps, .. } => Optim::AdamW { beta1, beta2, eps, weight_decay },
-            other => other,
-        },
+    let momentum = within("--momentum", flags.momentum, 1.0)?;
+    if flags.momentum.is_some() && matches!(name, OptimizerName::Adam | OptimizerName::Adamw) {
+        let name = name.name();
+        return Err(usage(format!("--momentum: {name} has none: remove it, or use --optimizer sgd or rmsprop")));
+    }
+    let nesterov = flags.nesterov == Some(true);
+    if nesterov && (name != OptimizerName::Sgd || momentum == 0.0) {
+        return Err(usage("--nesterov: it looks ahead by sgd's momentum: use --optimizer sgd and --momentum above 0"));
+    }
+    let optim = match name {
+        OptimizerName::Sgd => Optim::Sgd { momentum, weight_decay, nesterov },
+        OptimizerName::Adam => Optim::adam().with_weight_decay(weight_decay),
+        OptimizerName::Adamw => Optim::adamw().with_weight_decay(weight_decay),
+        OptimizerName::Rmsprop => Optim::rms_prop(momentum).with_weight_decay(weight_decay),
     };
     Ok((optim, learning_rate))
+}
+
+fn rate(flags: &TrainFlags) -> anyhow::Result<RateSchedule> {
+    let decay = match (flags.lr_decay.unwrap_or(DecayName::Constant), flags.lr_power) {
+        (DecayName::Polynomial, power) => {
+            let power = power.unwrap_or(2.0);
+            if !(power.is_finite() && power > 0.0) {
+                return Err(usage(format!("--lr-power {power}: expected a number above 0")));
+            }
+            Decay::Polynomial { power }
+        }
+        (_, Some(_)) => {
+            return Err(usage("--lr-power: only a polynomial has one: remove it, or use --lr-decay polynomial"));
+        }
+        (DecayName::Constant, None) => Decay::Constant,
+        (DecayName::Cosine, None) => Decay::Cosine,
+        (DecayName::Linear, None) => Decay::Linear,
+    };
+    Ok(RateSchedule { decay, warm_up: flags.lr_warm_up.unwrap_or_default() })
+}
+
+/// A flag's number, if it is from 0 to so much.
+fn within(flag: &str, value: Option<f64>, max: f64) -> anyhow::Result<f64> {
+    let value = value.unwrap_or_default();
+    if value.is_finite() && (0.0..=max).contains(&value) {
+        Ok(value)
+    } else {
+        Err(usage(format!("{flag} {value}: expected a number from 0 to {max}")))
+    }
 }
 
 fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {

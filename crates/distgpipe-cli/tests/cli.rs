@@ -78,6 +78,13 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--trace"], &["--trace", "add --log DIR"]),
         (&["train", "--device", "tpu"], &["--device", "`cpu`, `cuda:N` or `auto`"]),
         (&["train", "--optimizer", "adamw", "--momentum", "0.5"], &["--momentum", "remove it"]),
+        (&["train", "--optimizer", "adam", "--nesterov"], &["--nesterov", "--optimizer sgd"]),
+        (&["train", "--nesterov", "--momentum", "0"], &["--nesterov", "--momentum above 0"]),
+        (&["train", "--lr-decay", "cosine", "--lr-power", "3"], &["--lr-power", "use --lr-decay polynomial"]),
+        (&["train", "--lr-decay", "polynomial", "--lr-power", "0"], &["--lr-power 0", "above 0"]),
+        (&["train", "--lr-warm-up", "600%"], &["--lr-warm-up", "from 0% to 100%"]),
+        (&["train", "--optimizer", "adam", "--momentum", "0"], &["adam has none", "rmsprop"]),
+        (&["train", "--optimizer", "rmsprop", "--momentum", "2"], &["--momentum 2", "from 0 to 1"]),
         (&["train", "--batch", "2000"], &["--batch 2000", "use a smaller batch"]),
         (&["train", "--model", "unet"], &["--data digits", "use --data synthetic"]),
         (&["train", "--weights", "missing.safetensors"], &["--weights missing.safetensors"]),
@@ -212,6 +219,38 @@ fn threads_and_processes_learn_the_same() {
     let link = &processes["links"][0];
     assert!(link["wire_bytes"].as_u64() > link["payload_bytes"].as_u64(), "headers count: {link}");
     assert_eq!(threads["links"][0]["wire_bytes"], 0);
+}
+
+/// The client sees how good the model is wherever the layers run; F1 and Matthews only where they say more.
+#[test]
+fn a_test_of_two_classes_tells_f1_and_matthews() {
+    let split = ["train", "--cut", "first=1,last=1", "--workers", "processes", "--epochs", "1"];
+    let said = |more: &[&str]| text(&distgpipe(&[&split[..], more].concat()).stderr);
+    let two = said(&["--data", "synthetic", "--set", "classes=2", "--samples", "64", "--batch", "16"]);
+    for word in ["epoch 1/1: loss ", "; test loss ", ", accuracy ", ", F1 ", ", Matthews "] {
+        assert!(two.contains(word), "expected `{word}` in: {two}");
+    }
+    let ten = said(&["--steps", "4"]);
+    assert!(ten.contains(", accuracy ") && !ten.contains("F1") && !ten.contains("Matthews"), "{ten}");
+    let epoch = &json(&[&split[..], &["--steps", "4", "--json"]].concat())["epochs"][0];
+    assert!(epoch["test_f1"].is_f64() && epoch["test_matthews"].is_f64() && epoch["test_classes"] == 10, "{epoch}");
+}
+
+#[test]
+fn the_learning_rate_rises_and_falls_as_told() {
+    let log = directory("rates");
+    let name = log.to_str().expect("a plain path");
+    let flags = ["--lr", "0.5", "--lr-decay", "polynomial", "--lr-warm-up", "25%", "--steps", "8", "--log", name];
+    fine(&[&["train"], &flags[..], &["--json"]].concat());
+    let lines = std::fs::read_to_string(log.join("steps.jsonl")).expect("written");
+    let line = |line: &str| serde_json::from_str::<Value>(line).expect("JSON")["learning_rate"].as_f64();
+    let rates: Vec<f64> = lines.lines().filter_map(line).collect();
+    let squares = (0..6).map(|left: i32| 0.5 * (1.0 - f64::from(left) / 6.0).powi(2));
+    let expected: Vec<f64> = [0.0, 0.25].into_iter().chain(squares).collect();
+    let near = |(got, expected): (&f64, &f64)| (got - expected).abs() < 1e-12;
+    assert!(rates.len() == 8 && rates.iter().zip(&expected).all(near), "{rates:?} instead of {expected:?}");
+    // What the log keeps of a share is a share.
+    assert!(std::fs::read_to_string(log.join("config.toml")).expect("written").contains("lr-warm-up = \"25%\""));
 }
 
 #[test]

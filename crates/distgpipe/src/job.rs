@@ -4,6 +4,7 @@ use crate::codecs::Codecs;
 use crate::engine::Device;
 use crate::failure::Fault;
 use crate::loss::Loss;
+use crate::metrics::ClassCounts;
 use crate::model::Recipe;
 use crate::optim::Optim;
 use crate::trace::{PhaseTimes, Span};
@@ -148,6 +149,8 @@ pub struct StepReport {
     pub loss_sum: Option<f64>,
     /// Rows whose class is right.
     pub correct: Option<u64>,
+    /// What each class was taken for, in evaluation.
+    pub classes: Option<ClassCounts>,
     /// Time per phase.
     pub phases: PhaseTimes,
     /// From the command to the report.

@@ -1,6 +1,7 @@
 //! What training makes small.
 
 use crate::failure::Fault;
+use crate::metrics::ClassCounts;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Reduction, Tensor};
 
@@ -28,6 +29,14 @@ impl Loss {
     pub fn correct(self, output: &Tensor, target: &Tensor) -> Result<Option<Tensor>, Fault> {
         match self {
             Loss::CrossEntropy => Ok(Some(output.f_argmax(-1, false)?.f_eq_tensor(target)?.f_sum(Kind::Int64)?)),
+            Loss::MeanSquared => Ok(None),
+        }
+    }
+
+    /// What each class was taken for, where there are classes.
+    pub fn classes(self, output: &Tensor, target: &Tensor) -> Result<Option<ClassCounts>, Fault> {
+        match self {
+            Loss::CrossEntropy => ClassCounts::of(output, target),
             Loss::MeanSquared => Ok(None),
         }
     }

@@ -18,6 +18,17 @@ pub enum Optim {
         /// Looks one step of momentum ahead.
         nesterov: bool,
     },
+    /// Adam, its weight decay through the gradient.
+    Adam {
+        /// Decay of the first moment.
+        beta1: f64,
+        /// Decay of the second moment.
+        beta2: f64,
+        /// Keeps the division safe.
+        eps: f64,
+        /// Pulls parameters towards 0, through the gradient.
+        weight_decay: f64,
+    },
     /// Adam with weight decay apart from the gradient.
     AdamW {
         /// Decay of the first moment.
@@ -29,6 +40,17 @@ pub enum Optim {
         /// Pulls parameters towards 0, directly.
         weight_decay: f64,
     },
+    /// RMSprop, not centred.
+    RmsProp {
+        /// Decay of the mean square.
+        alpha: f64,
+        /// Keeps the division safe.
+        eps: f64,
+        /// How much of the last direction is kept.
+        momentum: f64,
+        /// Pulls parameters towards 0, through the gradient.
+        weight_decay: f64,
+    },
 }
 
 impl Optim {
@@ -37,9 +59,30 @@ impl Optim {
         Optim::Sgd { momentum, weight_decay: 0.0, nesterov: false }
     }
 
+    /// Adam with PyTorch's constants.
+    pub fn adam() -> Self {
+        Optim::Adam { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 }
+    }
+
     /// AdamW with PyTorch's constants.
     pub fn adamw() -> Self {
         Optim::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 }
+    }
+
+    /// RMSprop with PyTorch's constants and this momentum.
+    pub fn rms_prop(momentum: f64) -> Self {
+        Optim::RmsProp { alpha: 0.99, eps: 1e-8, momentum, weight_decay: 0.0 }
+    }
+
+    /// The same with another weight decay.
+    pub fn with_weight_decay(mut self, decay: f64) -> Self {
+        match &mut self {
+            Optim::Sgd { weight_decay, .. }
+            | Optim::Adam { weight_decay, .. }
+            | Optim::AdamW { weight_decay, .. }
+            | Optim::RmsProp { weight_decay, .. } => *weight_decay = decay,
+        }
+        self
     }
 }
 
@@ -49,11 +92,13 @@ impl Default for Optim {
     }
 }
 
-/// An optimizer's memory of one parameter.
+/// An optimizer's memory of one parameter. All optimizers make do with these, so that it is saved and loaded alike.
 #[derive(Default)]
 struct Memory {
     steps: i32,
+    /// The direction that is kept: a momentum buffer, or Adam's first moment.
     first: Option<Tensor>,
+    /// The mean square of gradients.
     second: Option<Tensor>,
 }
 
@@ -87,10 +132,7 @@ impl Optim {
     fn update(self, p: &mut Tensor, gradient: &Tensor, memory: &mut Memory, lr: f64) -> Result<(), Fault> {
         match self {
             Optim::Sgd { momentum, weight_decay, nesterov } => {
-                let gradient = match weight_decay {
-                    0.0 => gradient.shallow_clone(),
-                    decay => gradient.f_add(&p.f_mul_scalar(decay)?)?,
-                };
+                let gradient = decayed(gradient, p, weight_decay)?;
                 if momentum == 0.0 {
                     return add_scaled(p, &gradient, -lr);
                 }
@@ -103,19 +145,61 @@ impl Optim {
                 memory.first = Some(buffer);
                 add_scaled(p, &direction, -lr)
             }
+            Optim::Adam { beta1, beta2, eps, weight_decay } => {
+                let gradient = decayed(gradient, p, weight_decay)?;
+                Moments { beta1, beta2, eps }.update(p, &gradient, memory, lr)
+            }
             Optim::AdamW { beta1, beta2, eps, weight_decay } => {
                 let _ = p.f_mul_scalar_(1.0 - lr * weight_decay)?;
-                let first = memory.first.get_or_insert(gradient.f_zeros_like()?);
-                let _ = first.f_lerp_(gradient, 1.0 - beta1)?;
-                let second = memory.second.get_or_insert(gradient.f_zeros_like()?);
-                let _ = second.f_mul_scalar_(beta2)?.f_addcmul_(gradient, &gradient.f_mul_scalar(1.0 - beta2)?)?;
-                let correction1 = 1.0 - beta1.powi(memory.steps);
-                let correction2 = 1.0 - beta2.powi(memory.steps);
-                let scale = second.f_sqrt()?.f_div_scalar_(correction2.sqrt())?.f_add_scalar_(eps)?;
-                add_scaled(p, &first.f_div(&scale)?, -lr / correction1)
+                Moments { beta1, beta2, eps }.update(p, gradient, memory, lr)
+            }
+            Optim::RmsProp { alpha, eps, momentum, weight_decay } => {
+                let gradient = decayed(gradient, p, weight_decay)?;
+                let square = memory.second.get_or_insert(gradient.f_zeros_like()?);
+                let _ = square.f_mul_scalar_(alpha)?.f_addcmul_(&gradient, &gradient.f_mul_scalar(1.0 - alpha)?)?;
+                let scaled = gradient.f_div(&square.f_sqrt()?.f_add_scalar_(eps)?)?;
+                if momentum == 0.0 {
+                    return add_scaled(p, &scaled, -lr);
+                }
+                let buffer = match memory.first.take() {
+                    Some(mut buffer) => buffer.f_mul_scalar_(momentum)?.f_add_(&scaled)?,
+                    None => scaled,
+                };
+                let moved = add_scaled(p, &buffer, -lr);
+                memory.first = Some(buffer);
+                moved
             }
         }
     }
+}
+
+/// What Adam and AdamW have in common.
+struct Moments {
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+}
+
+impl Moments {
+    fn update(self, p: &mut Tensor, gradient: &Tensor, memory: &mut Memory, lr: f64) -> Result<(), Fault> {
+        let Moments { beta1, beta2, eps } = self;
+        let first = memory.first.get_or_insert(gradient.f_zeros_like()?);
+        let _ = first.f_lerp_(gradient, 1.0 - beta1)?;
+        let second = memory.second.get_or_insert(gradient.f_zeros_like()?);
+        let _ = second.f_mul_scalar_(beta2)?.f_addcmul_(gradient, &gradient.f_mul_scalar(1.0 - beta2)?)?;
+        let correction1 = 1.0 - beta1.powi(memory.steps);
+        let correction2 = 1.0 - beta2.powi(memory.steps);
+        let scale = second.f_sqrt()?.f_div_scalar_(correction2.sqrt())?.f_add_scalar_(eps)?;
+        add_scaled(p, &first.f_div(&scale)?, -lr / correction1)
+    }
+}
+
+/// The gradient, with the pull of the parameter towards 0.
+fn decayed(gradient: &Tensor, p: &Tensor, weight_decay: f64) -> Result<Tensor, Fault> {
+    Ok(match weight_decay {
+        0.0 => gradient.shallow_clone(),
+        decay => gradient.f_add(&p.f_mul_scalar(decay)?)?,
+    })
 }
 
 /// `p += factor · x`.

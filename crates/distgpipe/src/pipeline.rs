@@ -10,6 +10,7 @@ use crate::failure::{Failure, Fault, POLL};
 use crate::job::{forward_plan, Command, Purpose, Step, StepReport, Which};
 use crate::launch::Team;
 use crate::mailbox::{Message, Tag};
+use crate::metrics::ClassCounts;
 use crate::model::Model;
 use crate::status::{blame, State};
 use crate::trace::Span;
@@ -93,6 +94,8 @@ pub struct StepOutcome {
     pub loss: f64,
     /// Rows whose class is right, for losses over classes.
     pub correct: Option<u64>,
+    /// What each class was taken for, in evaluation with such a loss.
+    pub classes: Option<ClassCounts>,
     /// From the first message to the last report.
     pub seconds: f64,
     /// Per worker.
@@ -318,6 +321,7 @@ impl Pipeline {
             rows: rows.rows(),
             loss: loss_sum / rows.rows() as f64,
             correct: workers.iter().find_map(|w| w.report.correct),
+            classes: workers.iter().find_map(|w| w.report.classes.clone()),
             seconds: start.elapsed().as_secs_f64(),
             workers,
         };

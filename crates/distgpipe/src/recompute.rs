@@ -13,6 +13,7 @@ use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
 use crate::layer::Passing;
 use crate::loss::Loss;
+use crate::metrics::ClassCounts;
 use crate::partition::Partition;
 use crate::portal::Parcel;
 use distgpipe_core::{MicroBatchId, PartitionId};
@@ -34,6 +35,8 @@ pub struct Score {
     pub loss: Tensor,
     /// How many rows are right, where that can be said.
     pub correct: Option<Tensor>,
+    /// What each class was taken for, in evaluation.
+    pub classes: Option<ClassCounts>,
 }
 
 /// What a forward pass leaves for the backward pass.
@@ -194,7 +197,11 @@ fn run(
             let loss = goal.loss.compute(&output, &goal.target)?;
             if passing != Passing::Replay {
                 let correct = tch::no_grad(|| goal.loss.correct(&output, &goal.target))?;
-                score = Some(Score { loss: loss.f_detach()?, correct });
+                let classes = match passing {
+                    Passing::Evaluate => goal.loss.classes(&output, &goal.target)?,
+                    _ => None,
+                };
+                score = Some(Score { loss: loss.f_detach()?, correct, classes });
             }
             vec![(LOSS, vec![loss])]
         }

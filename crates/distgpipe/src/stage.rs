@@ -6,6 +6,7 @@ use crate::failure::{Failure, Fate, Fault, POLL};
 use crate::job::{Purpose, Step};
 use crate::loss::Loss;
 use crate::mailbox::{Handling, Mailbox, Message, Tag};
+use crate::metrics::ClassCounts;
 use crate::partition::Partition;
 use crate::portal::Parcel;
 use crate::recompute::{for_convolutions, Forward, Goal, InFlight, Score};
@@ -77,6 +78,15 @@ impl Outcome {
             }
         }
         Ok((Some(loss), correct))
+    }
+
+    /// What each class was taken for, if this worker has the last partition and the step evaluated.
+    pub fn classes(&self) -> Option<ClassCounts> {
+        let mut sum: Option<ClassCounts> = None;
+        for counts in self.scores.iter().filter_map(|(_, score)| score.classes.as_ref()) {
+            sum.get_or_insert_default().add(counts);
+        }
+        sum
     }
 }
 

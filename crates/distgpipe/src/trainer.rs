@@ -3,7 +3,9 @@
 
 use crate::codecs::Codecs;
 use crate::data::{DataError, Loader};
+use crate::metrics::ClassCounts;
 use crate::pipeline::{Pipeline, StepError, StepOutcome};
+use crate::rate::RateSchedule;
 use crate::trace::{Phase, PhaseTimes};
 use crate::transport::{Cut, CutTraffic};
 use distgpipe_core::schedule::Plan;
@@ -51,39 +53,6 @@ pub enum TrainError {
     Observer(#[from] std::io::Error),
 }
 
-/// How the learning rate goes on from its first value.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Decay {
-    /// It stays.
-    #[default]
-    None,
-    /// Down to 0 along half a cosine, step by step.
-    Cosine,
-}
-
-impl std::str::FromStr for Decay {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "none" => Ok(Decay::None),
-            "cosine" => Ok(Decay::Cosine),
-            _ => Err("expected `none` or `cosine`".to_owned()),
-        }
-    }
-}
-
-impl Decay {
-    /// What the first learning rate is multiplied by at a step of so many.
-    fn factor(self, step: u64, steps: u64) -> f64 {
-        match self {
-            Decay::None => 1.0,
-            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * step as f64 / steps.max(1) as f64).cos()),
-        }
-    }
-}
-
 /// How to train.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrainOptions {
@@ -91,10 +60,10 @@ pub struct TrainOptions {
     pub epochs: u64,
     /// Ends after so many steps, if that is sooner.
     pub steps_max: Option<u64>,
-    /// The first learning rate.
+    /// The largest learning rate.
     pub learning_rate: f64,
-    /// How it goes on.
-    pub decay: Decay,
+    /// How it rises and falls.
+    pub rate: RateSchedule,
     /// Steps at the start that times and speeds leave out: libtorch plans its kernels and memory then.
     pub warm_up_steps: u64,
     /// Of which step the observer is told what crossed the links.
@@ -107,7 +76,7 @@ impl Default for TrainOptions {
             epochs: 1,
             steps_max: None,
             learning_rate: 0.01,
-            decay: Decay::None,
+            rate: RateSchedule::default(),
             warm_up_steps: 2,
             capture: Capture::Nothing,
         }
@@ -194,6 +163,12 @@ pub struct EpochSummary {
     pub test_loss: Option<f64>,
     /// The share of right rows of the test data.
     pub test_accuracy: Option<f64>,
+    /// How many classes the test data has.
+    pub test_classes: Option<usize>,
+    /// Of class 1 where there are two classes, else the mean over the classes.
+    pub test_f1: Option<f64>,
+    /// The Matthews correlation of predictions and classes.
+    pub test_matthews: Option<f64>,
     /// Rows over time, loading included, testing not.
     pub samples_per_s: f64,
     /// Of training.
@@ -363,7 +338,7 @@ impl<'a> Trainer<'a> {
             let mut totals = Totals::default();
             for batch in AsksTimed(now) {
                 let (batch, asked, loading_s) = batch?;
-                let learning_rate = self.options.learning_rate * self.options.decay.factor(step, self.steps);
+                let learning_rate = self.options.learning_rate * self.options.rate.factor(step, self.steps);
                 self.pipeline.set_learning_rate(learning_rate);
                 let capture = self.capture == Some(step);
                 if capture {
@@ -400,7 +375,7 @@ impl<'a> Trainer<'a> {
 
     fn test(&mut self, gathered: &mut Gathered, observer: &mut dyn Observer) -> Result<Option<Totals>, TrainError> {
         let Some(loader) = &self.test else { return Ok(None) };
-        let mut totals = Totals::default();
+        let mut totals = Totals { data_classes: loader.data().classes(), ..Totals::default() };
         for batch in AsksTimed(loader.epoch(0)) {
             let (batch, asked, _) = batch?;
             let outcome = self.pipeline.evaluate(&batch)?;
@@ -432,6 +407,9 @@ struct Totals {
     rows: usize,
     loss_sum: f64,
     correct: Option<u64>,
+    /// Of the data set.
+    data_classes: Option<usize>,
+    classes: Option<ClassCounts>,
     seconds: f64,
 }
 
@@ -441,7 +419,18 @@ impl Totals {
         self.rows += outcome.rows;
         self.loss_sum += outcome.loss * outcome.rows as f64;
         self.correct = outcome.correct.map(|correct| correct + self.correct.unwrap_or(0));
+        if let Some(classes) = &outcome.classes {
+            self.classes.get_or_insert_default().add(classes);
+        }
         self.seconds += seconds;
+    }
+
+    fn f1(&self) -> Option<f64> {
+        self.classes.as_ref().map(|counts| counts.f1(self.data_classes.unwrap_or(counts.actual.len())))
+    }
+
+    fn matthews(&self) -> Option<f64> {
+        self.classes.as_ref().map(ClassCounts::matthews)
     }
 
     fn per_row(&self, sum: f64) -> f64 {
@@ -464,6 +453,9 @@ impl Totals {
             train_accuracy: self.accuracy(),
             test_loss: test.as_ref().map(Totals::loss),
             test_accuracy: test.as_ref().and_then(Totals::accuracy),
+            test_classes: test.as_ref().and_then(|test| test.data_classes),
+            test_f1: test.as_ref().and_then(Totals::f1),
+            test_matthews: test.as_ref().and_then(Totals::matthews),
             samples_per_s: rate(self.rows, self.seconds).unwrap_or(0.0),
             train_s: self.seconds,
             test_s: test.map_or(0.0, |test| test.seconds),
@@ -680,12 +672,5 @@ mod tests {
         });
         assert!(matches!(error, Err(TrainError::Observer(_))));
         assert_eq!(seen, 1);
-    }
-
-    #[test]
-    fn the_learning_rate_decays_along_half_a_cosine() {
-        assert_eq!((Decay::None.factor(7, 10), Decay::Cosine.factor(0, 10)), (1.0, 1.0));
-        assert!((Decay::Cosine.factor(5, 10) - 0.5).abs() < 1e-12);
-        assert!(Decay::Cosine.factor(9, 10) > 0.0);
     }
 }

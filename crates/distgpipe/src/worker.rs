@@ -231,6 +231,7 @@ impl Active {
         Ok(StepReport {
             loss_sum,
             correct,
+            classes: outcome.classes(),
             phases,
             step_ns: now_ns() - start,
             peak_bytes: engine::peak_bytes(self.stage.device, meter(self.stage.id)),

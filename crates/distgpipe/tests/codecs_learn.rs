@@ -5,7 +5,8 @@ use distgpipe::codecs::Codecs;
 use distgpipe::data::digits::Part;
 use distgpipe::data::{Digits, Loader, LoaderOptions};
 use distgpipe::models::{Mlp, MobileNetV2};
-use distgpipe::trainer::{Decay, Event, TrainOptions, Trainer};
+use distgpipe::rate::Decay;
+use distgpipe::trainer::{Event, TrainOptions, Trainer};
 use distgpipe::{Model, Optim, Pipeline};
 use std::sync::Arc;
 
@@ -47,7 +48,8 @@ fn assert_close(what: &str, accuracies: &[f64], least: f64) {
 fn a_perceptron_learns_the_digits_through_every_codec() {
     const SEEDS: u64 = 3;
     let model = Mlp::default().model().unwrap();
-    let options = TrainOptions { epochs: 10, learning_rate: 0.05, decay: Decay::Cosine, ..TrainOptions::default() };
+    let options =
+        TrainOptions { epochs: 10, learning_rate: 0.05, rate: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
         let of_seed = |seed| learn(&mut pipeline(&model, [1, 2, 1], codec, seed), &model, options, seed);
         (0..SEEDS).map(of_seed).sum::<f64>() / SEEDS as f64
@@ -65,7 +67,7 @@ fn a_small_mobilenet_learns_the_digits_through_every_codec() {
     let mut first = pipeline(&model, balance, "raw", 0);
     learn(&mut first, &model, options, 0);
     let state = first.state().unwrap();
-    let rest = TrainOptions { epochs: 3, learning_rate: 0.01, decay: Decay::Cosine, ..TrainOptions::default() };
+    let rest = TrainOptions { epochs: 3, learning_rate: 0.01, rate: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
         let mut pipeline = pipeline(&model, balance, codec, 0);
         pipeline.load(&state).unwrap();

@@ -8,6 +8,7 @@ use distgpipe::layer::Role;
 use distgpipe::model::Recipe;
 use distgpipe::models::{self, MobileNetV2};
 use distgpipe::optim::{Optim, Optimizer};
+use distgpipe::rate::{Decay, RateSchedule, WarmUp};
 use distgpipe::tch::{Kind, Tensor};
 use distgpipe::{Batch, Loss, Pipeline, Recompute, Schedule, TensorSpec};
 use serde_json::Value;
@@ -274,8 +275,14 @@ fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
                 nesterov: case["options"]["nesterov"].as_bool().unwrap_or(false),
             },
             "AdamW" => Optim::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: option("weight_decay") },
-            // Kept in the file for the optimizers that are still to come.
-            _ => continue,
+            "Adam" => Optim::Adam { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: option("weight_decay") },
+            "RMSprop" => Optim::RmsProp {
+                alpha: option("alpha"),
+                eps: option("eps"),
+                momentum: option("momentum"),
+                weight_decay: option("weight_decay"),
+            },
+            other => panic!("{name}: no such optimizer as {other}"),
         };
         let start: Vec<f32> = floats(&facts["start"]).iter().map(|&x| x as f32).collect();
         let parameter = Tensor::from_slice(&start).set_requires_grad(true);
@@ -292,5 +299,28 @@ fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
         }
         compared += 1;
     }
-    assert!(compared >= 5, "only {compared} optimizers were compared");
+    assert!(compared >= 13, "only {compared} optimizers were compared");
+}
+
+#[test]
+fn the_learning_rate_goes_as_hugging_faces_schedules_do() {
+    let facts = json("rates.json");
+    let mut compared = 0;
+    for case in facts["cases"].as_array().unwrap() {
+        let decay = match case["decay"].as_str().unwrap() {
+            "constant" => Decay::Constant,
+            "cosine" => Decay::Cosine,
+            "linear" => Decay::Linear,
+            "polynomial" => Decay::Polynomial { power: case["power"].as_f64().unwrap() },
+            other => panic!("no such decay as {other}"),
+        };
+        let number = |key: &str| case[key].as_u64().unwrap();
+        let schedule = RateSchedule { decay, warm_up: WarmUp::Updates(number("warm_up")) };
+        for (update, expected) in (0..).zip(floats(&case["rates"])) {
+            let got = schedule.factor(update, number("updates"));
+            assert!((got - expected).abs() < 1e-12, "{case}: update {update}: {got}");
+            compared += 1;
+        }
+    }
+    assert!(compared >= 200, "only {compared} rates were compared");
 }

@@ -1,12 +1,11 @@
 //! `distgpipe demo`: split learning in half a minute, by the same way as `distgpipe train`.
 
-use crate::args::{DataName, TrainFlags};
+use crate::args::{DataName, DecayName, TrainFlags};
 use crate::cmd::train;
 use crate::config::RunConfig;
 use crate::report;
 use crate::report::run::picture;
 use distgpipe::core::schedule::Schedule;
-use distgpipe::trainer::Decay;
 
 /// Columns of the command that the demo stands for, so that it can be copied.
 const COMMAND_WIDTH: usize = 100;
@@ -34,7 +33,7 @@ fn preset() -> TrainFlags {
         batch: Some(96),
         epochs: Some(8),
         lr: Some(0.05),
-        lr_decay: Some(Decay::Cosine),
+        lr_decay: Some(DecayName::Cosine),
         ..TrainFlags::default()
     }
 }

@@ -1,5 +1,6 @@
 //! How far the run is: a bar on a terminal, a line an epoch elsewhere. On standard error, so that results can be piped.
 
+use super::run::two_class_scores;
 use super::{carried, note, units};
 use distgpipe::pipeline::StepOutcome;
 use distgpipe::trainer::{EpochSummary, Event, Observer};
@@ -95,8 +96,12 @@ fn line(epoch: &EpochSummary, epochs: u64) -> String {
     let accuracy = epoch.train_accuracy.map(|a| format!(", accuracy {}", units::percent(a))).unwrap_or_default();
     let test = epoch.test_loss.map(|loss| format!("; test loss {loss:.4}")).unwrap_or_default();
     let tested = epoch.test_accuracy.map(|a| format!(", accuracy {}", units::percent(a))).unwrap_or_default();
+    let scored = match two_class_scores(epoch) {
+        Some((f1, matthews)) => format!(", F1 {f1:.3}, Matthews {matthews:.3}"),
+        None => String::new(),
+    };
     format!(
-        "epoch {}/{epochs}: loss {:.4}{accuracy}{test}{tested}; {} samples/s",
+        "epoch {}/{epochs}: loss {:.4}{accuracy}{test}{tested}{scored}; {} samples/s",
         epoch.epoch + 1,
         epoch.train_loss,
         units::rate(epoch.samples_per_s)

@@ -4,7 +4,7 @@ use super::table::{Side, Table};
 use super::{carried, units};
 use distgpipe::core::schedule::{simulate, Costs, Plan};
 use distgpipe::trace::Phase;
-use distgpipe::trainer::RunSummary;
+use distgpipe::trainer::{EpochSummary, RunSummary};
 use serde::Serialize;
 
 /// What `--json` prints and summary.json holds.
@@ -44,25 +44,29 @@ impl RunReport {
 
     /// What was learned, by epoch.
     pub fn epochs(&self) -> String {
-        let mut table = Table::new(&[
-            ("epoch", Side::Right),
-            ("train loss", Side::Right),
-            ("accuracy", Side::Right),
-            ("test loss", Side::Right),
-            ("accuracy", Side::Right),
-            ("samples/s", Side::Right),
-        ]);
+        let scored = self.summary.epochs.iter().any(|epoch| two_class_scores(epoch).is_some());
+        let mut columns = vec!["epoch", "train loss", "accuracy", "test loss", "accuracy"];
+        if scored {
+            columns.extend(["F1", "Matthews"]);
+        }
+        columns.push("samples/s");
+        let mut table = Table::new(&columns.into_iter().map(|name| (name, Side::Right)).collect::<Vec<_>>());
         let loss = |loss: Option<f64>| loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"));
         let share = |share: Option<f64>| share.map_or("–".to_owned(), units::percent);
         for epoch in &self.summary.epochs {
-            table.row(vec![
+            let mut row = vec![
                 (epoch.epoch + 1).to_string(),
                 loss(Some(epoch.train_loss)),
                 share(epoch.train_accuracy),
                 loss(epoch.test_loss),
                 share(epoch.test_accuracy),
-                units::rate(epoch.samples_per_s),
-            ]);
+            ];
+            if scored {
+                let scores = two_class_scores(epoch).map(<[f64; 2]>::from);
+                row.extend((0..2).map(|i| scores.map_or("–".to_owned(), |scores| format!("{:.3}", scores[i]))));
+            }
+            row.push(units::rate(epoch.samples_per_s));
+            table.row(row);
         }
         table.render()
     }
@@ -181,6 +185,11 @@ impl RunReport {
             _ => format!("{} in all; too few steps for a speed\n", units::seconds(summary.seconds)),
         }
     }
+}
+
+/// F1 and Matthews correlation of a test with two classes. With more, accuracy says most, and the JSON has these too.
+pub fn two_class_scores(epoch: &EpochSummary) -> Option<(f64, f64)> {
+    epoch.test_f1.zip(epoch.test_matthews).filter(|_| epoch.test_classes == Some(2))
 }
 
 /// A plan's picture, as if every forward took as long and every backward twice that.

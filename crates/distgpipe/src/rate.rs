@@ -1,0 +1,186 @@
+//! How the learning rate goes on from update to update.
+//!
+//! ```text
+//!   1 ┤    ╭──╮           constant stays there, linear falls straight, cosine along half a cosine,
+//!     │   ╱    ╲          polynomial as (what is left)^power
+//!     │  ╱      ╲
+//!   0 ┤ ╱        ╲
+//!     └─┴───┴─────┴──► updates
+//!       warm-up   all
+//! ```
+//!
+//! The factor is a function of the update's number and of how many there are, and of nothing else. So there is nothing
+//! to save, and a run that goes on from the middle has the rates it would have had. The formulas are those of Hugging
+//! Face's `get_*_schedule_with_warmup`, with 0 as the end of the polynomial.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// How the learning rate falls after the warm-up.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Decay {
+    /// It stays.
+    #[default]
+    Constant,
+    /// Down to 0 along half a cosine.
+    Cosine,
+    /// Straight down to 0.
+    Linear,
+    /// Down to 0 as this power of what is left.
+    Polynomial {
+        /// 1 is linear; more falls sooner.
+        power: f64,
+    },
+}
+
+/// How long the learning rate rises from 0. Written as `500` or `6%`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "Written")]
+pub enum WarmUp {
+    /// For so many updates.
+    Updates(u64),
+    /// For this share of all updates, from 0 to 1, rounded up to whole ones.
+    Share(f64),
+}
+
+impl Default for WarmUp {
+    fn default() -> Self {
+        WarmUp::Updates(0)
+    }
+}
+
+impl WarmUp {
+    /// How many of so many updates.
+    pub fn updates(self, all: u64) -> u64 {
+        match self {
+            WarmUp::Updates(updates) => updates,
+            // Percentages are rarely exact in binary: 7 % of 100 must be 7, and not 8.
+            WarmUp::Share(share) => ((share * all as f64 - 1e-9).ceil().max(0.0) as u64).min(all),
+        }
+    }
+}
+
+/// A number of updates may be written as a number too.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    Updates(u64),
+    Text(String),
+}
+
+impl TryFrom<Written> for WarmUp {
+    type Error = String;
+
+    fn try_from(written: Written) -> Result<Self, String> {
+        match written {
+            Written::Updates(updates) => Ok(WarmUp::Updates(updates)),
+            Written::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl From<WarmUp> for String {
+    fn from(warm_up: WarmUp) -> Self {
+        warm_up.to_string()
+    }
+}
+
+impl fmt::Display for WarmUp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WarmUp::Updates(updates) => write!(f, "{updates}"),
+            WarmUp::Share(share) => write!(f, "{}%", (share * 1e8).round() / 1e6),
+        }
+    }
+}
+
+impl FromStr for WarmUp {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong =
+            || format!("expected updates such as 500, or a share of all from 0% to 100% such as 6%; got `{text}`");
+        match text.strip_suffix('%') {
+            Some(percent) => match percent.trim().parse::<f64>() {
+                Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(WarmUp::Share(percent / 100.0)),
+                _ => Err(wrong()),
+            },
+            None => text.parse().map(WarmUp::Updates).map_err(|_| wrong()),
+        }
+    }
+}
+
+/// The way of the learning rate: up in the warm-up, then down.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RateSchedule {
+    /// How it falls.
+    pub decay: Decay,
+    /// How long it rises before.
+    pub warm_up: WarmUp,
+}
+
+impl RateSchedule {
+    /// What the learning rate is multiplied by at an update, from 0, of so many.
+    pub fn factor(&self, update: u64, updates: u64) -> f64 {
+        let warm_up = self.warm_up.updates(updates);
+        if update < warm_up {
+            return update as f64 / warm_up as f64;
+        }
+        let all = updates.saturating_sub(warm_up).max(1);
+        let done = (update - warm_up).min(all);
+        let left = (all - done) as f64 / all as f64;
+        match self.decay {
+            Decay::Constant => 1.0,
+            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done as f64 / all as f64).cos()),
+            Decay::Linear => left,
+            Decay::Polynomial { power } => left.powf(power),
+        }
+    }
+}
+
+impl From<Decay> for RateSchedule {
+    fn from(decay: Decay) -> Self {
+        RateSchedule { decay, ..RateSchedule::default() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_warm_up_the_first_update_has_the_whole_rate_and_the_last_is_not_lost() {
+        for decay in [Decay::Cosine, Decay::Linear, Decay::Polynomial { power: 2.0 }] {
+            let schedule = RateSchedule::from(decay);
+            assert_eq!(schedule.factor(0, 10), 1.0);
+            assert!(schedule.factor(9, 10) > 0.0, "{decay:?}");
+            assert!(schedule.factor(10, 10) < 1e-12, "{decay:?}");
+        }
+        assert_eq!(RateSchedule::from(Decay::Constant).factor(7, 10), 1.0);
+    }
+
+    #[test]
+    fn a_share_of_the_updates_is_rounded_up_to_whole_ones() {
+        let updates = |text: &str, all| text.parse::<WarmUp>().unwrap().updates(all);
+        assert_eq!((updates("6%", 100), updates("6%", 101), updates("7%", 100)), (6, 7, 7));
+        assert_eq!((updates("0%", 9), updates("100%", 9), updates("12", 9)), (0, 9, 12));
+        for text in ["6%", "12", "0.5%", "7%"] {
+            assert_eq!(text.parse::<WarmUp>().unwrap().to_string(), text);
+        }
+        for text in ["", "x", "-1", "101%", "-1%", "nan%", "1.5"] {
+            assert!(text.parse::<WarmUp>().unwrap_err().contains("6%"), "{text}");
+        }
+    }
+
+    /// A warm-up as long as the run, or longer, rises all the time and never divides by nothing.
+    #[test]
+    fn a_warm_up_of_the_whole_run_only_rises() {
+        let schedule = |warm_up| RateSchedule { decay: Decay::Cosine, warm_up };
+        for warm_up in [WarmUp::Updates(8), WarmUp::Updates(20), WarmUp::Share(1.0)] {
+            let factors: Vec<f64> = (0..8).map(|update| schedule(warm_up).factor(update, 8)).collect();
+            assert!(factors.windows(2).all(|pair| pair[0] < pair[1]) && factors[0] == 0.0, "{factors:?}");
+        }
+        assert!(schedule(WarmUp::Updates(0)).factor(0, 0).is_finite());
+    }
+}
