@@ -13,6 +13,7 @@
 //! | [`skip`] | which partition pairs a skip tensor travels between |
 //! | [`schedule`] | the order of every action of every worker: generated, checked, simulated, drawn |
 //! | [`codec`] | tensor ↔ bytes |
+//! | [`weights`] | where the tensors are in weight files of others |
 //! | [`wire`] | the frame, the handshake and the limits on what a peer may send |
 
 #![deny(unsafe_code)]
@@ -25,6 +26,7 @@ pub mod partition;
 pub mod placement;
 pub mod schedule;
 pub mod skip;
+pub mod weights;
 pub mod wire;
 
 pub use id::{MicroBatchId, PartitionId, WorkerId};

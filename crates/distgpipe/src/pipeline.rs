@@ -1,6 +1,7 @@
 //! The pipeline as a user holds it: built once, then stepped.
 
 mod builder;
+mod state;
 
 pub use builder::{BuildError, Builder};
 
@@ -15,6 +16,7 @@ use crate::model::Model;
 use crate::status::{blame, State};
 use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
+use crate::weights::WeightsError;
 use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
@@ -71,6 +73,9 @@ pub enum StepError {
     /// Tensors to load do not fit the model.
     #[error("cannot load: {0}")]
     Load(String),
+    /// A file of weights cannot be read or written.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
     /// A worker or link failed. The pipeline is of no more use; build a new one.
     #[error(transparent)]
     Failed(#[from] Failure),
@@ -207,7 +212,7 @@ impl Pipeline {
 
     /// Copies of all parameters and buffers, by name.
     pub fn state(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
-        Ok(self.collect(Which::State)?)
+        self.collect(Which::State)
     }
 
     /// Has the next step keep copies of all that it sends over links, for [`captured`](Self::captured).
@@ -219,43 +224,23 @@ impl Pipeline {
     /// [keep it](Self::capture_next). The names are `activation.FROM-TO.MICRO_BATCH.INDEX` and `gradient.…`, with the
     /// numbers of partitions.
     pub fn captured(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
-        Ok(self.collect(Which::Captured)?)
+        self.collect(Which::Captured)
     }
 
     /// Takes over parameters and buffers by name; each worker gets only its own. Every name must be the model's; what
     /// is not given stays as it is.
     pub fn load(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), StepError> {
-        let mut owners: BTreeMap<String, (WorkerId, Vec<i64>)> = BTreeMap::new();
-        for (index, layer) in self.model.layers.iter().enumerate() {
-            let worker = self.plan.placement().worker_of(self.balance.partition_of(index));
-            owners.extend(layer.tensors().into_iter().map(|spec| (spec.name, (worker, spec.dims))));
-        }
-        let mut shares: BTreeMap<WorkerId, Vec<(String, Tensor)>> = BTreeMap::new();
-        for (name, tensor) in state {
-            let Some((worker, dims)) = owners.get(name) else {
-                return Err(StepError::Load(format!("the model has no tensor `{name}`")));
-            };
-            if tensor.size() != *dims {
-                return Err(StepError::Load(format!("`{name}` is {:?}, the model's is {dims:?}", tensor.size())));
-            }
-            shares.entry(*worker).or_default().push((name.clone(), tensor.shallow_clone()));
-        }
-        let number = self.next_command();
-        for worker in self.plan.placement().worker_ids() {
-            let share = shares.remove(&worker).unwrap_or_default();
-            let names = share.iter().map(|(name, _)| name.clone()).collect();
-            self.command(number, worker, &Command::Load(names))?;
-            for (i, (_, tensor)) in share.into_iter().enumerate() {
-                let tag = Tag::part(Kind::State, number, worker, i);
-                // A copy: the sender may go on changing his.
-                let copy = engine::copy(&tensor).map_err(|fault| self.failed("copying a tensor", fault))?;
-                self.send(worker, Message::tensors(tag, vec![Some(copy)]))?;
+        for spec in self.state_specs() {
+            if let Some(tensor) = state.get(&spec.name).filter(|tensor| tensor.size() != spec.dims) {
+                let why = format!("`{}` is {:?}, the model's is {:?}", spec.name, tensor.size(), spec.dims);
+                return Err(StepError::Load(why));
             }
         }
-        for worker in self.plan.placement().worker_ids() {
-            self.wait(&Tag::control(Kind::Report, number, worker))?;
-        }
-        Ok(())
+        let names: Vec<String> = state.keys().cloned().collect();
+        // Copies: the sender may go on changing his.
+        self.load_from(&names, |name| {
+            engine::copy(&state[name]).map_err(|fault| StepError::Load(format!("copying `{name}`: {fault}")))
+        })
     }
 
     /// Has the codecs of all links forget what they remember of earlier tensors, as if the run had just begun.
@@ -383,22 +368,12 @@ impl Pipeline {
         })
     }
 
-    fn collect(&mut self, which: Which) -> Result<BTreeMap<String, Tensor>, Failure> {
-        let number = self.next_command();
+    fn collect(&mut self, which: Which) -> Result<BTreeMap<String, Tensor>, StepError> {
         let mut all = BTreeMap::new();
-        // One worker after the other: together they would fill the driver's mailbox with what it does not take yet.
-        for worker in self.plan.placement().worker_ids() {
-            self.command(number, worker, &Command::Collect(which))?;
-            let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
-            let names: Vec<String> = serde_json::from_slice(&message.text)
-                .map_err(|e| self.failed("collecting tensors", Fault::protocol("names", e.to_string())))?;
-            for (i, name) in names.into_iter().enumerate() {
-                let mut message = self.wait(&Tag::part(Kind::State, number, worker, i))?;
-                if let Some(tensor) = message.tensors.pop().flatten() {
-                    all.insert(name, tensor);
-                }
-            }
-        }
+        self.each(which, |name, tensor| {
+            all.insert(name.to_owned(), tensor);
+            Ok::<(), StepError>(())
+        })?;
         Ok(all)
     }
 

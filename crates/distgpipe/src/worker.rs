@@ -284,15 +284,17 @@ impl Active {
             };
             if let Some(tensor) = wanted {
                 names.push(spec.name.clone());
-                // A copy: the driver must not see the next step change it, whatever the transport.
-                tensors.push(engine::copy(&tensor.f_to_device(tch::Device::Cpu)?)?);
+                tensors.push(tensor);
             }
         }
         let text = serde_json::to_vec(&names).map_err(|e| Fault::protocol("names", e.to_string()))?;
         let worker = self.stage.id;
         self.stage.driver.send(Message::text(Tag::control(Kind::Report, number, worker), text))?;
         for (i, tensor) in tensors.into_iter().enumerate() {
-            self.stage.driver.send(Message::tensors(Tag::part(Kind::State, number, worker, i), vec![Some(tensor)]))?;
+            // A copy: the driver must not see the next step change it, whatever the transport. Made when it is sent, so
+            // that there are no more of them than the way to the driver holds.
+            let copy = engine::copy(&tensor.f_to_device(tch::Device::Cpu)?)?;
+            self.stage.driver.send(Message::tensors(Tag::part(Kind::State, number, worker, i), vec![Some(copy)]))?;
         }
         Ok(())
     }

@@ -1,0 +1,128 @@
+//! The model's tensors on their way between the driver and the workers that hold them, one by one: no process ever has
+//! all of a model that does not run in it.
+
+use super::{Pipeline, StepError};
+use crate::failure::Fault;
+use crate::job::{Command, Which};
+use crate::layer::TensorSpec;
+use crate::mailbox::{Message, Tag};
+use distgpipe_core::wire::Kind;
+use distgpipe_core::WorkerId;
+use std::collections::BTreeMap;
+use tch::Tensor;
+
+/// Tensors of a worker that are read before they are sent, and taken over before more are read: this many bytes, or one
+/// tensor that is larger.
+const SHARE_BYTES_MAX: usize = 64 << 20;
+
+/// The most tensors of such a share; its names fit a command.
+const SHARE_TENSORS_MAX: usize = 256;
+
+impl Pipeline {
+    /// The model's parameters and buffers in the order of [`state_each`](Self::state_each): worker by worker.
+    pub fn state_specs(&self) -> Vec<TensorSpec> {
+        self.owned().into_iter().map(|(_, spec)| spec).collect()
+    }
+
+    /// Hands over copies of all parameters and buffers one by one, by name, in the order of
+    /// [`state_specs`](Self::state_specs). After an error of `take` it is not called again; the pipeline can be used on.
+    pub fn state_each<E: From<StepError>>(&mut self, take: impl FnMut(&str, Tensor) -> Result<(), E>) -> Result<(), E> {
+        self.each(Which::State, take)
+    }
+
+    /// Takes over parameters and buffers of these names, which `read` is asked for one by one, worker by worker; it gives
+    /// away what it returns. Names must be the model's, each once; what is not named stays as it is. After an error the
+    /// pipeline can be used on, with the tensors that came before in place.
+    pub fn load_from<E: From<StepError>>(
+        &mut self,
+        names: &[String],
+        mut read: impl FnMut(&str) -> Result<Tensor, E>,
+    ) -> Result<(), E> {
+        let mut owners: BTreeMap<String, (WorkerId, TensorSpec)> = BTreeMap::new();
+        owners.extend(self.owned().into_iter().map(|(worker, spec)| (spec.name.clone(), (worker, spec))));
+        let mut wanted: BTreeMap<WorkerId, Vec<TensorSpec>> = BTreeMap::new();
+        for name in names {
+            let Some((worker, spec)) = owners.remove(name) else {
+                return Err(StepError::Load(format!("the model has no tensor `{name}`, or it is named twice")).into());
+            };
+            wanted.entry(worker).or_default().push(spec);
+        }
+        for (worker, specs) in wanted {
+            let mut specs = specs.into_iter().peekable();
+            while specs.peek().is_some() {
+                let (mut share, mut bytes) = (Vec::new(), 0);
+                while let Some(spec) = specs.next_if(|spec| fits(spec, bytes, share.len())) {
+                    let tensor = read(&spec.name)?;
+                    if tensor.size() != spec.dims {
+                        let got = format!("`{}` is {:?}, the model's is {:?}", spec.name, tensor.size(), spec.dims);
+                        return Err(StepError::Load(got).into());
+                    }
+                    bytes += spec_bytes(&spec);
+                    share.push((spec.name, tensor));
+                }
+                self.hand_over(worker, share)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives one worker tensors and waits until it has taken them over. Every worker gets a command, because they count.
+    fn hand_over(&mut self, to: WorkerId, share: Vec<(String, Tensor)>) -> Result<(), StepError> {
+        let number = self.next_command();
+        for worker in self.plan.placement().worker_ids() {
+            let names = share.iter().filter(|_| worker == to).map(|(name, _)| name.clone()).collect();
+            self.command(number, worker, &Command::Load(names))?;
+        }
+        for (i, (_, tensor)) in share.into_iter().enumerate() {
+            self.send(to, Message::tensors(Tag::part(Kind::State, number, to, i), vec![Some(tensor)]))?;
+        }
+        for worker in self.plan.placement().worker_ids() {
+            self.wait(&Tag::control(Kind::Report, number, worker))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn each<E: From<StepError>>(
+        &mut self,
+        which: Which,
+        mut take: impl FnMut(&str, Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let number = self.next_command();
+        let mut taken = Ok(());
+        // One worker after the other: together they would fill the driver's mailbox with what it does not take yet.
+        for worker in self.plan.placement().worker_ids() {
+            self.command(number, worker, &Command::Collect(which)).map_err(StepError::from)?;
+            let message = self.wait(&Tag::control(Kind::Report, number, worker)).map_err(StepError::from)?;
+            let names: Vec<String> = serde_json::from_slice(&message.text).map_err(|e| {
+                StepError::from(self.failed("collecting tensors", Fault::protocol("names", e.to_string())))
+            })?;
+            for (i, name) in names.iter().enumerate() {
+                // Whatever `take` says, the worker sends what it was asked for.
+                let message = self.wait(&Tag::part(Kind::State, number, worker, i)).map_err(StepError::from)?;
+                if let (Some(tensor), Ok(())) = (message.tensors.into_iter().flatten().next(), &taken) {
+                    taken = take(name, tensor);
+                }
+            }
+        }
+        taken
+    }
+
+    /// The model's tensors with their workers, in the order in which those send them.
+    fn owned(&self) -> Vec<(WorkerId, TensorSpec)> {
+        let placement = self.plan.placement();
+        let partitions =
+            placement.worker_ids().flat_map(|w| placement.partitions_of(w).into_iter().map(move |p| (w, p)));
+        let layers = partitions.flat_map(|(w, p)| self.balance.range(p).map(move |index| (w, index)));
+        layers
+            .flat_map(|(worker, index)| self.model.layers[index].tensors().into_iter().map(move |spec| (worker, spec)))
+            .collect()
+    }
+}
+
+fn fits(spec: &TensorSpec, bytes: usize, tensors: usize) -> bool {
+    tensors == 0 || tensors < SHARE_TENSORS_MAX && bytes + spec_bytes(spec) <= SHARE_BYTES_MAX
+}
+
+fn spec_bytes(spec: &TensorSpec) -> usize {
+    usize::try_from(spec.elements()).unwrap_or(usize::MAX).saturating_mul(spec.kind.elt_size_in_bytes())
+}

@@ -1,0 +1,174 @@
+//! Safetensors files: read tensor by tensor, and written tensor by tensor.
+
+use super::{dtype, Entry, Opened, Source, WeightsError};
+use crate::engine::{self, Layout};
+use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, LENGTH_BYTES};
+use distgpipe_core::weights::Dtype;
+use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{Error, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use tch::Tensor;
+
+/// An open safetensors file.
+#[derive(Debug)]
+pub struct SafetensorsFile {
+    file: Opened,
+    entries: Vec<Entry>,
+    offsets: Vec<u64>,
+}
+
+impl SafetensorsFile {
+    pub(super) fn new(mut file: Opened) -> Result<Self, WeightsError> {
+        let first = file.bytes_at(0, file.bytes.min(LENGTH_BYTES as u64))?;
+        let length = header_bytes(&first, file.bytes).map_err(file.format(None))?;
+        let header = file.bytes_at(LENGTH_BYTES as u64, length)?;
+        let found = entries(&header, file.bytes).map_err(file.format(None))?;
+        let offsets = found.iter().map(|entry| entry.range.start).collect();
+        let entries = found.iter().map(|entry| file.entry(&entry.name, entry.dtype, &entry.dims));
+        let entries = entries.collect::<Result<_, _>>()?;
+        Ok(SafetensorsFile { file, entries, offsets })
+    }
+}
+
+impl Source for SafetensorsFile {
+    fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    fn read(&mut self, index: usize) -> Result<Tensor, WeightsError> {
+        let Entry { kind, dims, .. } = &self.entries[index];
+        self.file.tensor_at(self.offsets[index], *kind, dims)
+    }
+}
+
+/// A safetensors file while it is written. Its tensors are announced first and then given one by one; the file has its
+/// name when all are in it and on the disk, and until then it is another beside it, which goes if this does.
+///
+/// PyTorch and Hugging Face read it: the metadata says `"format": "pt"`.
+#[derive(Debug)]
+pub struct SafetensorsWriter {
+    path: PathBuf,
+    part: PathBuf,
+    file: File,
+    entries: Vec<Entry>,
+    ranges: Vec<Range<u64>>,
+    /// The number of the next tensor.
+    next: usize,
+    finished: bool,
+}
+
+impl SafetensorsWriter {
+    /// Begins a file with these tensors. `about` goes into its metadata.
+    pub fn create(path: &Path, entries: Vec<Entry>, about: &BTreeMap<String, String>) -> Result<Self, WeightsError> {
+        let wrong = |expected: &str, got: String| WeightsError::Unannounced {
+            file: path.to_owned(),
+            expected: expected.to_owned(),
+            got,
+        };
+        let mut names = HashSet::new();
+        for entry in &entries {
+            // The header keeps its metadata under this name.
+            if entry.name == "__metadata__" || !names.insert(&entry.name) {
+                return Err(wrong("each name once", format!("`{}`", entry.name)));
+            }
+        }
+        let dims: Vec<Vec<u64>> = entries
+            .iter()
+            .map(|entry| entry.dims.iter().map(|&dim| u64::try_from(dim).unwrap_or(u64::MAX)).collect())
+            .collect();
+        let mut tensors: Vec<(&str, Dtype, &[u64])> = Vec::with_capacity(entries.len());
+        for (entry, dims) in entries.iter().zip(&dims) {
+            let dtype = dtype(entry.kind).ok_or_else(|| WeightsError::Type {
+                file: path.to_owned(),
+                name: entry.name.clone(),
+                got: format!("{:?}", entry.kind),
+            })?;
+            tensors.push((&entry.name, dtype, dims));
+        }
+        let mut about = about.clone();
+        about.insert("format".to_owned(), "pt".to_owned());
+        let layout = layout(&tensors, &about)
+            .ok_or_else(|| wrong("as much as a file can hold", format!("{} tensors of more", tensors.len())))?;
+        // Whoever names a link means the file behind it.
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        if path.exists() && !path.is_file() {
+            let got = "expected the name of a file, got a directory, pipe or device: name a file";
+            return Err(io(&path, "making it", Error::other(got)));
+        }
+        let mut name = OsString::from(".");
+        name.push(path.file_name().unwrap_or_default());
+        name.push(format!(".{}.part", std::process::id()));
+        let part = path.with_file_name(name);
+        let created = File::create(&part).map_err(|source| io(&path, "making it", source))?;
+        // From here on the file is this value's to remove.
+        let mut writer =
+            SafetensorsWriter { path, part, file: created, entries, ranges: layout.ranges, next: 0, finished: false };
+        let total = writer.ranges.iter().map(|range| range.end).max().unwrap_or(layout.bytes.len() as u64);
+        let begun = writer.file.write_all(&layout.bytes).and_then(|()| writer.file.set_len(total));
+        begun.map_err(|source| io(&writer.path, "writing it", source))?;
+        Ok(writer)
+    }
+
+    /// The tensor that [`write`](Self::write) takes next.
+    pub fn expected(&self) -> Option<&Entry> {
+        self.entries.get(self.next)
+    }
+
+    /// Writes the next of the announced tensors; it may be on any device and in any layout.
+    pub fn write(&mut self, tensor: &Tensor) -> Result<(), WeightsError> {
+        let unannounced =
+            |expected: String, got: String| WeightsError::Unannounced { file: self.path.clone(), expected, got };
+        let (dims, kind) = (tensor.size(), tensor.kind());
+        let Some(entry) = self.entries.get(self.next) else {
+            return Err(unannounced(format!("{} tensors", self.entries.len()), "one more".to_owned()));
+        };
+        if (&dims, kind) != (&entry.dims, entry.kind) {
+            let expected = format!("`{}` {:?} of {:?}", entry.name, entry.dims, entry.kind);
+            return Err(unannounced(expected, format!("{dims:?} of {kind:?}")));
+        }
+        let flat = engine::on_host(tensor).and_then(|host| engine::with_layout(&host.f_detach()?, Layout::Contiguous));
+        let flat = flat.map_err(|source| WeightsError::Engine { file: self.path.clone(), source })?;
+        let bytes = engine::bytes(&flat).unwrap_or_default();
+        let range = &self.ranges[self.next];
+        if bytes.len() as u64 != range.end - range.start {
+            return Err(unannounced(format!("{} bytes", range.end - range.start), format!("{}", bytes.len())));
+        }
+        let written = self.file.seek(SeekFrom::Start(range.start)).and_then(|_| self.file.write_all(bytes));
+        written.map_err(|source| io(&self.path, "writing it", source))?;
+        self.next += 1;
+        Ok(())
+    }
+
+    /// Gives the file its name, when all tensors are in it and on the disk.
+    pub fn finish(mut self) -> Result<(), WeightsError> {
+        if let Some(entry) = self.expected() {
+            let expected = format!("`{}` and {} more", entry.name, self.entries.len() - self.next - 1);
+            return Err(WeightsError::Unannounced { file: self.path.clone(), expected, got: "the end".to_owned() });
+        }
+        self.file.sync_all().map_err(|source| io(&self.path, "writing it", source))?;
+        std::fs::rename(&self.part, &self.path).map_err(|source| io(&self.path, "naming it", source))?;
+        self.finished = true;
+        // The name is in the directory, which has to reach the disk as well.
+        let directory = match self.path.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        };
+        let synced = File::open(directory).and_then(|directory| directory.sync_all());
+        synced.map_err(|source| io(&self.path, "naming it", source))
+    }
+}
+
+impl Drop for SafetensorsWriter {
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = std::fs::remove_file(&self.part);
+        }
+    }
+}
+
+fn io(path: &Path, doing: &'static str, source: Error) -> WeightsError {
+    WeightsError::Io { file: path.to_owned(), doing, source }
+}
