@@ -52,6 +52,7 @@ pub mod status;
 pub mod trace;
 pub mod trainer;
 pub mod transport;
+pub mod update;
 pub mod worker;
 
 pub use distgpipe_core as core;
