@@ -274,6 +274,18 @@ pub struct TrainFlags {
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
+    /// Learn from labels that leave this share to all classes alike; tests are judged without
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label_smoothing: Option<f64>,
+    /// Scale gradients down where the norm of all of them together is above X
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clip_norm: Option<f64>,
+    /// Move parameters after every N batches, by the mean of their gradients; an epoch's last update may have fewer
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accumulate: Option<u64>,
     /// Rows of a batch, all micro-batches together
     #[arg(long, value_name = "ROWS", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -331,6 +343,7 @@ impl TrainFlags {
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),
             lr_decay: Some(DecayName::Constant),
+            accumulate: Some(1),
             batch: Some(64),
             epochs: Some(5),
             ..TrainFlags::default()

@@ -116,6 +116,8 @@ impl RunConfig {
             steps_max: flags.steps,
             learning_rate,
             rate: rate(&flags)?,
+            accumulate: accumulate(&flags)?,
+            clip_norm: clip_norm(&flags)?,
             capture: capture(&flags, worker_count)?,
             ..TrainOptions::default()
         };
@@ -140,7 +142,7 @@ impl RunConfig {
             plan,
             workers,
             optim,
-            loss,
+            loss: smoothed(loss, &flags)?,
             codecs: codecs(&flags)?,
             timeouts: timeouts(&flags)?,
             model,
@@ -367,6 +369,36 @@ fn rate(flags: &TrainFlags) -> anyhow::Result<RateSchedule> {
         (DecayName::Linear, None) => Decay::Linear,
     };
     Ok(RateSchedule { decay, warm_up: flags.lr_warm_up.unwrap_or_default() })
+}
+
+fn smoothed(loss: Loss, flags: &TrainFlags) -> anyhow::Result<Loss> {
+    match (loss, flags.label_smoothing) {
+        (loss, None) => Ok(loss),
+        (Loss::CrossEntropy, Some(0.0)) => Ok(Loss::CrossEntropy),
+        (Loss::CrossEntropy, Some(share)) if share > 0.0 && share < 1.0 => {
+            Ok(Loss::SmoothedCrossEntropy { label_smoothing: share })
+        }
+        (Loss::CrossEntropy, Some(share)) => {
+            Err(usage(format!("--label-smoothing {share}: expected a number from 0 to below 1")))
+        }
+        (_, Some(_)) => Err(usage("--label-smoothing: this model's targets are no classes: remove it")),
+    }
+}
+
+fn accumulate(flags: &TrainFlags) -> anyhow::Result<u64> {
+    match flags.accumulate.unwrap_or(1) {
+        0 => Err(usage("--accumulate 0: an update needs a batch: use 1 to move parameters after each")),
+        batches => Ok(batches),
+    }
+}
+
+fn clip_norm(flags: &TrainFlags) -> anyhow::Result<Option<f64>> {
+    match flags.clip_norm {
+        Some(norm) if !(norm.is_finite() && norm > 0.0) => {
+            Err(usage(format!("--clip-norm {norm}: expected a number above 0; leave it out to clip nothing")))
+        }
+        norm => Ok(norm),
+    }
 }
 
 /// A flag's number, if it is from 0 to so much.

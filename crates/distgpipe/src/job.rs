@@ -9,10 +9,12 @@ use crate::model::Recipe;
 use crate::optim::Optim;
 use crate::trace::{PhaseTimes, Span};
 use crate::transport::{Timeouts, Traffic};
+use crate::update::{After, Exact};
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::{check, evaluate_plan, Mode, Plan, Request, ScheduleError};
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Everything a worker needs to know to take part in a run. Sent as JSON to workers in other processes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -106,8 +108,12 @@ pub struct Step {
     pub rows: usize,
     /// Into how many micro-batches they are cut.
     pub micro_batches: usize,
-    /// For the update.
-    pub learning_rate: f64,
+    /// How many batches make the update; each counts for as much.
+    pub batches: u64,
+    /// Whether gradients of earlier batches are forgotten first.
+    pub fresh: bool,
+    /// What becomes of the gradients.
+    pub after: After,
     /// The samples in the rows, if a codec of the run wants to know them.
     pub samples: Vec<u64>,
     /// Whether the workers keep copies of what they send, for [`Which::Captured`].
@@ -132,6 +138,14 @@ pub enum Which {
 pub enum Command {
     /// Run a step; answered by a [`StepReport`].
     Step(Step),
+    /// Move the parameters by the gradients that the last step left and reported the norms of ([`After::Norms`]);
+    /// answered by a [`StepReport`] of what that took.
+    Update {
+        /// How far.
+        learning_rate: f64,
+        /// What the gradients are multiplied by first.
+        scale: Exact,
+    },
     /// Send tensors; answered by their names, then the tensors one by one.
     Collect(Which),
     /// Take over tensors of these names, which follow one by one; answered by an empty report.
@@ -151,6 +165,8 @@ pub struct StepReport {
     pub correct: Option<u64>,
     /// What each class was taken for, in evaluation.
     pub classes: Option<ClassCounts>,
+    /// Squared norms of its gradients by name, if [`After::Norms`] asks for them.
+    pub squared_norms: BTreeMap<String, Exact>,
     /// Time per phase.
     pub phases: PhaseTimes,
     /// From the command to the report.
@@ -161,4 +177,14 @@ pub struct StepReport {
     pub links: Vec<(WorkerId, Traffic)>,
     /// Single events, if wanted.
     pub spans: Vec<Span>,
+}
+
+impl StepReport {
+    /// With what the worker did in the same step after this report.
+    pub fn and_then(&mut self, later: StepReport) {
+        self.phases = self.phases.plus(&later.phases);
+        self.step_ns += later.step_ns;
+        self.peak_bytes = self.peak_bytes.max(later.peak_bytes);
+        self.spans.extend(later.spans);
+    }
 }

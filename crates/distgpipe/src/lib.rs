@@ -52,6 +52,7 @@ pub mod status;
 pub mod trace;
 pub mod trainer;
 pub mod transport;
+pub mod update;
 pub mod weights;
 pub mod worker;
 

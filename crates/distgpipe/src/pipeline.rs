@@ -16,6 +16,7 @@ use crate::model::Model;
 use crate::status::{blame, State};
 use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
+use crate::update::{clip_scale, global_norm, After, Exact, Part};
 use crate::weights::WeightsError;
 use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
 use distgpipe_core::partition::Balance;
@@ -67,6 +68,20 @@ pub enum StepError {
         /// What it is.
         got: f64,
     },
+    /// The norm to clip at is none.
+    #[error("gradients are to be clipped at a norm of {got}; it must be a finite number above 0")]
+    ClipNorm {
+        /// What it is.
+        got: f64,
+    },
+    /// The batch is not the one that the update needs next.
+    #[error("the update needs batch {} of {} next, got {} of {}: finish the update that was begun", expected.index + 1, expected.of, got.index + 1, got.of)]
+    Part {
+        /// What comes next.
+        expected: Part,
+        /// What came.
+        got: Part,
+    },
     /// The batch cannot be cut into the plan's micro-batches.
     #[error(transparent)]
     MicroBatches(#[from] MicroBatchError),
@@ -101,6 +116,8 @@ pub struct StepOutcome {
     pub correct: Option<u64>,
     /// What each class was taken for, in evaluation with such a loss.
     pub classes: Option<ClassCounts>,
+    /// The norm of all gradients before they were clipped, of a step that clipped them.
+    pub gradient_norm: Option<f64>,
     /// From the first message to the last report.
     pub seconds: f64,
     /// Per worker.
@@ -149,6 +166,9 @@ pub struct Pipeline {
     /// The forward-only plan that the workers follow, if it is not the training plan: for the watchdog.
     evaluating: Option<Plan>,
     learning_rate: f64,
+    clip_norm: Option<f64>,
+    /// What comes next of an update that was begun.
+    begun: Option<Part>,
     codecs: Codecs,
     /// Whether a codec remembers samples.
     wants_samples: bool,
@@ -182,16 +202,27 @@ impl Pipeline {
         self.learning_rate = learning_rate;
     }
 
+    /// Scales the gradients of every further update down to this norm over all parameters where theirs is larger.
+    pub fn set_clip_norm(&mut self, norm_max: Option<f64>) {
+        self.clip_norm = norm_max;
+    }
+
     /// Forward, backward and update with one batch.
     pub fn train_step(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
-        self.run(batch, Purpose::Train, self.plan.micro_batches()).map(|(outcome, _)| outcome)
+        self.train_part(batch, Part::WHOLE)
+    }
+
+    /// Forward and backward with one of the batches that make an update, and the update after the last of them. The
+    /// gradient is the mean over the batches.
+    pub fn train_part(&mut self, batch: &Batch, part: Part) -> Result<StepOutcome, StepError> {
+        self.run(batch, Purpose::Train, self.plan.micro_batches(), part).map(|(outcome, _)| outcome)
     }
 
     /// Loss and score of one batch, without learning. A batch with fewer rows than the plan has micro-batches is cut
     /// into as many as it has rows.
     pub fn evaluate(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
         let micro_batches = self.plan.micro_batches().min(batch.rows());
-        self.run(batch, Purpose::Evaluate, micro_batches).map(|(outcome, _)| outcome)
+        self.run(batch, Purpose::Evaluate, micro_batches, Part::WHOLE).map(|(outcome, _)| outcome)
     }
 
     /// The model's output for one batch of inputs, as in evaluation.
@@ -200,13 +231,13 @@ impl Pipeline {
         let target = Tensor::zeros([rows], (tch::Kind::Int64, tch::Device::Cpu));
         let batch = Batch { inputs, target, samples: Vec::new() };
         let micro_batches = self.plan.micro_batches().min(batch.rows());
-        let (_, outputs) = self.run(&batch, Purpose::Predict, micro_batches)?;
+        let (_, outputs) = self.run(&batch, Purpose::Predict, micro_batches, Part::WHOLE)?;
         Tensor::f_cat(&outputs, 0).map_err(|e| self.failed("joining the outputs", e.into()).into())
     }
 
     /// The gradient of every parameter for one batch, by name; nothing is updated.
     pub fn gradients(&mut self, batch: &Batch) -> Result<(StepOutcome, BTreeMap<String, Tensor>), StepError> {
-        let (outcome, _) = self.run(batch, Purpose::Gradients, self.plan.micro_batches())?;
+        let (outcome, _) = self.run(batch, Purpose::Gradients, self.plan.micro_batches(), Part::WHOLE)?;
         Ok((outcome, self.collect(Which::Gradients)?))
     }
 
@@ -260,11 +291,14 @@ impl Pipeline {
         batch: &Batch,
         purpose: Purpose,
         micro_batches: usize,
+        part: Part,
     ) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
         self.check(batch)?;
         if !self.learning_rate.is_finite() {
             return Err(StepError::LearningRate { got: self.learning_rate });
         }
+        let after = self.after(purpose, part)?;
+        let learning = matches!(purpose, Purpose::Train | Purpose::Gradients);
         let rows = MicroBatches::split(batch.rows(), micro_batches)?;
         self.follow(purpose, micro_batches);
         let start = Instant::now();
@@ -275,7 +309,9 @@ impl Pipeline {
             purpose,
             rows: rows.rows(),
             micro_batches,
-            learning_rate: self.learning_rate,
+            batches: part.of,
+            fresh: learning && part.is_first(),
+            after,
             samples: if self.wants_samples { batch.samples.clone() } else { Vec::new() },
             capture: std::mem::take(&mut self.capture),
         };
@@ -295,10 +331,15 @@ impl Pipeline {
         }
         let mut workers = Vec::new();
         for worker in self.plan.placement().worker_ids() {
-            let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
-            let report: StepReport = serde_json::from_slice(&message.text)
-                .map_err(|e| self.failed("reading a report", Fault::protocol("a report", e.to_string())))?;
+            let report = self.report(number, worker)?;
             workers.push(WorkerStep { name: self.plan.placement().name(worker).to_owned(), report });
+        }
+        let gradient_norm = match after {
+            After::Norms => Some(self.clipped_update(&mut workers)?),
+            After::Keep | After::Update { .. } => None,
+        };
+        if purpose == Purpose::Train {
+            self.begun = part.next();
         }
         // Only the last partition's worker has one. JSON has no NaN, so a loss that is none arrives as absent.
         let loss_sum = workers.iter().find_map(|w| w.report.loss_sum).unwrap_or(f64::NAN);
@@ -306,11 +347,55 @@ impl Pipeline {
             rows: rows.rows(),
             loss: loss_sum / rows.rows() as f64,
             correct: workers.iter().find_map(|w| w.report.correct),
+            gradient_norm,
             classes: workers.iter().find_map(|w| w.report.classes.clone()),
             seconds: start.elapsed().as_secs_f64(),
             workers,
         };
         Ok((outcome, outputs))
+    }
+
+    /// What the workers do with the gradients of a step.
+    fn after(&self, purpose: Purpose, part: Part) -> Result<After, StepError> {
+        if matches!(purpose, Purpose::Evaluate | Purpose::Predict) {
+            return Ok(After::Keep);
+        }
+        let expected = self.begun.unwrap_or(Part { index: 0, ..part });
+        if part != expected || part.index >= part.of {
+            return Err(StepError::Part { expected, got: part });
+        }
+        match self.clip_norm {
+            _ if purpose == Purpose::Gradients || !part.is_last() => Ok(After::Keep),
+            None => Ok(After::Update { learning_rate: self.learning_rate }),
+            Some(norm) if norm.is_finite() && norm > 0.0 => Ok(After::Norms),
+            Some(got) => Err(StepError::ClipNorm { got }),
+        }
+    }
+
+    /// Has all workers, which wait with their gradients, scale them alike and update; gives the norm before.
+    fn clipped_update(&mut self, workers: &mut [WorkerStep]) -> Result<f64, Failure> {
+        let squares: BTreeMap<String, Exact> =
+            workers.iter_mut().flat_map(|worker| std::mem::take(&mut worker.report.squared_norms)).collect();
+        let norm = global_norm(&squares);
+        let scale = self.clip_norm.map_or(1.0, |norm_max| clip_scale(norm, norm_max));
+        let update = Command::Update { learning_rate: self.learning_rate, scale: Exact(scale) };
+        let number = self.next_command();
+        for worker in self.plan.placement().worker_ids() {
+            self.command(number, worker, &update)?;
+        }
+        for worker in self.plan.placement().worker_ids() {
+            let later = self.report(number, worker)?;
+            if let Some(step) = workers.get_mut(worker.index()) {
+                step.report.and_then(later);
+            }
+        }
+        Ok(norm)
+    }
+
+    fn report(&self, number: u64, worker: WorkerId) -> Result<StepReport, Failure> {
+        let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
+        serde_json::from_slice(&message.text)
+            .map_err(|e| self.failed("reading a report", Fault::protocol("a report", e.to_string())))
     }
 
     /// Remembers the plan that the workers make for themselves where they do not learn.

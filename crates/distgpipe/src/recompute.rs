@@ -194,7 +194,8 @@ fn run(
     let graph = match goal {
         Some(goal) => {
             let output = output.into_iter().next().ok_or_else(|| Fault::protocol("an output", "none"))?;
-            let loss = goal.loss.compute(&output, &goal.target)?;
+            let loss = if passing == Passing::Evaluate { goal.loss.in_evaluation() } else { goal.loss };
+            let loss = loss.compute(&output, &goal.target)?;
             if passing != Passing::Replay {
                 let correct = tch::no_grad(|| goal.loss.correct(&output, &goal.target))?;
                 let classes = match passing {

@@ -159,7 +159,11 @@ impl Running<'_> {
         let goal = match self.step.purpose {
             Purpose::Predict => None,
             _ if !last => None,
-            _ => Some(Goal { loss: self.stage.loss, target: self.target(action, done)?, share: self.rows.share(m) }),
+            _ => Some(Goal {
+                loss: self.stage.loss,
+                target: self.target(action, done)?,
+                share: self.rows.share(m) / self.step.batches as f64,
+            }),
         };
         self.stage.status.begin(Doing::Running(action), done);
         let start = now_ns();

@@ -8,6 +8,7 @@ use crate::pipeline::{Pipeline, StepError, StepOutcome};
 use crate::rate::RateSchedule;
 use crate::trace::{Phase, PhaseTimes};
 use crate::transport::{Cut, CutTraffic};
+use crate::update::Accumulation;
 use distgpipe_core::schedule::Plan;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -64,6 +65,10 @@ pub struct TrainOptions {
     pub learning_rate: f64,
     /// How it rises and falls.
     pub rate: RateSchedule,
+    /// Batches to an update of the parameters; fewer at the end of an epoch.
+    pub accumulate: u64,
+    /// The largest norm of all gradients together that an update is made with.
+    pub clip_norm: Option<f64>,
     /// Steps at the start that times and speeds leave out: libtorch plans its kernels and memory then.
     pub warm_up_steps: u64,
     /// Of which step the observer is told what crossed the links.
@@ -77,6 +82,8 @@ impl Default for TrainOptions {
             steps_max: None,
             learning_rate: 0.01,
             rate: RateSchedule::default(),
+            accumulate: 1,
+            clip_norm: None,
             warm_up_steps: 2,
             capture: Capture::Nothing,
         }
@@ -331,6 +338,12 @@ impl<'a> Trainer<'a> {
     pub fn run(mut self, observer: &mut dyn Observer) -> Result<RunSummary, TrainError> {
         let start = Instant::now();
         let mut gathered = Gathered::new(&self);
+        let accumulation = Accumulation {
+            every: self.options.accumulate,
+            epoch_steps: self.train.batches() as u64,
+            steps: self.steps,
+        };
+        self.pipeline.set_clip_norm(self.options.clip_norm);
         let mut step = 0;
         let mut epoch = 0;
         let mut batches = (self.steps > 0).then(|| self.train.epoch(epoch));
@@ -338,13 +351,14 @@ impl<'a> Trainer<'a> {
             let mut totals = Totals::default();
             for batch in AsksTimed(now) {
                 let (batch, asked, loading_s) = batch?;
-                let learning_rate = self.options.learning_rate * self.options.rate.factor(step, self.steps);
+                let (update, updates) = (accumulation.update(step), accumulation.updates());
+                let learning_rate = self.options.learning_rate * self.options.rate.factor(update, updates);
                 self.pipeline.set_learning_rate(learning_rate);
                 let capture = self.capture == Some(step);
                 if capture {
                     self.pipeline.capture_next();
                 }
-                let outcome = self.pipeline.train_step(&batch)?;
+                let outcome = self.pipeline.train_part(&batch, accumulation.part(step))?;
                 if capture {
                     observer.on(&Event::Captured { step, tensors: &self.pipeline.captured()? })?;
                 }

@@ -13,6 +13,7 @@ use crate::stage::Stage;
 use crate::status::{Doing, Status};
 use crate::trace::{now_ns, Phase, Recorder};
 use crate::transport::{Counters, Outgoing};
+use crate::update::{scale_gradients, squared_norms, After, Exact};
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
 use distgpipe_core::wire::Kind;
@@ -109,6 +110,8 @@ struct Active {
     /// Forward-only plans, by number of micro-batches.
     evaluate: BTreeMap<usize, Plan>,
     optimizer: Optimizer,
+    /// The step whose gradients wait for [`Command::Update`].
+    waiting: Option<u64>,
     links: Vec<(WorkerId, Counters)>,
     coding: Coding,
 }
@@ -157,7 +160,7 @@ impl Active {
             scenario,
         };
         let optimizer = Optimizer::new(job.optim, parameters);
-        Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, links, coding })
+        Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, waiting: None, links, coding })
     }
 
     /// Does one command after the other, to the last.
@@ -179,6 +182,10 @@ impl Active {
                     let report = self.step(&step)?;
                     self.report(number, &report).map_err(failed("reporting"))?;
                 }
+                Command::Update { learning_rate, scale } => {
+                    let report = self.late_update(learning_rate, scale).map_err(failed("updating its parameters"))?;
+                    self.report(number, &report).map_err(failed("reporting"))?;
+                }
                 Command::Collect(which) => self.collect(number, which).map_err(failed("collecting its tensors"))?,
                 Command::Load(names) => self.load(number, &names).map_err(failed("loading tensors"))?,
                 Command::Forget => {
@@ -197,9 +204,15 @@ impl Active {
         let name = self.stage.name.clone();
         let failed = |phase: &'static str| move |fault: Fault| Failure::new(name, phase, fault);
         self.stage.captured.clear();
+        self.waiting = None;
+        if step.batches == 0 {
+            return Err(failed("starting a step")(Fault::protocol("an update of 1 batch or more", "one of none")));
+        }
         let learning = matches!(step.purpose, Purpose::Train | Purpose::Gradients);
         let outcome = if learning {
-            self.clear_gradients();
+            if step.fresh {
+                self.clear_gradients();
+            }
             if step.micro_batches != self.plan.micro_batches() {
                 let expected = format!("{} micro-batches", self.plan.micro_batches());
                 return Err(failed("starting a step")(Fault::protocol(expected, step.micro_batches.to_string())));
@@ -213,8 +226,9 @@ impl Active {
         };
         self.stage.status.begin(Doing::Busy, self.plan.actions(self.stage.id).len());
         let update = now_ns();
+        let mut squared_norms = BTreeMap::new();
         match step.purpose {
-            Purpose::Train => self.update(step.learning_rate).map_err(failed.clone()("updating its parameters"))?,
+            Purpose::Train => squared_norms = self.learn(step).map_err(failed.clone()("updating its parameters"))?,
             _ => self.stage.partitions.values_mut().for_each(|p| p.norms().discard()),
         }
         if step.purpose == Purpose::Train {
@@ -232,6 +246,7 @@ impl Active {
             loss_sum,
             correct,
             classes: outcome.classes(),
+            squared_norms,
             phases,
             step_ns: now_ns() - start,
             peak_bytes: engine::peak_bytes(self.stage.device, meter(self.stage.id)),
@@ -255,12 +270,38 @@ impl Active {
         self.stage.partitions.values().flat_map(Partition::parameters)
     }
 
-    fn update(&mut self, learning_rate: f64) -> Result<(), Fault> {
-        let parameters = self.stage.partitions.values().flat_map(Partition::parameters);
-        self.optimizer.step(parameters, learning_rate)?;
+    /// Commits the batch norms, and does with the gradients what the step says; gives their norms if it wants them.
+    fn learn(&mut self, step: &Step) -> Result<BTreeMap<String, Exact>, Fault> {
         for partition in self.stage.partitions.values_mut() {
             partition.norms().commit()?;
         }
+        match step.after {
+            After::Keep => Ok(BTreeMap::new()),
+            After::Update { learning_rate } => self.update(learning_rate).map(|()| BTreeMap::new()),
+            After::Norms => {
+                self.waiting = Some(step.number);
+                let tensors = self.stage.partitions.values().flat_map(Partition::tensors);
+                let parameters = tensors.filter(|(spec, _)| spec.role == Role::Parameter);
+                squared_norms(parameters.map(|(spec, tensor)| (spec.name.as_str(), tensor)))
+            }
+        }
+    }
+
+    /// The end of a step that stopped before its update.
+    fn late_update(&mut self, learning_rate: f64, scale: Exact) -> Result<StepReport, Fault> {
+        let start = now_ns();
+        let step = self.waiting.take().ok_or_else(|| Fault::protocol("a step before its update", "an update alone"))?;
+        scale_gradients(self.parameters(), scale.0)?;
+        self.update(learning_rate)?;
+        self.stage.recorder.record(step, Phase::Optimizer, String::new, start);
+        let (phases, spans) = self.stage.recorder.take();
+        let peak_bytes = engine::peak_bytes(self.stage.device, meter(self.stage.id));
+        Ok(StepReport { phases, spans, peak_bytes, step_ns: now_ns() - start, ..StepReport::default() })
+    }
+
+    fn update(&mut self, learning_rate: f64) -> Result<(), Fault> {
+        let parameters = self.stage.partitions.values().flat_map(Partition::parameters);
+        self.optimizer.step(parameters, learning_rate)?;
         self.clear_gradients();
         Ok(())
     }

@@ -7,7 +7,7 @@ use distgpipe::core::WorkerId;
 use distgpipe::failure::Fault;
 use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, BuildError, Context, Layer, Loss, Model, Own, Pipeline, Recompute};
+use distgpipe::{Batch, BuildError, Context, Layer, Loss, Model, Own, Pipeline, Recompute, StepError};
 use distgpipe::{SampleShape, ShapeError, SkipShapes, Workers};
 use mishaps::{actions, assert_named, plan, run_until_failure};
 use std::sync::Arc;
@@ -143,4 +143,26 @@ fn a_batch_that_does_not_fit_is_refused_and_the_pipeline_lives_on() {
     assert!(e.contains('2') && e.contains('3'), "{e}");
     assert_eq!(pipeline.evaluate(&few).unwrap().rows, 2, "evaluation takes fewer rows than micro-batches");
     pipeline.train_step(&mishaps::batch()).unwrap();
+}
+
+/// In a clipped step workers wait for a second command. One of them dies in its last action, when the other may have
+/// nothing left to do but wait for that.
+#[test]
+fn a_worker_that_dies_before_a_clipped_update_is_named_and_ends_all() {
+    let plan = plan();
+    for worker in plan.placement().worker_ids() {
+        let (name, action) = (plan.placement().name(worker), *plan.actions(worker).last().unwrap());
+        for fault in ["panic", "kill", "hang"] {
+            let scenario = format!("{name}:{fault}@{action}");
+            let start = std::time::Instant::now();
+            let mut pipeline = mishaps::pipeline(Workers::Threads, &scenario);
+            pipeline.set_clip_norm(Some(0.1));
+            let failure = match pipeline.train_step(&mishaps::batch()) {
+                Err(StepError::Failed(failure)) => failure,
+                other => panic!("{scenario}: {:?}", other.map(|o| o.loss)),
+            };
+            drop(pipeline);
+            assert_named((failure, start.elapsed()), &scenario, name, Some(action));
+        }
+    }
 }

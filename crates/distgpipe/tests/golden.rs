@@ -6,7 +6,7 @@
 use distgpipe::engine;
 use distgpipe::layer::Role;
 use distgpipe::model::Recipe;
-use distgpipe::models::{self, MobileNetV2};
+use distgpipe::models::{self, Mlp, MobileNetV2};
 use distgpipe::optim::{Optim, Optimizer};
 use distgpipe::rate::{Decay, RateSchedule, WarmUp};
 use distgpipe::tch::{Kind, Tensor};
@@ -323,4 +323,47 @@ fn the_learning_rate_goes_as_hugging_faces_schedules_do() {
         }
     }
     assert!(compared >= 200, "only {compared} rates were compared");
+}
+
+/// Three workers, and a step of three micro-batches, against PyTorch's one module and one batch.
+#[test]
+fn clipped_and_smoothed_steps_are_those_of_pytorch() {
+    let facts = json("clipping.json");
+    let ints = |key: &str| floats(&facts[key]).iter().map(|&n| n as i64).collect::<Vec<_>>();
+    let (seed, rows, classes) = (facts["seed"].as_u64().unwrap(), ints("rows")[0], ints("classes")[0]);
+    let mlp = Mlp { input: ints("input"), hidden: ints("hidden"), classes, dropout: 0.0 };
+    let batch = |step: i64| {
+        let x = 2.0 * values(seed, &format!("x{step}"), &[rows, 1, 3, 4]);
+        let target: Vec<i64> = (0..rows).map(|row| (3 * row + step) % classes).collect();
+        Batch::new(x, Tensor::from_slice(&target))
+    };
+    for case in facts["cases"].as_array().unwrap() {
+        let number = |key: &str| case[key].as_f64().unwrap();
+        let loss = match number("label_smoothing") {
+            0.0 => Loss::CrossEntropy,
+            label_smoothing => Loss::SmoothedCrossEntropy { label_smoothing },
+        };
+        let model = mlp.model().unwrap();
+        let specs: Vec<TensorSpec> = model.layers.iter().flat_map(|layer| layer.tensors()).collect();
+        let rate = facts["learning_rate"].as_f64().unwrap();
+        let builder = Pipeline::builder(model).place("a,b,c").micro_batches(3).loss(loss);
+        let mut pipeline = builder.optimizer(Optim::sgd(0.9), rate).build().unwrap();
+        pipeline.load(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
+        pipeline.set_clip_norm(Some(number("norm_max")));
+        let near = |what: &str, got: &[f64], expected: &Value| {
+            let (gap, gap_relative) = deviation(&Tensor::from_slice(got), &Tensor::from_slice(&floats(expected)));
+            let limit = TIMES * case["float32_deviation"][what].as_f64().unwrap();
+            assert!(gap_relative <= limit, "{what} off by {gap:e}, allowed {limit:e}: {got:?}");
+        };
+        let steps = case["losses"].as_array().unwrap().len() as i64;
+        let outcomes: Vec<_> = (0..steps).map(|step| pipeline.train_step(&batch(step)).unwrap()).collect();
+        near("losses", &outcomes.iter().map(|o| o.loss).collect::<Vec<_>>(), &case["losses"]);
+        near("norms", &outcomes.iter().map(|o| o.gradient_norm.unwrap()).collect::<Vec<_>>(), &case["norms"]);
+        near("evaluation_loss", &[pipeline.evaluate(&batch(0)).unwrap().loss], &case["evaluation_loss"]);
+        let state = pipeline.state().unwrap();
+        let flat = |tensor: &Tensor| Vec::<f64>::try_from(tensor.to_kind(Kind::Double).view(-1)).unwrap();
+        let expected: Vec<Value> = specs.iter().map(|spec| case["parameters"][&spec.name].clone()).collect();
+        let got: Vec<f64> = specs.iter().flat_map(|spec| flat(&state[&spec.name])).collect();
+        near("parameters", &got, &Value::Array(expected));
+    }
 }

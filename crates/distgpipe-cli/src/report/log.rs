@@ -33,6 +33,8 @@ struct StepLine<'a> {
     loss: f64,
     correct: Option<u64>,
     learning_rate: f64,
+    /// Before clipping; absent where nothing was clipped.
+    gradient_norm: Option<f64>,
     seconds: f64,
     loading_s: f64,
     workers: Vec<WorkerLine<'a>>,
@@ -86,6 +88,7 @@ impl Log {
             loss: outcome.loss,
             correct: outcome.correct,
             learning_rate: done.learning_rate,
+            gradient_norm: outcome.gradient_norm,
             seconds: done.seconds,
             loading_s: done.loading_s,
             workers: outcome

@@ -285,6 +285,8 @@ impl Builder {
             learned: 0,
             evaluating: None,
             learning_rate: self.learning_rate,
+            clip_norm: None,
+            begun: None,
             wants_samples: self.job.codecs.want_samples(),
             codecs: self.job.codecs,
             capture: false,

@@ -1,0 +1,177 @@
+//! Clipping and accumulation: what an update is does not depend on the cut, nor on how its rows were cut into batches.
+
+#[path = "one_device/mod.rs"]
+#[allow(dead_code)]
+mod one_device;
+
+use distgpipe::engine::{self, Layout, Stream};
+use distgpipe::models::Mlp;
+use distgpipe::optim::Optim;
+use distgpipe::pipeline::StepError;
+use distgpipe::tch::{Kind, Tensor};
+use distgpipe::update::Part;
+use distgpipe::{Batch, Pipeline};
+use one_device::{assert_identical, Tensors};
+
+fn batch(rows: i64, seed: u64) -> Batch {
+    let mut x = engine::empty(&[rows, 1, 8, 8], Kind::Float, Layout::Contiguous).unwrap();
+    Stream::new(seed).normal(&mut x, 0.0, 1.0).unwrap();
+    let target = (x.flatten(1, -1).select(1, 0) * 9.0).abs().to_kind(Kind::Int64).remainder(10);
+    Batch::new(x, target)
+}
+
+/// These rows, one batch after the other, as one.
+fn joined(batches: &[Batch]) -> Batch {
+    let inputs: Vec<&Tensor> = batches.iter().map(|b| &b.inputs[0]).collect();
+    let targets: Vec<&Tensor> = batches.iter().map(|b| &b.target).collect();
+    Batch::new(Tensor::cat(&inputs, 0), Tensor::cat(&targets, 0))
+}
+
+fn pipeline(place: &str, micro_batches: usize, dropout: f64, optim: Optim) -> Pipeline {
+    let model = Mlp { hidden: vec![16, 16, 16], dropout, ..Mlp::default() }.model().unwrap();
+    Pipeline::builder(model).place(place).micro_batches(micro_batches).optimizer(optim, 0.1).build().unwrap()
+}
+
+/// Makes one update of these batches; gives the norm before clipping.
+fn update(pipeline: &mut Pipeline, batches: &[Batch]) -> Option<f64> {
+    let of = batches.len() as u64;
+    let mut norm = None;
+    for (index, batch) in (0..).zip(batches) {
+        assert_eq!(norm, None, "before the last batch");
+        norm = pipeline.train_part(batch, Part { index, of }).unwrap().gradient_norm;
+    }
+    norm
+}
+
+#[test]
+fn clipped_parameters_do_not_depend_on_the_cut() {
+    for (norm_max, clips) in [(0.25, true), (1e6, false)] {
+        for parts in [1, 2] {
+            let learned = |place: &str| -> (Vec<u64>, Tensors) {
+                let mut pipeline = pipeline(place, 3, 0.1, Optim::sgd(0.9));
+                pipeline.set_clip_norm(Some(norm_max));
+                let norms = (0..4).map(|step| {
+                    let batches: Vec<Batch> = (0..parts).map(|part| batch(7, 10 * step + part)).collect();
+                    let norm = update(&mut pipeline, &batches).unwrap();
+                    assert_eq!(norm > norm_max, clips, "norm {norm}: the test must test something");
+                    norm.to_bits()
+                });
+                (norms.collect(), pipeline.state().unwrap())
+            };
+            let (norms, expected) = learned("a");
+            for place in ["a,b", "a,b,c", "a,b,a"] {
+                let (got, state) = learned(place);
+                assert_eq!(got, norms, "{place}: norms at {norm_max}");
+                assert_identical(place, &state, &expected);
+            }
+        }
+    }
+}
+
+/// Where nothing is above the norm, the two commands do what one does.
+#[test]
+fn a_norm_that_is_never_reached_changes_nothing() {
+    let learned = |norm_max: Option<f64>| {
+        let mut pipeline = pipeline("a,b", 2, 0.1, Optim::adamw());
+        pipeline.set_clip_norm(norm_max);
+        (0..3).for_each(|step| assert_eq!(update(&mut pipeline, &[batch(6, step)]).is_some(), norm_max.is_some()));
+        pipeline.state().unwrap()
+    };
+    assert_identical("clipped at 1e9", &learned(Some(1e9)), &learned(None));
+}
+
+/// Four batches of 8 rows in 2 micro-batches are one of 32 in 8: the same micro-batches, with shares that are powers
+/// of two, added in the same order. So even the bits agree. Three of 5 rows agree to rounding.
+#[test]
+fn accumulated_batches_are_one_large_batch() {
+    for (count, rows, micro_batches, tolerance) in [(4, 8, 2, 0.0), (3, 5, 2, 1e-5)] {
+        for norm_max in [None, Some(0.5)] {
+            let learned = |accumulated: bool| {
+                let chunks = if accumulated { micro_batches } else { micro_batches * count };
+                let mut pipeline = pipeline("a,b,a", chunks, 0.0, Optim::sgd(0.9));
+                pipeline.set_clip_norm(norm_max);
+                for step in 0..3 {
+                    let batches: Vec<Batch> = (0..count).map(|i| batch(rows, (100 * step + i) as u64)).collect();
+                    update(&mut pipeline, &if accumulated { batches } else { vec![joined(&batches)] });
+                }
+                pipeline.state().unwrap()
+            };
+            let (got, expected) = (learned(true), learned(false));
+            if tolerance == 0.0 {
+                assert_identical("accumulated", &got, &expected);
+            }
+            for (name, expected) in &expected {
+                let gap = f64::try_from((&got[name] - expected).abs().max()).unwrap();
+                assert!(gap <= tolerance, "{count} batches of {rows}: {name} is off by {gap:e}");
+            }
+        }
+    }
+}
+
+/// Random streams are named by batches, whatever they are an update of; and a test may come at any time.
+#[test]
+fn dropout_does_not_depend_on_accumulation_nor_on_tests_in_between() {
+    let learned = |of: u64, evaluate: bool| {
+        let mut pipeline = pipeline("a,b", 2, 0.5, Optim::sgd(0.0));
+        // Only the first half: then the parameters move but once, at the end.
+        pipeline.set_learning_rate(0.0);
+        let losses: Vec<f64> = (0..4)
+            .map(|step| {
+                if evaluate {
+                    pipeline.evaluate(&batch(6, 99)).unwrap();
+                }
+                pipeline.train_part(&batch(6, step), Part { index: step % of, of }).unwrap().loss
+            })
+            .collect();
+        pipeline.set_learning_rate(0.1);
+        for index in 0..4 {
+            if evaluate {
+                pipeline.evaluate(&batch(6, 99)).unwrap();
+            }
+            pipeline.train_part(&batch(6, index), Part { index, of: 4 }).unwrap();
+        }
+        (losses, pipeline.state().unwrap())
+    };
+    let (losses, state) = learned(1, false);
+    for (of, evaluate) in [(2, false), (4, true)] {
+        let (got, got_state) = learned(of, evaluate);
+        assert_eq!(got, losses, "{of} batches an update");
+        assert_identical("accumulated", &got_state, &state);
+    }
+}
+
+#[test]
+fn the_batches_of_an_update_come_in_order() {
+    let mut pipeline = pipeline("a,b", 2, 0.0, Optim::sgd(0.0));
+    let mut part = |index, of| pipeline.train_part(&batch(4, 0), Part { index, of });
+    assert!(matches!(part(1, 3), Err(StepError::Part { .. })));
+    part(0, 3).unwrap();
+    let error = part(0, 1).unwrap_err().to_string();
+    assert!(error.contains("needs batch 2 of 3 next, got 1 of 1"), "{error}");
+    assert!(part(2, 3).is_err() && part(1, 2).is_err());
+    part(1, 3).unwrap();
+    part(2, 3).unwrap();
+    assert!(part(0, 0).is_err() && part(5, 5).is_err());
+    part(0, 1).unwrap();
+    // Looking at gradients would clear those that have gathered.
+    pipeline.train_part(&batch(4, 0), Part { index: 0, of: 2 }).unwrap();
+    assert!(matches!(pipeline.gradients(&batch(4, 0)), Err(StepError::Part { .. })));
+    pipeline.set_clip_norm(Some(f64::NAN));
+    let last = pipeline.train_part(&batch(4, 0), Part { index: 1, of: 2 });
+    assert!(matches!(last, Err(StepError::ClipNorm { .. })));
+}
+
+/// As `clip_grad_norm_` does: NaN in one worker's gradients makes all parameters NaN, so that the next loss tells.
+#[test]
+fn a_gradient_that_is_no_number_is_not_clipped_to_one() {
+    let mut pipeline = pipeline("a,b", 2, 0.0, Optim::sgd(0.0));
+    pipeline.set_clip_norm(Some(1.0));
+    let bad = batch(4, 0);
+    let _ = bad.inputs[0].get(0).fill_(f64::INFINITY);
+    assert!(pipeline.train_step(&bad).unwrap().gradient_norm.unwrap().is_nan());
+    assert!(pipeline.train_step(&batch(4, 0)).unwrap().loss.is_nan());
+    let state = pipeline.state().unwrap();
+    for (name, tensor) in &state {
+        assert!(bool::try_from(tensor.isnan().all()).unwrap(), "{name}");
+    }
+}
