@@ -80,6 +80,16 @@ pub enum DecayName {
     Polynomial,
 }
 
+/// What to go on from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ResumeName {
+    /// From the newest checkpoint, which must be there
+    Newest,
+    /// From the newest checkpoint, or from the start if there is none: for a command that is run again until it is done
+    IfAny,
+}
+
 /// Everything `distgpipe train` takes.
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
@@ -302,6 +312,24 @@ pub struct TrainFlags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_evaluate: Option<bool>,
+
+    /// Save the run there after each epoch and at its end, so that it can go on if it is stopped or killed
+    #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint: Option<PathBuf>,
+    /// Save it every N steps instead
+    #[arg(long, value_name = "N", help_heading = "Checkpoints")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub checkpoint_every: Option<u64>,
+    /// How many of the newest checkpoints stay [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Checkpoints")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep: Option<usize>,
+    /// Go on from the newest checkpoint in --checkpoint DIR, with its flags; those given here change them. The cut, the
+    /// workers and the device may be others
+    #[arg(long, value_name = "WHICH", num_args = 0..=1, require_equals = true, default_missing_value = "newest", help_heading = "Checkpoints")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resume: Option<ResumeName>,
 
     /// Write config.toml, steps.jsonl and summary.json there
     #[arg(long, value_name = "DIR", help_heading = "Output")]

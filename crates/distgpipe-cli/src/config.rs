@@ -2,6 +2,7 @@
 //! every error names its flag and what to do.
 
 use crate::args::{DecayName, OptimizerName, TrainFlags};
+use crate::checkpoint::Saving;
 use crate::cmd::worker::given_token;
 use crate::datasets::loaders;
 use crate::exit::usage;
@@ -51,6 +52,8 @@ pub struct RunConfig {
     pub options: TrainOptions,
     /// Tensors to start from.
     pub weights: Option<BTreeMap<String, Tensor>>,
+    /// Where to save the run, and what it goes on from.
+    pub saving: Option<Saving>,
     /// Where to save what crosses the links.
     pub capture: Option<PathBuf>,
     /// Where to write what happens.
@@ -71,6 +74,8 @@ pub struct RunConfig {
 impl RunConfig {
     /// Judges the flags.
     pub fn new(given: &TrainFlags) -> anyhow::Result<Self> {
+        let (saving, given) = Saving::open(given)?;
+        let given = &given;
         let plan = given.plan.as_deref().map(|path| plan_flag(path, given)).transpose()?;
         let mut flags = given.or_defaults()?;
         let model = model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set)?;
@@ -134,6 +139,7 @@ impl RunConfig {
             test,
             options,
             weights,
+            saving,
             capture: flags.capture.clone(),
             log: flags.log.clone(),
             trace,

@@ -2,6 +2,7 @@
 
 mod args;
 mod capture;
+mod checkpoint;
 mod cmd;
 mod config;
 mod datasets;

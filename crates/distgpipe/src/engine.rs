@@ -42,8 +42,17 @@ pub fn attach_thread(threads: usize, meter: usize) {
 /// the process began on a GPU, whose allocator does not tell workers apart.
 pub fn peak_bytes(device: tch::Device, meter: usize) -> u64 {
     match device {
-        tch::Device::Cuda(index) => ffi::cuda_peak(index),
+        tch::Device::Cuda(index) => ffi::cuda_peak(index, false),
         _ => ffi::meter_take_peak(meter),
+    }
+}
+
+/// The most bytes that a GPU's allocator had taken from the device since the process began: what tensors held, and what lay
+/// between them. `None` on the CPU.
+pub fn reserved_bytes(device: tch::Device) -> Option<u64> {
+    match device {
+        tch::Device::Cuda(index) => Some(ffi::cuda_peak(index, true)),
+        _ => None,
     }
 }
 

@@ -126,6 +126,8 @@ pub struct Step {
 pub enum Which {
     /// Learned tensors and buffers.
     State,
+    /// What the optimizer remembers of each parameter; see [`crate::optim::Slot`].
+    Optimizer,
     /// The gradients that the last [`Purpose::Gradients`] step left.
     Gradients,
     /// What was sent over links in the last step that captured it, before any codec.
@@ -149,7 +151,12 @@ pub enum Command {
     /// Send tensors; answered by their names, then the tensors one by one.
     Collect(Which),
     /// Take over tensors of these names, which follow one by one; answered by an empty report.
-    Load(Vec<String>),
+    Load {
+        /// What they are: [`Which::State`] or [`Which::Optimizer`].
+        which: Which,
+        /// Which of them.
+        names: Vec<String>,
+    },
     /// Have the codecs of all links forget what they remember; answered by an empty report.
     Forget,
     /// The run is over.
@@ -173,6 +180,8 @@ pub struct StepReport {
     pub step_ns: u64,
     /// The most bytes that tensors held; see [`crate::engine::peak_bytes`].
     pub peak_bytes: u64,
+    /// What the GPU's allocator took for them; see [`crate::engine::reserved_bytes`].
+    pub reserved_bytes: Option<u64>,
     /// What each outgoing link has carried since the run began.
     pub links: Vec<(WorkerId, Traffic)>,
     /// Single events, if wanted.

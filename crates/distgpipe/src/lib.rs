@@ -23,6 +23,7 @@
 //! # }
 //! ```
 
+pub mod checkpoint;
 pub mod codecs;
 pub mod coding;
 pub mod data;

@@ -2,8 +2,9 @@
 
 use crate::engine;
 use crate::failure::Fault;
+use crate::layer::{Init, Role, TensorSpec};
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// Which optimizer, with its constants. The learning rate comes with each step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -86,9 +87,47 @@ impl Optim {
     }
 }
 
+impl Optim {
+    /// What it remembers of each parameter.
+    pub fn slots(self) -> &'static [Slot] {
+        match self {
+            Optim::Sgd { momentum: 0.0, .. } => &[Slot::Steps],
+            Optim::Sgd { .. } => &[Slot::Steps, Slot::First],
+            Optim::RmsProp { momentum: 0.0, .. } => &[Slot::Steps, Slot::Second],
+            Optim::RmsProp { .. } | Optim::Adam { .. } | Optim::AdamW { .. } => {
+                &[Slot::Steps, Slot::First, Slot::Second]
+            }
+        }
+    }
+}
+
 impl Default for Optim {
     fn default() -> Self {
         Optim::sgd(0.9)
+    }
+}
+
+/// One thing that an optimizer remembers of a parameter; a checkpoint has each as a tensor of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// How often it was stepped.
+    Steps,
+    /// The direction that is kept.
+    First,
+    /// The mean square of gradients.
+    Second,
+}
+
+impl Slot {
+    /// The tensor that has it, for a parameter.
+    pub fn spec(self, parameter: &TensorSpec) -> TensorSpec {
+        let (prefix, dims, kind) = match self {
+            Slot::Steps => ("steps", Vec::new(), Kind::Int64),
+            Slot::First => ("first", parameter.dims.clone(), parameter.kind),
+            Slot::Second => ("second", parameter.dims.clone(), parameter.kind),
+        };
+        let name = format!("{prefix}.{}", parameter.name);
+        TensorSpec { name, dims, kind, role: Role::Buffer, init: Init::Constant(0.0) }
     }
 }
 
@@ -126,6 +165,44 @@ impl Optimizer {
             Ok(())
         })
     }
+
+    /// What is remembered of the parameter of this number. What was never written counts as 0, which is what every
+    /// optimizer makes of it.
+    pub fn remembered(&self, index: usize, slot: Slot, parameter: &Tensor) -> Result<Tensor, Fault> {
+        let memory = self.memory.get(index).ok_or_else(|| no_parameter(index))?;
+        let kept = match slot {
+            Slot::Steps => return Ok(Tensor::from(i64::from(memory.steps))),
+            Slot::First => &memory.first,
+            Slot::Second => &memory.second,
+        };
+        match kept {
+            Some(tensor) => Ok(tensor.shallow_clone()),
+            None => Ok(parameter.f_detach()?.f_zeros_like()?),
+        }
+    }
+
+    /// Takes over what was remembered of the parameter of this number.
+    pub fn remember(&mut self, index: usize, slot: Slot, parameter: &Tensor, value: &Tensor) -> Result<(), Fault> {
+        let memory = self.memory.get_mut(index).ok_or_else(|| no_parameter(index))?;
+        if slot == Slot::Steps {
+            let steps = i64::try_from(value)?;
+            memory.steps = i32::try_from(steps)
+                .map_err(|_| Fault::protocol(format!("at most {} steps", i32::MAX), steps.to_string()))?;
+            return Ok(());
+        }
+        // On the parameter's device and laid out as it is.
+        let mut tensor = parameter.f_detach()?.f_zeros_like()?;
+        tensor.f_copy_(value)?;
+        match slot {
+            Slot::First => memory.first = Some(tensor),
+            _ => memory.second = Some(tensor),
+        }
+        Ok(())
+    }
+}
+
+fn no_parameter(index: usize) -> Fault {
+    Fault::protocol("a parameter of this worker", format!("number {index}"))
 }
 
 impl Optim {

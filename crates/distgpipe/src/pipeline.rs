@@ -13,6 +13,7 @@ use crate::launch::Team;
 use crate::mailbox::{Message, Tag};
 use crate::metrics::ClassCounts;
 use crate::model::Model;
+use crate::optim::Optim;
 use crate::status::{blame, State};
 use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
@@ -169,6 +170,8 @@ pub struct Pipeline {
     clip_norm: Option<f64>,
     /// What comes next of an update that was begun.
     begun: Option<Part>,
+    optim: Optim,
+    seed: u64,
     codecs: Codecs,
     /// Whether a codec remembers samples.
     wants_samples: bool,
@@ -195,6 +198,31 @@ impl Pipeline {
     /// How what crosses links is encoded.
     pub fn codecs(&self) -> &Codecs {
         &self.codecs
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// How parameters are stepped.
+    pub fn optim(&self) -> Optim {
+        self.optim
+    }
+
+    /// The seed of weights and dropout.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// How many batches it has learned from. This and the seed are where its random streams are.
+    pub fn learned(&self) -> u64 {
+        self.learned
+    }
+
+    /// Goes on with random streams as if it had learned from so many batches.
+    pub fn set_learned(&mut self, batches: u64) {
+        self.learned = batches;
     }
 
     /// Changes the learning rate from the next step on.

@@ -1,8 +1,9 @@
 //! Runs a pipeline over epochs of data and tells what happened. Progress bars, log files and tables are observers of
 //! the same events, and the [`RunSummary`] is one more reader of them.
 
+use crate::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
 use crate::codecs::Codecs;
-use crate::data::{DataError, Loader};
+use crate::data::{DataError, Epoch, Loader};
 use crate::metrics::ClassCounts;
 use crate::pipeline::{Pipeline, StepError, StepOutcome};
 use crate::rate::RateSchedule;
@@ -10,8 +11,9 @@ use crate::trace::{Phase, PhaseTimes};
 use crate::transport::{Cut, CutTraffic};
 use crate::update::Accumulation;
 use distgpipe_core::schedule::Plan;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::Instant;
 use tch::Tensor;
 
@@ -49,6 +51,9 @@ pub enum TrainError {
         /// How many there are.
         steps: u64,
     },
+    /// A checkpoint could not be written or gone on from.
+    #[error("checkpoint: {0}")]
+    Checkpoint(#[from] CheckpointError),
     /// An observer could not go on.
     #[error("writing what happened: {0}")]
     Observer(#[from] std::io::Error),
@@ -122,6 +127,13 @@ pub enum Event<'a> {
     },
     /// An epoch is done, its test included.
     EpochDone(&'a EpochSummary),
+    /// A checkpoint is on the disk.
+    Saved {
+        /// Steps that are behind it.
+        step: u64,
+        /// Where it is.
+        path: &'a Path,
+    },
 }
 
 /// A training step.
@@ -156,7 +168,7 @@ impl<F: FnMut(&Event<'_>) -> std::io::Result<()>> Observer for F {
 }
 
 /// An epoch in figures.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EpochSummary {
     /// From 0.
     pub epoch: u64,
@@ -193,8 +205,10 @@ pub struct WorkerSummary {
     pub phases_s: BTreeMap<&'static str, f64>,
     /// Seconds in steps, whatever it did in them.
     pub steps_s: f64,
-    /// The most bytes that its CPU tensors held at once.
+    /// The most bytes that its tensors held at once; on a GPU, those of all workers on it.
     pub peak_bytes: u64,
+    /// What the GPU's allocator took from the device for them at the most; absent on a CPU.
+    pub reserved_bytes: Option<u64>,
 }
 
 /// What one direction of a link has carried in the whole run.
@@ -249,6 +263,9 @@ pub struct CutSummary {
 pub struct RunSummary {
     /// Epoch by epoch.
     pub epochs: Vec<EpochSummary>,
+    /// How many steps were behind it when it went on from a checkpoint. Their epochs are in `epochs`; everything below is
+    /// without them.
+    pub resumed_at: Option<u64>,
     /// Training steps.
     pub steps: u64,
     /// Those of them that times and speeds leave out.
@@ -305,6 +322,42 @@ pub struct Trainer<'a> {
     options: TrainOptions,
     steps: u64,
     capture: Option<u64>,
+    progress: Progress,
+    resumed_at: Option<u64>,
+    saving: Option<Saving<'a>>,
+}
+
+/// How far a run is: where it goes on when it is resumed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps that are behind it, over all epochs.
+    pub step: u64,
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// Batches of the epoch that are done.
+    pub batch: u64,
+    /// Batches of every epoch.
+    pub epoch_batches: u64,
+    totals: Totals,
+    epochs: Vec<EpochSummary>,
+}
+
+/// Where and when a run is saved.
+struct Saving<'a> {
+    checkpoints: &'a Checkpoints,
+    every: SaveEvery,
+    settings: serde_json::Value,
+    /// The step of the last one.
+    last: u64,
+}
+
+/// When a checkpoint is written, besides the end of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaveEvery {
+    /// After each epoch and its test.
+    Epoch,
+    /// After so many steps.
+    Steps(u64),
 }
 
 impl<'a> Trainer<'a> {
@@ -326,7 +379,41 @@ impl<'a> Trainer<'a> {
             Capture::Step(step) if step < steps => Some(step),
             Capture::Step(step) => return Err(TrainError::NoSuchStep { step: step + 1, steps }),
         };
-        Ok(Trainer { pipeline, train, test, options, steps, capture })
+        let progress = Progress { epoch_batches: train.batches() as u64, ..Progress::default() };
+        Ok(Trainer { pipeline, train, test, options, steps, capture, progress, resumed_at: None, saving: None })
+    }
+
+    /// Goes on from a checkpoint, as if the run had not been stopped.
+    pub fn resume(mut self, checkpoint: &Checkpoint) -> Result<Self, CheckpointError> {
+        let (was, here) = (&checkpoint.about().progress, self.progress.epoch_batches);
+        if was.epoch_batches != here {
+            return Err(CheckpointError::Differs {
+                what: "batches per epoch",
+                expected: was.epoch_batches.to_string(),
+                got: here.to_string(),
+            });
+        }
+        // A shorter run may have ended, and been saved, where this one would be in the middle of an update.
+        if was.step < self.steps && !self.accumulation().part(was.step).is_first() {
+            return Err(CheckpointError::Differs {
+                what: "an update that ended with step",
+                expected: was.step.to_string(),
+                got: "one that goes on".to_owned(),
+            });
+        }
+        checkpoint.load(self.pipeline)?;
+        self.resumed_at = Some(was.step);
+        self.progress = was.clone();
+        if let Some(saving) = &mut self.saving {
+            saving.last = was.step;
+        }
+        Ok(self)
+    }
+
+    /// Writes checkpoints; `settings` is kept in them for whoever resumes.
+    pub fn save_to(mut self, checkpoints: &'a Checkpoints, every: SaveEvery, settings: serde_json::Value) -> Self {
+        self.saving = Some(Saving { checkpoints, every, settings, last: self.progress.step });
+        self
     }
 
     /// Training steps of the whole run.
@@ -338,19 +425,14 @@ impl<'a> Trainer<'a> {
     pub fn run(mut self, observer: &mut dyn Observer) -> Result<RunSummary, TrainError> {
         let start = Instant::now();
         let mut gathered = Gathered::new(&self);
-        let accumulation = Accumulation {
-            every: self.options.accumulate,
-            epoch_steps: self.train.batches() as u64,
-            steps: self.steps,
-        };
+        let accumulation = self.accumulation();
         self.pipeline.set_clip_norm(self.options.clip_norm);
-        let mut step = 0;
-        let mut epoch = 0;
-        let mut batches = (self.steps > 0).then(|| self.train.epoch(epoch));
-        while let Some(now) = batches.take() {
-            let mut totals = Totals::default();
-            for batch in AsksTimed(now) {
+        let mut now = std::mem::take(&mut self.progress);
+        let mut batches = (now.step < self.steps).then(|| self.batches(&now));
+        while let Some(epoch) = batches.take() {
+            for batch in AsksTimed(epoch) {
                 let (batch, asked, loading_s) = batch?;
+                let step = now.step;
                 let (update, updates) = (accumulation.update(step), accumulation.updates());
                 let learning_rate = self.options.learning_rate * self.options.rate.factor(update, updates);
                 self.pipeline.set_learning_rate(learning_rate);
@@ -366,25 +448,66 @@ impl<'a> Trainer<'a> {
                     return Err(TrainError::Diverged { step, loss: outcome.loss });
                 }
                 let seconds = asked.elapsed().as_secs_f64();
-                totals.add(&outcome, seconds);
-                let done =
-                    StepDone { epoch, step, steps: self.steps, learning_rate, loading_s, seconds, outcome: &outcome };
+                now.totals.add(&outcome, seconds);
+                let done = StepDone {
+                    epoch: now.epoch,
+                    step,
+                    steps: self.steps,
+                    learning_rate,
+                    loading_s,
+                    seconds,
+                    outcome: &outcome,
+                };
                 gathered.add(&done);
                 observer.on(&Event::StepDone(&done))?;
-                step += 1;
-                if step == self.steps {
+                now.step += 1;
+                now.batch += 1;
+                // A whole epoch is saved with its test. One that the end of the run cuts off is saved as it is, so that a
+                // longer run can go on with it. Gradients that wait for more are not saved.
+                if now.batch < now.epoch_batches && accumulation.part(step).is_last() {
+                    self.save(&now, observer)?;
+                }
+                if now.step == self.steps {
                     break;
                 }
             }
+            let next = Progress { epoch: now.epoch + 1, batch: 0, ..now.clone() };
             // The next epoch's first batches are loaded while this one is tested.
-            batches = (step < self.steps).then(|| self.train.epoch(epoch + 1));
+            batches = (now.step < self.steps).then(|| self.batches(&next));
             let test = self.test(&mut gathered, observer)?;
-            let summary = totals.epoch(epoch, test);
+            let summary = now.totals.epoch(now.epoch, test);
             observer.on(&Event::EpochDone(&summary))?;
-            gathered.summary.epochs.push(summary);
-            epoch += 1;
+            let whole = now.batch == now.epoch_batches;
+            now = Progress { totals: Totals::default(), ..next };
+            now.epochs.push(summary);
+            if whole {
+                self.save(&now, observer)?;
+            }
         }
-        Ok(gathered.finish(start.elapsed().as_secs_f64()))
+        Ok(gathered.finish(now.epochs, start.elapsed().as_secs_f64()))
+    }
+
+    fn accumulation(&self) -> Accumulation {
+        Accumulation { every: self.options.accumulate, epoch_steps: self.train.batches() as u64, steps: self.steps }
+    }
+
+    fn batches(&self, from: &Progress) -> Epoch {
+        self.train.epoch_from(from.epoch, usize::try_from(from.batch).unwrap_or(usize::MAX))
+    }
+
+    /// Writes a checkpoint if it is time.
+    fn save(&mut self, now: &Progress, observer: &mut dyn Observer) -> Result<(), TrainError> {
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        let due = match saving.every {
+            SaveEvery::Epoch => now.batch == 0,
+            SaveEvery::Steps(steps) => now.step - saving.last >= steps,
+        };
+        if due || now.step == self.steps {
+            let path = saving.checkpoints.save(self.pipeline, now, &saving.settings)?;
+            saving.last = now.step;
+            observer.on(&Event::Saved { step: now.step, path: &path })?;
+        }
+        Ok(())
     }
 
     fn test(&mut self, gathered: &mut Gathered, observer: &mut dyn Observer) -> Result<Option<Totals>, TrainError> {
@@ -415,7 +538,7 @@ impl<T, E, I: Iterator<Item = Result<T, E>>> Iterator for AsksTimed<I> {
 }
 
 /// Sums over an epoch.
-#[derive(Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Totals {
     steps: u64,
     rows: usize,
@@ -499,9 +622,11 @@ impl Gathered {
             phases_s: BTreeMap::new(),
             steps_s: 0.0,
             peak_bytes: 0,
+            reserved_bytes: None,
         };
         let summary = RunSummary {
             epochs: Vec::new(),
+            resumed_at: trainer.resumed_at,
             steps: 0,
             warm_up_steps: trainer.options.warm_up_steps.min(trainer.steps),
             samples_per_s_median: None,
@@ -521,11 +646,12 @@ impl Gathered {
     }
 
     fn add(&mut self, done: &StepDone<'_>) {
+        let measured = self.summary.steps >= self.summary.warm_up_steps;
         self.summary.steps += 1;
-        let measured = done.step >= self.summary.warm_up_steps;
         for (i, worker) in done.outcome.workers.iter().enumerate() {
             let summary = &mut self.summary.workers[i];
             summary.peak_bytes = summary.peak_bytes.max(worker.report.peak_bytes);
+            summary.reserved_bytes = summary.reserved_bytes.max(worker.report.reserved_bytes);
             if measured {
                 summary.steps_s += worker.report.step_ns as f64 / 1e9;
                 self.phases[i] = self.phases[i].plus(&worker.report.phases);
@@ -580,8 +706,8 @@ impl Gathered {
         }
     }
 
-    fn finish(mut self, seconds: f64) -> RunSummary {
-        self.summary.seconds = seconds;
+    fn finish(mut self, epochs: Vec<EpochSummary>, seconds: f64) -> RunSummary {
+        (self.summary.epochs, self.summary.seconds) = (epochs, seconds);
         for (worker, phases) in self.summary.workers.iter_mut().zip(&self.phases) {
             worker.phases_s = Phase::ALL.iter().map(|&phase| (phase.name(), phases.of(phase) as f64 / 1e9)).collect();
         }
@@ -633,7 +759,7 @@ mod tests {
                     }
                     Event::TestStepDone { .. } => tests += 1,
                     Event::EpochDone(_) => epochs += 1,
-                    Event::Captured { .. } => panic!("nobody asked"),
+                    Event::Captured { .. } | Event::Saved { .. } => panic!("nobody asked"),
                 }
                 Ok(())
             })

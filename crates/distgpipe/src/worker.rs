@@ -4,10 +4,10 @@ use crate::coding::Coding;
 use crate::engine::{self, Stream};
 use crate::failure::{Failure, Fate, Fault};
 use crate::job::{forward_plan, Command, Job, Purpose, Step, StepReport, Which};
-use crate::layer::Role;
+use crate::layer::{Role, TensorSpec};
 use crate::mailbox::{Mailbox, Message, Tag};
 use crate::model::Model;
-use crate::optim::Optimizer;
+use crate::optim::{Optim, Optimizer, Slot};
 use crate::partition::{Building, Partition};
 use crate::stage::Stage;
 use crate::status::{Doing, Status};
@@ -109,6 +109,7 @@ struct Active {
     plan: Plan,
     /// Forward-only plans, by number of micro-batches.
     evaluate: BTreeMap<usize, Plan>,
+    optim: Optim,
     optimizer: Optimizer,
     /// The step whose gradients wait for [`Command::Update`].
     waiting: Option<u64>,
@@ -160,7 +161,8 @@ impl Active {
             scenario,
         };
         let optimizer = Optimizer::new(job.optim, parameters);
-        Ok(Active { stage, plan, evaluate: BTreeMap::new(), optimizer, waiting: None, links, coding })
+        let (optim, evaluate) = (job.optim, BTreeMap::new());
+        Ok(Active { stage, plan, evaluate, optim, optimizer, waiting: None, links, coding })
     }
 
     /// Does one command after the other, to the last.
@@ -187,7 +189,9 @@ impl Active {
                     self.report(number, &report).map_err(failed("reporting"))?;
                 }
                 Command::Collect(which) => self.collect(number, which).map_err(failed("collecting its tensors"))?,
-                Command::Load(names) => self.load(number, &names).map_err(failed("loading tensors"))?,
+                Command::Load { which, names } => {
+                    self.load(number, which, &names).map_err(failed("loading tensors"))?;
+                }
                 Command::Forget => {
                     // Between steps nothing is under way on any link, so both ends forget between the same two messages.
                     self.coding.forget();
@@ -250,6 +254,7 @@ impl Active {
             phases,
             step_ns: now_ns() - start,
             peak_bytes: engine::peak_bytes(self.stage.device, meter(self.stage.id)),
+            reserved_bytes: engine::reserved_bytes(self.stage.device),
             links: self.links.iter().map(|(to, counters)| (*to, counters.read())).collect(),
             spans,
         })
@@ -321,11 +326,17 @@ impl Active {
             let wanted = match which {
                 Which::State => Some(tensor.f_detach()?),
                 Which::Gradients if spec.role == Role::Parameter => engine::grad(tensor),
-                Which::Gradients | Which::Captured => None,
+                Which::Gradients | Which::Captured | Which::Optimizer => None,
             };
             if let Some(tensor) = wanted {
                 names.push(spec.name.clone());
                 tensors.push(tensor);
+            }
+        }
+        if which == Which::Optimizer {
+            for (index, slot, parameter, spec) in self.remembered() {
+                names.push(spec.name);
+                tensors.push(self.optimizer.remembered(index, slot, parameter)?);
             }
         }
         let text = serde_json::to_vec(&names).map_err(|e| Fault::protocol("names", e.to_string()))?;
@@ -340,7 +351,20 @@ impl Active {
         Ok(())
     }
 
-    fn load(&mut self, number: u64, names: &[String]) -> Result<(), Fault> {
+    /// What the optimizer remembers: of the parameter of which number what, the parameter, and the name it goes by.
+    fn remembered(&self) -> impl Iterator<Item = (usize, Slot, &Tensor, TensorSpec)> {
+        let tensors = self.stage.partitions.values().flat_map(Partition::tensors);
+        let parameters = tensors.filter(|(spec, _)| spec.role == Role::Parameter);
+        let slots = self.optim.slots().iter();
+        parameters.enumerate().flat_map(move |(index, (spec, parameter))| {
+            slots.clone().map(move |&slot| (index, slot, parameter, slot.spec(spec)))
+        })
+    }
+
+    fn load(&mut self, number: u64, which: Which, names: &[String]) -> Result<(), Fault> {
+        if which == Which::Optimizer {
+            return self.load_optimizer(number, names);
+        }
         let own: BTreeMap<&str, &Tensor> = self
             .stage
             .partitions
@@ -349,9 +373,7 @@ impl Active {
             .map(|(spec, tensor)| (spec.name.as_str(), tensor))
             .collect();
         for (i, name) in names.iter().enumerate() {
-            let tag = Tag::part(Kind::State, number, self.stage.id, i);
-            let mut message = self.stage.mailbox.take(&tag)?;
-            let value = message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a tensor", "none"))?;
+            let value = self.arrived(number, i)?;
             let tensor =
                 own.get(name.as_str()).ok_or_else(|| Fault::protocol("a tensor of this worker", name.clone()))?;
             if value.size() != tensor.size() {
@@ -360,6 +382,29 @@ impl Active {
             tch::no_grad(|| tensor.shallow_clone().f_copy_(&value))?;
         }
         self.done(number)
+    }
+
+    fn load_optimizer(&mut self, number: u64, names: &[String]) -> Result<(), Fault> {
+        let own = self
+            .remembered()
+            .map(|(index, slot, parameter, spec)| (spec.name.clone(), (index, slot, parameter.shallow_clone(), spec)));
+        let own: BTreeMap<_, _> = own.collect();
+        for (i, name) in names.iter().enumerate() {
+            let value = self.arrived(number, i)?;
+            let (index, slot, parameter, spec) =
+                own.get(name).ok_or_else(|| Fault::protocol("what this worker's optimizer remembers", name.clone()))?;
+            if value.size() != spec.dims {
+                return Err(Fault::protocol(format!("{name} {:?}", spec.dims), format!("{:?}", value.size())));
+            }
+            self.optimizer.remember(*index, *slot, parameter, &value)?;
+        }
+        self.done(number)
+    }
+
+    /// The tensor of this number that a command to load brings.
+    fn arrived(&self, number: u64, i: usize) -> Result<Tensor, Fault> {
+        let mut message = self.stage.mailbox.take(&Tag::part(Kind::State, number, self.stage.id, i))?;
+        message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a tensor", "none"))
     }
 
     /// Reports that a command without a result is done.

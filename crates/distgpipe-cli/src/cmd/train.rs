@@ -7,6 +7,7 @@ use crate::report::log::Log;
 use crate::report::progress::Progress;
 use crate::report::run::RunReport;
 use crate::report::{self, units};
+use anyhow::Context;
 use distgpipe::trainer::{Event, Observer, TrainError, Trainer};
 use distgpipe::Plan;
 use std::io::IsTerminal;
@@ -24,6 +25,9 @@ Examples:
       distgpipe train --model mobilenet_v2 --auto-balance 2 --recompute always --log run1 --trace
   Send 4.5 bits a value over a slow link, and see what that did:
       distgpipe train … --codec tile:4
+  Save the run every 100 steps; after a kill, go on where it was, here with another cut:
+      distgpipe train … --checkpoint run1/saved --checkpoint-every 100
+      distgpipe train --checkpoint run1/saved --resume --partitions 3
   The flags out of a file, one of them changed:
       distgpipe train --config run1/config.toml --chunks 8
 
@@ -57,7 +61,13 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     }
     let mut log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
     let summary = {
-        let trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
+        let mut trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
+        if let Some(saving) = &config.saving {
+            trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings.clone());
+            if let Some(checkpoint) = &saving.from {
+                trainer = trainer.resume(checkpoint).context("--resume")?;
+            }
+        }
         let mut progress = Progress::new(trainer.steps(), config.options.epochs);
         trainer.run(&mut |event: &Event<'_>| {
             progress.on(event)?;

@@ -54,15 +54,20 @@ impl Log {
         let flag = || format!("--log {}", directory.display());
         std::fs::create_dir_all(directory).with_context(flag)?;
         let mut flags = config.flags.clone();
-        // A run repeated from this file must not write over this one's log.
+        // A run repeated from this file must not write over this one's log and checkpoints.
         (flags.log, flags.trace, flags.json) = (None, None, None);
+        (flags.checkpoint, flags.checkpoint_every, flags.keep) = (None, None, None);
         std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
         let file = |name: &str| File::create(directory.join(name)).map(BufWriter::new).with_context(flag);
         let trace = match config.trace {
             true => Some(Trace { lines: file("trace.jsonl")?, spans: Vec::new(), names }),
             false => None,
         };
-        Ok(Log { directory: directory.to_owned(), steps: file("steps.jsonl")?, trace })
+        let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
+        let kept = resumed.map(|from| before(&directory.join("steps.jsonl"), from.about().progress.step));
+        let mut steps = file("steps.jsonl")?;
+        steps.write_all(kept.transpose().with_context(flag)?.unwrap_or_default().as_bytes()).with_context(flag)?;
+        Ok(Log { directory: directory.to_owned(), steps, trace })
     }
 
     /// Writes the result.
@@ -107,6 +112,8 @@ impl Log {
         };
         serde_json::to_writer(&mut self.steps, &line)?;
         self.steps.write_all(b"\n")?;
+        // What is on disk is whole at every step, should the run be killed.
+        self.steps.flush()?;
         if let Some(trace) = &mut self.trace {
             let mut spans: Vec<Span> = outcome.spans().cloned().collect();
             write_jsonl(&mut trace.lines, &spans)?;
@@ -121,12 +128,21 @@ impl Observer for Log {
     fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
             Event::StepDone(done) => self.step(done),
-            // What is on disk is whole at the end of every epoch, should the run be killed.
-            Event::EpochDone(_) => {
-                self.steps.flush()?;
-                self.trace.as_mut().map_or(Ok(()), |trace| trace.lines.flush())
-            }
+            Event::EpochDone(_) => self.trace.as_mut().map_or(Ok(()), |trace| trace.lines.flush()),
             _ => Ok(()),
         }
     }
+}
+
+/// The lines of a log that a resumed run leaves as they are: those of steps before the one it goes on with.
+fn before(path: &Path, step: u64) -> std::io::Result<String> {
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(String::new()),
+        read => read?,
+    };
+    let earlier = |line: &&str| {
+        let line: Option<serde_json::Value> = serde_json::from_str(line).ok();
+        line.and_then(|line| line.get("step")?.as_u64()).is_some_and(|at| at < step)
+    };
+    Ok(text.lines().filter(earlier).flat_map(|line| [line, "\n"]).collect())
 }

@@ -78,6 +78,9 @@ impl Observer for Progress {
                     bar.set_position(done.step + 1);
                 }
             }
+            Event::Saved { step, path } if self.bar.is_none() => {
+                self.say(&format!("saved step {step}: {}", path.display()))
+            }
             Event::EpochDone(epoch) => self.say(&line(epoch, self.epochs)),
             _ => {}
         }

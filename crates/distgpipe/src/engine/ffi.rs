@@ -28,7 +28,7 @@ extern "C" {
     fn dg_meter_install();
     fn dg_meter_attach(meter: c_int);
     fn dg_meter_take_peak(meter: c_int) -> i64;
-    fn dg_cuda_peak(device: c_int) -> i64;
+    fn dg_cuda_peak(device: c_int, reserved: bool) -> i64;
     fn dg_free_message(text: *mut c_char);
 }
 
@@ -176,9 +176,9 @@ pub fn meter_take_peak(meter: usize) -> u64 {
     u64::try_from(peak).unwrap_or(0)
 }
 
-pub fn cuda_peak(device: usize) -> u64 {
+pub fn cuda_peak(device: usize, reserved: bool) -> u64 {
     // SAFETY: asks libtorch's allocator; the shim answers 0 where there is none.
-    let peak = unsafe { dg_cuda_peak(c_int::try_from(device).unwrap_or(0)) };
+    let peak = unsafe { dg_cuda_peak(c_int::try_from(device).unwrap_or(0), reserved) };
     u64::try_from(peak).unwrap_or(0)
 }
 

@@ -235,13 +235,13 @@ int64_t dg_meter_take_peak(int meter) {
 }
 
 // The most bytes that tensors held on a CUDA device since the process began, or 0 where that is unknown.
-int64_t dg_cuda_peak(int device) {
+int64_t dg_cuda_peak(int device, bool reserved) {
   try {
     auto *allocator = dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(c10::DeviceType::CUDA));
     if (!allocator || !allocator->initialized())
       return 0;
     auto stats = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(device));
-    return stats.allocated_bytes[0].peak;
+    return (reserved ? stats.reserved_bytes : stats.allocated_bytes)[0].peak;
   } catch (...) {
     return 0;
   }

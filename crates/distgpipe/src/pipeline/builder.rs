@@ -287,6 +287,8 @@ impl Builder {
             learning_rate: self.learning_rate,
             clip_norm: None,
             begun: None,
+            optim: self.job.optim,
+            seed: self.job.seed,
             wants_samples: self.job.codecs.want_samples(),
             codecs: self.job.codecs,
             capture: false,

@@ -4,7 +4,7 @@
 use super::{Pipeline, StepError};
 use crate::failure::Fault;
 use crate::job::{Command, Which};
-use crate::layer::TensorSpec;
+use crate::layer::{Role, TensorSpec};
 use crate::mailbox::{Message, Tag};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
@@ -21,7 +21,12 @@ const SHARE_TENSORS_MAX: usize = 256;
 impl Pipeline {
     /// The model's parameters and buffers in the order of [`state_each`](Self::state_each): worker by worker.
     pub fn state_specs(&self) -> Vec<TensorSpec> {
-        self.owned().into_iter().map(|(_, spec)| spec).collect()
+        self.owned(Which::State).into_iter().map(|(_, spec)| spec).collect()
+    }
+
+    /// What the optimizer remembers, in the order of [`optimizer_each`](Self::optimizer_each).
+    pub fn optimizer_specs(&self) -> Vec<TensorSpec> {
+        self.owned(Which::Optimizer).into_iter().map(|(_, spec)| spec).collect()
     }
 
     /// Hands over copies of all parameters and buffers one by one, by name, in the order of
@@ -30,16 +35,42 @@ impl Pipeline {
         self.each(Which::State, take)
     }
 
+    /// Hands over copies of what the optimizer remembers, as [`state_each`](Self::state_each) does parameters.
+    pub fn optimizer_each<E: From<StepError>>(
+        &mut self,
+        take: impl FnMut(&str, Tensor) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.each(Which::Optimizer, take)
+    }
+
+    /// Has the optimizer remember tensors of these names, as [`load_from`](Self::load_from) takes over parameters.
+    pub fn load_optimizer_from<E: From<StepError>>(
+        &mut self,
+        names: &[String],
+        read: impl FnMut(&str) -> Result<Tensor, E>,
+    ) -> Result<(), E> {
+        self.load_each(Which::Optimizer, names, read)
+    }
+
     /// Takes over parameters and buffers of these names, which `read` is asked for one by one, worker by worker; it gives
     /// away what it returns. Names must be the model's, each once; what is not named stays as it is. After an error the
     /// pipeline can be used on, with the tensors that came before in place.
     pub fn load_from<E: From<StepError>>(
         &mut self,
         names: &[String],
+        read: impl FnMut(&str) -> Result<Tensor, E>,
+    ) -> Result<(), E> {
+        self.load_each(Which::State, names, read)
+    }
+
+    fn load_each<E: From<StepError>>(
+        &mut self,
+        which: Which,
+        names: &[String],
         mut read: impl FnMut(&str) -> Result<Tensor, E>,
     ) -> Result<(), E> {
         let mut owners: BTreeMap<String, (WorkerId, TensorSpec)> = BTreeMap::new();
-        owners.extend(self.owned().into_iter().map(|(worker, spec)| (spec.name.clone(), (worker, spec))));
+        owners.extend(self.owned(which).into_iter().map(|(worker, spec)| (spec.name.clone(), (worker, spec))));
         let mut wanted: BTreeMap<WorkerId, Vec<TensorSpec>> = BTreeMap::new();
         for name in names {
             let Some((worker, spec)) = owners.remove(name) else {
@@ -60,18 +91,18 @@ impl Pipeline {
                     bytes += spec_bytes(&spec);
                     share.push((spec.name, tensor));
                 }
-                self.hand_over(worker, share)?;
+                self.hand_over(which, worker, share)?;
             }
         }
         Ok(())
     }
 
     /// Gives one worker tensors and waits until it has taken them over. Every worker gets a command, because they count.
-    fn hand_over(&mut self, to: WorkerId, share: Vec<(String, Tensor)>) -> Result<(), StepError> {
+    fn hand_over(&mut self, which: Which, to: WorkerId, share: Vec<(String, Tensor)>) -> Result<(), StepError> {
         let number = self.next_command();
         for worker in self.plan.placement().worker_ids() {
             let names = share.iter().filter(|_| worker == to).map(|(name, _)| name.clone()).collect();
-            self.command(number, worker, &Command::Load(names))?;
+            self.command(number, worker, &Command::Load { which, names })?;
         }
         for (i, (_, tensor)) in share.into_iter().enumerate() {
             self.send(to, Message::tensors(Tag::part(Kind::State, number, to, i), vec![Some(tensor)]))?;
@@ -107,15 +138,20 @@ impl Pipeline {
         taken
     }
 
-    /// The model's tensors with their workers, in the order in which those send them.
-    fn owned(&self) -> Vec<(WorkerId, TensorSpec)> {
+    /// Tensors with their workers, in the order in which those send them.
+    fn owned(&self, which: Which) -> Vec<(WorkerId, TensorSpec)> {
         let placement = self.plan.placement();
         let partitions =
             placement.worker_ids().flat_map(|w| placement.partitions_of(w).into_iter().map(move |p| (w, p)));
         let layers = partitions.flat_map(|(w, p)| self.balance.range(p).map(move |index| (w, index)));
-        layers
-            .flat_map(|(worker, index)| self.model.layers[index].tensors().into_iter().map(move |spec| (worker, spec)))
-            .collect()
+        let tensors = layers
+            .flat_map(|(worker, index)| self.model.layers[index].tensors().into_iter().map(move |spec| (worker, spec)));
+        if which != Which::Optimizer {
+            return tensors.collect();
+        }
+        let slots = self.optim.slots();
+        let parameters = tensors.filter(|(_, spec)| spec.role == Role::Parameter);
+        parameters.flat_map(|(worker, spec)| slots.iter().map(move |slot| (worker, slot.spec(&spec)))).collect()
     }
 }
 

@@ -1,0 +1,131 @@
+//! The flags of checkpoints: where a run is saved, and what it goes on from.
+
+use crate::args::{ResumeName, TrainFlags};
+use crate::exit::usage;
+use crate::report::note;
+use anyhow::Context;
+use distgpipe::checkpoint::{Checkpoint, Checkpoints};
+use distgpipe::trainer::SaveEvery;
+
+/// How many checkpoints stay where nobody says.
+const KEEP: usize = 2;
+
+/// The flags that say how the model is cut and where it runs: one of them on the command line stands for all of them.
+const CUT: [&str; 6] = ["partitions", "balance", "cut", "auto-balance", "place", "plan"];
+
+/// What decides which rows come in which step: a run cannot go on with another.
+const DATA: [&str; 5] = ["data", "limit", "samples", "batch", "accumulate"];
+
+/// Where a run is saved.
+pub struct Saving {
+    /// The folder, locked.
+    pub checkpoints: Checkpoints,
+    /// When.
+    pub every: SaveEvery,
+    /// What it goes on from.
+    pub from: Option<Checkpoint>,
+    /// The flags it was given, for whoever resumes.
+    pub settings: serde_json::Value,
+}
+
+impl Saving {
+    /// The folder that the flags name, and the flags to run with: those of the checkpoint to go on from, below the given
+    /// ones.
+    pub fn open(given: &TrainFlags) -> anyhow::Result<(Option<Self>, TrainFlags)> {
+        let Some(directory) = &given.checkpoint else {
+            let others = [
+                ("--resume", given.resume.is_some()),
+                ("--keep", given.keep.is_some()),
+                ("--checkpoint-every", given.checkpoint_every.is_some()),
+            ];
+            return match others.iter().find(|(_, given)| *given) {
+                Some((flag, _)) => {
+                    Err(usage(format!("{flag}: add --checkpoint DIR, which says where checkpoints are")))
+                }
+                None => Ok((None, given.clone())),
+            };
+        };
+        let flag = || format!("--checkpoint {}", directory.display());
+        if given.resume == Some(ResumeName::Newest) && !directory.is_dir() {
+            return Err(usage(format!(
+                "{}: there is no such folder to resume from: check the name, or start without --resume",
+                flag()
+            )));
+        }
+        let keep = match given.keep {
+            Some(0) => return Err(usage("--keep 0: the newest one always stays: use 1 or more")),
+            keep => keep.unwrap_or(KEEP),
+        };
+        let checkpoints = Checkpoints::open(directory, keep).with_context(flag)?;
+        let (newest, damaged) = checkpoints.newest().with_context(flag)?;
+        for error in &damaged {
+            note(&format!("warning: left out: {error}"));
+        }
+        let (from, mut flags) = match (given.resume, newest) {
+            (None, None) if damaged.is_empty() => (None, given.clone()),
+            (None, _) => {
+                return Err(usage(format!(
+                    "{}: it holds checkpoints already: add --resume to go on from the newest, or name another folder",
+                    flag()
+                )));
+            }
+            (Some(_), Some(checkpoint)) => {
+                let flags = resumed(&checkpoint, given)?;
+                (Some(checkpoint), flags)
+            }
+            (Some(ResumeName::IfAny), None) => (None, given.clone()),
+            (Some(ResumeName::Newest), None) => {
+                return Err(usage(format!(
+                    "{}: no whole checkpoint to resume from is there: start without --resume",
+                    flag()
+                )));
+            }
+        };
+        flags.resume = None;
+        let every = match flags.checkpoint_every {
+            Some(0) => return Err(usage("--checkpoint-every 0: use 1 step or more, or leave it out for every epoch")),
+            Some(steps) => SaveEvery::Steps(steps),
+            None => SaveEvery::Epoch,
+        };
+        let settings = serde_json::to_value(&flags)?;
+        Ok((Some(Saving { checkpoints, every, from, settings }), flags))
+    }
+}
+
+/// The given flags above the checkpoint's. What is different is said; what must not be is an error.
+fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainFlags> {
+    let named = || format!("--resume: {}", checkpoint.path().display());
+    let table = |flags: &TrainFlags| toml::Table::try_from(flags);
+    let saved: TrainFlags = serde_json::from_value(checkpoint.about().settings.clone())
+        .with_context(|| format!("{}: it was not written by `distgpipe train`", named()))?;
+    let asked = table(given)?;
+    let mut below = table(&saved)?;
+    if CUT.iter().any(|name| asked.contains_key(*name)) {
+        below.retain(|name, _| !CUT.contains(&name));
+    }
+    // The checkpoint has what became of them.
+    below.retain(|name, _| !["weights", "init-missing"].contains(&name));
+    below.extend(asked);
+    let flags: TrainFlags = below.try_into()?;
+    let (before, now) = (table(&saved.or_defaults()?)?, table(&flags.or_defaults()?)?);
+    let text = |value: Option<&toml::Value>| value.map_or_else(|| "not given".to_owned(), ToString::to_string);
+    let mut changed = Vec::new();
+    for name in before.keys().chain(now.keys().filter(|name| !before.contains_key(*name))) {
+        let (was, is) = (before.get(name), now.get(name));
+        if was == is || ["weights", "init-missing", "resume"].contains(&name.as_str()) {
+            continue;
+        }
+        let change = format!("--{name} {} (was {})", text(is), text(was));
+        if DATA.contains(&name.as_str()) {
+            return Err(usage(format!(
+                "{}: {change}: a run goes on with the data it began with: leave the flag out, or start anew in another folder",
+                named()
+            )));
+        }
+        changed.push(change);
+    }
+    let step = checkpoint.about().progress.step;
+    let with = if changed.is_empty() { String::new() } else { format!(", with {}", changed.join(", ")) };
+    note(&format!("going on after step {step}{with}"));
+    Ok(flags)
+}

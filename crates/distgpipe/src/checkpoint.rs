@@ -1,0 +1,382 @@
+//! Checkpoints: all that a run needs to go on as if it had never been stopped.
+//!
+//! ```text
+//! DIR/lock                       held by the run that writes here
+//! DIR/step-00000120/             whole: it got this name when everything in it was on the disk
+//!     checkpoint.json            what it is and how far the run was; length and checksum of the other two
+//!     model.safetensors          parameters and buffers under their public names: PyTorch loads it
+//!     optimizer.safetensors      steps.NAME, first.NAME and second.NAME of each parameter
+//! DIR/.step-00000130.partial/    being written, or left by a run that was killed
+//! ```
+//!
+//! A tensor's name says what it is and not where it was, so a run goes on with any other cut, placement, number of workers
+//! or device. Random streams need no file: they are named by the seed and the number of batches learned from. Nor does the
+//! order of the data, which the seed and the epoch decide. What codecs remember is not saved either: they forget it at
+//! each checkpoint, at both ends, so that a run that goes on from one and a run that only passed it compute the same.
+
+use crate::layer::TensorSpec;
+use crate::model::Recipe;
+use crate::optim::Optim;
+use crate::pipeline::{Pipeline, StepError};
+use crate::trainer::Progress;
+use crate::weights::{self, Entry, SafetensorsWriter, Source, WeightsError};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File, TryLockError};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use tch::Tensor;
+use xxhash_rust::xxh3::Xxh3Default;
+
+/// The version of the layout above.
+const FORMAT: u32 = 1;
+const ABOUT: &str = "checkpoint.json";
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+/// The most bytes of a checkpoint.json; it grows with the epochs by some hundreds.
+const ABOUT_BYTES_MAX: u64 = 64 << 20;
+
+/// Why a checkpoint could not be written, found or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The file system said no.
+    #[error("{doing} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// With what.
+        path: PathBuf,
+        /// What it said.
+        source: io::Error,
+    },
+    /// Two runs must not write into one folder.
+    #[error("another run writes its checkpoints into {}: wait for it, or use another folder", directory.display())]
+    Busy {
+        /// The folder.
+        directory: PathBuf,
+    },
+    /// A checkpoint is not what was written.
+    #[error("{}: expected {expected}, got {got}: it is damaged; remove it to go on from an earlier one", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What should be there.
+        expected: String,
+        /// What is there.
+        got: String,
+    },
+    /// The checkpoint is of another run.
+    #[error("the checkpoint is of a run with {what} {expected}, this run has {got}: go on with the same, or start anew without the checkpoint")]
+    Differs {
+        /// In what.
+        what: &'static str,
+        /// The checkpoint's.
+        expected: String,
+        /// This run's.
+        got: String,
+    },
+    /// A file of tensors could not be written or read.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// A worker failed meanwhile.
+    #[error(transparent)]
+    Step(#[from] StepError),
+}
+
+fn on_disk(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let path = path.to_owned();
+    move |source| CheckpointError::Io { doing, path, source }
+}
+
+/// What a checkpoint says of itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct About {
+    format: u32,
+    /// How the model is made; absent for a model of somebody's own layers.
+    pub model: Option<Recipe>,
+    /// Of the random streams.
+    pub seed: u64,
+    /// How parameters are stepped.
+    pub optim: Optim,
+    /// How many batches were learned from: where the random streams are.
+    pub learned: u64,
+    /// How far the run was.
+    pub progress: Progress,
+    /// Whatever the caller wants to find again.
+    pub settings: serde_json::Value,
+    files: BTreeMap<String, Facts>,
+}
+
+/// What a file must be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Facts {
+    bytes: u64,
+    xxh3: String,
+}
+
+impl Facts {
+    fn of(path: &Path) -> Result<Self, CheckpointError> {
+        let mut file = File::open(path).map_err(on_disk("opening", path))?;
+        let (mut hash, mut bytes) = (Xxh3Default::new(), 0);
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut buffer).map_err(on_disk("reading", path))? {
+                0 => return Ok(Facts { bytes, xxh3: format!("{:016x}", hash.digest()) }),
+                n => {
+                    hash.update(&buffer[..n]);
+                    bytes += n as u64;
+                }
+            }
+        }
+    }
+}
+
+/// A checkpoint that is whole.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    about: About,
+}
+
+impl Checkpoint {
+    /// Reads what it says of itself, and checks that its files are as they were written.
+    pub fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let file = path.join(ABOUT);
+        let damaged = |path: &Path, expected: &str, got: String| CheckpointError::Damaged {
+            path: path.to_owned(),
+            expected: expected.to_owned(),
+            got,
+        };
+        let mut text = Vec::new();
+        let opened = File::open(&file).map_err(on_disk("opening", &file))?;
+        opened.take(ABOUT_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", &file))?;
+        let value: serde_json::Value = serde_json::from_slice(&text)
+            .map_err(|e| damaged(&file, "what a checkpoint says of itself", e.to_string()))?;
+        // Asked first: another format may have other fields.
+        if value.get("format") != Some(&FORMAT.into()) {
+            let got = value.get("format").map_or_else(|| "none".to_owned(), ToString::to_string);
+            return Err(damaged(&file, &format!("format {FORMAT}"), got));
+        }
+        let about: About = serde_json::from_value(value)
+            .map_err(|e| damaged(&file, "what a checkpoint says of itself", e.to_string()))?;
+        for name in [MODEL, OPTIMIZER] {
+            let path = path.join(name);
+            let expected = about
+                .files
+                .get(name)
+                .ok_or_else(|| damaged(&file, &format!("facts about {name}"), "none".to_owned()))?;
+            let got = Facts::of(&path)?;
+            if got != *expected {
+                let text = |facts: &Facts| format!("{} bytes with checksum {}", facts.bytes, facts.xxh3);
+                return Err(damaged(&path, &text(expected), text(&got)));
+            }
+        }
+        Ok(Checkpoint { path: path.to_owned(), about })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it says of itself.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Puts a pipeline where the run was. Whatever decides what would be computed must be the same; how it is cut, where
+    /// it runs and what its links do need not.
+    pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
+        let about = &self.about;
+        fn same<T: PartialEq + std::fmt::Debug>(
+            what: &'static str,
+            expected: &T,
+            got: &T,
+        ) -> Result<(), CheckpointError> {
+            if expected == got {
+                return Ok(());
+            }
+            Err(CheckpointError::Differs { what, expected: format!("{expected:?}"), got: format!("{got:?}") })
+        }
+        same("the model", &about.model, &pipeline.model().recipe)?;
+        same("the seed", &about.seed, &pipeline.seed())?;
+        same("the optimizer", &about.optim, &pipeline.optim())?;
+        let mut model = Named::open(&self.path.join(MODEL))?;
+        pipeline.load_from(&names_of(&pipeline.state_specs()), |name| model.read(name))?;
+        let mut optimizer = Named::open(&self.path.join(OPTIMIZER))?;
+        pipeline.load_optimizer_from(&names_of(&pipeline.optimizer_specs()), |name| optimizer.read(name))?;
+        pipeline.set_learned(about.learned);
+        Ok(())
+    }
+}
+
+/// A folder of checkpoints that this process alone writes into.
+#[derive(Debug)]
+pub struct Checkpoints {
+    directory: PathBuf,
+    keep: usize,
+    /// Unlocked by the system when the process ends, however it ends.
+    _lock: File,
+}
+
+impl Checkpoints {
+    /// Makes the folder if need be, and clears away what a killed run left half written. `keep` of the whole ones stay,
+    /// at least one.
+    pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
+        fs::create_dir_all(directory).map_err(on_disk("making", directory))?;
+        let path = directory.join("lock");
+        let lock = File::options().create(true).append(true).open(&path).map_err(on_disk("opening", &path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { directory: directory.to_owned() }),
+            Err(TryLockError::Error(source)) => return Err(on_disk("locking", &path)(source)),
+        }
+        for name in names(directory)?.iter().filter(|name| name.starts_with(".step-")) {
+            let path = directory.join(name);
+            fs::remove_dir_all(&path).map_err(on_disk("removing", &path))?;
+        }
+        Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), _lock: lock })
+    }
+
+    /// Where they are.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The steps of those that are there, the newest first.
+    pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        let mut steps: Vec<u64> = names(&self.directory)?.iter().filter_map(|name| step_of(name)).collect();
+        steps.sort_unstable_by(|a, b| b.cmp(a));
+        Ok(steps)
+    }
+
+    /// The newest one that is whole, and why newer ones are not.
+    pub fn newest(&self) -> Result<(Option<Checkpoint>, Vec<CheckpointError>), CheckpointError> {
+        let mut damaged = Vec::new();
+        for step in self.steps()? {
+            match Checkpoint::open(&self.path(step)) {
+                Ok(checkpoint) => return Ok((Some(checkpoint), damaged)),
+                Err(error) => damaged.push(error),
+            }
+        }
+        Ok((None, damaged))
+    }
+
+    /// Saves a pipeline and how far its run is. The codecs forget; see [`Pipeline::forget`]. Older checkpoints go when
+    /// this one is on the disk.
+    pub fn save(
+        &self,
+        pipeline: &mut Pipeline,
+        progress: &Progress,
+        settings: &serde_json::Value,
+    ) -> Result<PathBuf, CheckpointError> {
+        pipeline.forget()?;
+        let path = self.path(progress.step);
+        let partial = self.directory.join(format!(".{}.partial", name_of(progress.step)));
+        remove_if_there(&partial)?;
+        fs::create_dir(&partial).map_err(on_disk("making", &partial))?;
+        let mut writer = writer(&partial.join(MODEL), &pipeline.state_specs())?;
+        pipeline.state_each(|_, tensor| writer.write(&tensor).map_err(CheckpointError::from))?;
+        writer.finish()?;
+        let mut writer = self::writer(&partial.join(OPTIMIZER), &pipeline.optimizer_specs())?;
+        pipeline.optimizer_each(|_, tensor| writer.write(&tensor).map_err(CheckpointError::from))?;
+        writer.finish()?;
+        let facts = |name: &str| Ok((name.to_owned(), Facts::of(&partial.join(name))?));
+        let about = About {
+            format: FORMAT,
+            model: pipeline.model().recipe.clone(),
+            seed: pipeline.seed(),
+            optim: pipeline.optim(),
+            learned: pipeline.learned(),
+            progress: progress.clone(),
+            settings: settings.clone(),
+            files: [MODEL, OPTIMIZER].into_iter().map(facts).collect::<Result<_, CheckpointError>>()?,
+        };
+        write_durably(&partial.join(ABOUT), &about)?;
+        sync_directory(&partial)?;
+        // A damaged one of this step may be in the way.
+        let aside = self.directory.join(format!(".{}.old", name_of(progress.step)));
+        if path.exists() {
+            remove_if_there(&aside)?;
+            fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
+        }
+        fs::rename(&partial, &path).map_err(on_disk("naming", &path))?;
+        sync_directory(&self.directory)?;
+        remove_if_there(&aside)?;
+        for step in self.steps()?.into_iter().filter(|&step| step < progress.step).skip(self.keep - 1) {
+            remove_if_there(&self.path(step))?;
+        }
+        Ok(path)
+    }
+
+    fn path(&self, step: u64) -> PathBuf {
+        self.directory.join(name_of(step))
+    }
+}
+
+fn names_of(specs: &[TensorSpec]) -> Vec<String> {
+    specs.iter().map(|spec| spec.name.clone()).collect()
+}
+
+fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, WeightsError> {
+    let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
+    SafetensorsWriter::create(path, entries, &BTreeMap::new())
+}
+
+/// A file whose tensors are asked for by name.
+struct Named {
+    path: PathBuf,
+    source: Box<dyn Source>,
+    places: BTreeMap<String, usize>,
+}
+
+impl Named {
+    fn open(path: &Path) -> Result<Self, CheckpointError> {
+        let source = weights::open(path)?;
+        let places = source.entries().iter().enumerate().map(|(i, entry)| (entry.name.clone(), i)).collect();
+        Ok(Named { path: path.to_owned(), source, places })
+    }
+
+    fn read(&mut self, name: &str) -> Result<Tensor, CheckpointError> {
+        let place = self.places.get(name).ok_or_else(|| CheckpointError::Damaged {
+            path: self.path.clone(),
+            expected: format!("a tensor `{name}`"),
+            got: "none".to_owned(),
+        })?;
+        Ok(self.source.read(*place)?)
+    }
+}
+
+fn name_of(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-").filter(|digits| digits.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()
+}
+
+fn names(directory: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = fs::read_dir(directory).map_err(on_disk("listing", directory))?;
+    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    names.collect::<io::Result<_>>().map_err(on_disk("listing", directory))
+}
+
+fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(on_disk("removing", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+fn write_durably(path: &Path, value: &impl Serialize) -> Result<(), CheckpointError> {
+    let mut text = serde_json::to_vec_pretty(value).map_err(|e| on_disk("writing", path)(e.into()))?;
+    text.push(b'\n');
+    let mut file = File::create(path).map_err(on_disk("making", path))?;
+    file.write_all(&text).and_then(|()| file.sync_all()).map_err(on_disk("writing", path))
+}
+
+/// What was renamed in a folder is there after a power cut only if the folder was synced.
+fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|directory| directory.sync_all()).map_err(on_disk("syncing", path))
+}
