@@ -428,9 +428,11 @@ impl<'a> Trainer<'a> {
         let accumulation = self.accumulation();
         self.pipeline.set_clip_norm(self.options.clip_norm);
         let mut now = std::mem::take(&mut self.progress);
-        let mut batches = (now.step < self.steps).then(|| self.batches(&now));
+        // An epoch that the end of a run had cut off is tested again.
+        let mut batches = (now.step < self.steps || now.batch > 0).then(|| self.batches(&now));
         while let Some(epoch) = batches.take() {
-            for batch in AsksTimed(epoch) {
+            let left = usize::try_from(self.steps.saturating_sub(now.step)).unwrap_or(usize::MAX);
+            for batch in AsksTimed(epoch).take(left) {
                 let (batch, asked, loading_s) = batch?;
                 let step = now.step;
                 let (update, updates) = (accumulation.update(step), accumulation.updates());
@@ -466,9 +468,6 @@ impl<'a> Trainer<'a> {
                 // longer run can go on with it. Gradients that wait for more are not saved.
                 if now.batch < now.epoch_batches && accumulation.part(step).is_last() {
                     self.save(&now, observer)?;
-                }
-                if now.step == self.steps {
-                    break;
                 }
             }
             let next = Progress { epoch: now.epoch + 1, batch: 0, ..now.clone() };

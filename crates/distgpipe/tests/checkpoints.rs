@@ -1,0 +1,248 @@
+//! Law 6: nothing is lost. A run that goes on from a checkpoint computes what it would have computed without the stop.
+
+use distgpipe::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
+use distgpipe::codecs::Codecs;
+use distgpipe::data::digits::Part;
+use distgpipe::data::{Digits, Loader, LoaderOptions};
+use distgpipe::models::{Mlp, MobileNetV2};
+use distgpipe::optim::Optim;
+use distgpipe::tch::Tensor;
+use distgpipe::trainer::{Event, RunSummary, SaveEvery, TrainError, TrainOptions, Trainer};
+use distgpipe::{Builder, Model, Pipeline};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A folder of this test's own.
+fn folder(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("checkpoints").join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    path
+}
+
+/// Five batches an epoch.
+fn loader(rows: usize) -> Loader {
+    Loader::new(Arc::new(Digits::new(Part::Train, Default::default()).unwrap()), LoaderOptions::training(rows, 3))
+        .unwrap()
+}
+
+fn mlp() -> Model {
+    Mlp { hidden: vec![16, 16, 16], ..Mlp::default() }.model().unwrap()
+}
+
+/// What a run did: the bits of each step's loss, by step, and where it ended.
+struct Run {
+    losses: BTreeMap<u64, u64>,
+    summary: RunSummary,
+    state: BTreeMap<String, Tensor>,
+}
+
+/// One run, with a checkpoint every `every` steps, from a checkpoint if there is one to go on from.
+fn run(builder: Builder, options: TrainOptions, to: Option<(&Checkpoints, u64)>, from: Option<&Checkpoint>) -> Run {
+    let mut pipeline = builder.build().unwrap();
+    let mut losses = BTreeMap::new();
+    let mut trainer = Trainer::new(&mut pipeline, loader(256), None, options).unwrap();
+    if let Some((checkpoints, every)) = to {
+        trainer = trainer.save_to(checkpoints, SaveEvery::Steps(every), "what the caller wants".into());
+    }
+    if let Some(checkpoint) = from {
+        trainer = trainer.resume(checkpoint).unwrap();
+    }
+    let summary = trainer
+        .run(&mut |event: &Event<'_>| {
+            if let Event::StepDone(done) = event {
+                losses.insert(done.step, done.outcome.loss.to_bits());
+            }
+            Ok(())
+        })
+        .unwrap();
+    let state = pipeline.state().unwrap();
+    Run { losses, summary, state }
+}
+
+/// Runs to the end, then from each of the checkpoints on the way, with the pipelines that `other` makes.
+fn assert_resumes_anywhere(
+    name: &str,
+    options: TrainOptions,
+    builder: impl Fn() -> Builder,
+    other: impl Fn() -> Builder,
+) {
+    let folder = folder(name);
+    let checkpoints = Checkpoints::open(&folder, 100).unwrap();
+    let whole = run(builder(), options, Some((&checkpoints, 1)), None);
+    let steps = checkpoints.steps().unwrap();
+    assert_eq!(steps.first(), whole.losses.keys().last().map(|last| last + 1).as_ref(), "{name}: the end is saved");
+    let every: &[u64] = if options.accumulate == 2 { &[8, 7, 5, 4, 2] } else { &[8, 7, 6, 5, 4, 3, 2, 1] };
+    assert_eq!(steps, every, "{name}: one for each update, which ends with its epoch");
+    for step in steps {
+        let checkpoint = Checkpoint::open(&folder.join(format!("step-{step:08}"))).unwrap();
+        assert_eq!(
+            (checkpoint.about().progress.step, &checkpoint.about().settings),
+            (step, &"what the caller wants".into())
+        );
+        // It saves as the whole run did, because codecs forget there.
+        let again = Checkpoints::open(&folder.join("again"), 1).unwrap();
+        let rest = run(other(), options, Some((&again, 1)), Some(&checkpoint));
+        let expected: BTreeMap<u64, u64> = whole.losses.range(step..).map(|(s, l)| (*s, *l)).collect();
+        assert_eq!(rest.losses, expected, "{name}: losses after step {step}");
+        for (tensor, value) in &whole.state {
+            assert!(rest.state[tensor].equal(value), "{name}: {tensor} after step {step}");
+        }
+        let figures = |run: &Run| -> Vec<(u64, u64, Option<u64>)> {
+            let epochs = run.summary.epochs.iter();
+            epochs.map(|e| (e.steps, e.train_loss.to_bits(), e.train_accuracy.map(f64::to_bits))).collect()
+        };
+        assert_eq!(figures(&rest), figures(&whole), "{name}: the epochs' figures after step {step}");
+        assert_eq!((rest.summary.resumed_at, rest.summary.steps), (Some(step), 8 - step));
+    }
+}
+
+/// An epoch of five steps and three of the next.
+fn options() -> TrainOptions {
+    TrainOptions { epochs: 2, steps_max: Some(8), learning_rate: 0.02, ..TrainOptions::default() }
+}
+
+#[test]
+fn a_run_resumed_at_any_step_has_the_losses_of_one_that_was_not_stopped() {
+    let optims = [
+        ("sgd", Optim::sgd(0.0)),
+        ("nesterov", Optim::Sgd { momentum: 0.9, weight_decay: 0.01, nesterov: true }),
+        ("adam", Optim::adam()),
+        ("adamw", Optim::adamw()),
+        ("rmsprop", Optim::rms_prop(0.9)),
+    ];
+    for (name, optim) in optims {
+        let builder =
+            || Pipeline::builder(mlp()).place("client,server,client").micro_batches(3).seed(5).optimizer(optim, 0.1);
+        assert_resumes_anywhere(name, options(), builder, builder);
+    }
+}
+
+#[test]
+fn codecs_that_remember_forget_at_each_checkpoint() {
+    for codec in ["delta(uniform:8)", "feedback(topk:0.1)", "svd:2"] {
+        let builder = || {
+            let codecs = Codecs::all(codec.parse().unwrap());
+            Pipeline::builder(mlp()).place("client,server").micro_batches(2).codecs(codecs)
+        };
+        assert_resumes_anywhere(&codec.replace(['(', ')', ':', '%'], "-"), options(), builder, builder);
+    }
+}
+
+#[test]
+fn batch_norms_and_dropout_go_on_with_another_cut_placement_and_number_of_workers() {
+    let builder = || {
+        let strides = [1, 1, 2, 2, 1, 1, 2, 1];
+        let model =
+            MobileNetV2 { width: 0.1, image: 8, channels: 1, strides, ..MobileNetV2::default() }.model().unwrap();
+        Pipeline::builder(model).micro_batches(2).optimizer(Optim::adamw(), 0.01)
+    };
+    let options = TrainOptions { learning_rate: 1e-3, ..options() };
+    assert_resumes_anywhere(
+        "cut",
+        options,
+        || builder().balance([1, 18, 1]).place("client,server,client"),
+        || builder().balance([5, 5, 5, 5]),
+    );
+}
+
+#[test]
+fn updates_of_several_batches_are_saved_whole() {
+    let builder = || Pipeline::builder(mlp()).place("a,b").micro_batches(2).optimizer(Optim::adamw(), 0.01);
+    let options = TrainOptions { accumulate: 2, clip_norm: Some(0.5), ..options() };
+    assert_resumes_anywhere("accumulated", options, builder, builder);
+}
+
+/// Two checkpoints, of steps 4 and 5.
+fn two(name: &str) -> (PathBuf, Checkpoints) {
+    let folder = folder(name);
+    let checkpoints = Checkpoints::open(&folder, 2).unwrap();
+    let options = TrainOptions { epochs: 1, ..options() };
+    run(Pipeline::builder(mlp()).micro_batches(2), options, Some((&checkpoints, 1)), None);
+    assert_eq!(checkpoints.steps().unwrap(), [5, 4], "two of five are kept");
+    (folder, checkpoints)
+}
+
+#[test]
+fn a_damaged_checkpoint_is_told_and_the_one_before_it_is_used() {
+    let (folder, checkpoints) = two("damaged");
+    let newest = folder.join("step-00000005");
+    let whole = |file: &str| std::fs::read(newest.join(file)).unwrap();
+    for file in ["checkpoint.json", "model.safetensors", "optimizer.safetensors"] {
+        let bytes = whole(file);
+        let mut flipped = bytes.clone();
+        flipped[bytes.len() / 2] ^= 4;
+        let cut = bytes[..bytes.len() - 3].to_vec();
+        for wrong in [Some(&b""[..]), Some(b"{}"), Some(&bytes[..8]), Some(&flipped), Some(&cut), None] {
+            match wrong {
+                Some(wrong) => std::fs::write(newest.join(file), wrong).unwrap(),
+                None => std::fs::remove_file(newest.join(file)).unwrap(),
+            }
+            // A bit of the description may stand for something else that is as good, such as a figure of an epoch.
+            let harmless = file == "checkpoint.json" && wrong == Some(&flipped);
+            let (found, why) = checkpoints.newest().unwrap();
+            let step = found.unwrap().about().progress.step;
+            assert!(harmless || step == 4, "{file}");
+            assert!(harmless || why.len() == 1 && why[0].to_string().contains(file), "{file}: {why:?}");
+        }
+        std::fs::write(newest.join(file), bytes).unwrap();
+        assert_eq!(checkpoints.newest().unwrap().0.unwrap().about().progress.step, 5, "{file} is whole again");
+    }
+}
+
+#[test]
+fn what_a_killed_run_left_half_written_is_no_checkpoint() {
+    let (folder, checkpoints) = two("partial");
+    let refused = Checkpoints::open(&folder, 2).unwrap_err();
+    assert!(matches!(refused, CheckpointError::Busy { .. }), "{refused}");
+    drop(checkpoints);
+    let partial = folder.join(".step-00000006.partial");
+    std::fs::create_dir(&partial).unwrap();
+    std::fs::copy(folder.join("step-00000005/model.safetensors"), partial.join("model.safetensors")).unwrap();
+    let checkpoints = Checkpoints::open(&folder, 2).unwrap();
+    assert_eq!(checkpoints.steps().unwrap(), [5, 4]);
+    assert!(!partial.exists());
+}
+
+#[test]
+fn a_checkpoint_of_another_run_is_refused() {
+    let (_folder, checkpoints) = two("another");
+    let checkpoint = checkpoints.newest().unwrap().0.unwrap();
+    let resume = |builder: Builder, rows: usize| -> String {
+        let mut pipeline = builder.micro_batches(2).build().unwrap();
+        let trainer = Trainer::new(&mut pipeline, loader(rows), None, options()).unwrap();
+        let refused = trainer.resume(&checkpoint).err().expect("it is of another run");
+        assert!(matches!(refused, CheckpointError::Differs { .. }));
+        refused.to_string()
+    };
+    let wider = Mlp { hidden: vec![16, 16, 17], ..Mlp::default() }.model().unwrap();
+    assert!(resume(Pipeline::builder(wider), 256).contains("the model"));
+    assert!(resume(Pipeline::builder(mlp()).seed(1), 256).contains("the seed"));
+    assert!(resume(Pipeline::builder(mlp()).optimizer(Optim::adam(), 0.1), 256).contains("the optimizer"));
+    assert!(resume(Pipeline::builder(mlp()), 128).contains("batches per epoch"));
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_to_ends_the_run_and_says_so() {
+    let (folder, checkpoints) = two("gone");
+    std::fs::remove_dir_all(&folder).unwrap();
+    std::fs::write(&folder, "a file").unwrap();
+    let mut pipeline = Pipeline::builder(mlp()).micro_batches(2).build().unwrap();
+    let trainer = Trainer::new(&mut pipeline, loader(256), None, options()).unwrap();
+    let failed = trainer.save_to(&checkpoints, SaveEvery::Epoch, Default::default()).run(&mut |_: &Event<'_>| Ok(()));
+    let Err(TrainError::Checkpoint(CheckpointError::Io { path, .. })) = failed else { panic!("{failed:?}") };
+    assert!(path.starts_with(&folder), "{}", path.display());
+    std::fs::remove_file(&folder).unwrap();
+}
+
+#[test]
+fn the_model_of_a_checkpoint_is_a_file_of_weights() {
+    let (folder, checkpoints) = two("weights");
+    let path: &Path = &folder.join("step-00000005/model.safetensors");
+    let tensors: BTreeMap<String, Tensor> = Tensor::read_safetensors(path).unwrap().into_iter().collect();
+    let mut pipeline = Pipeline::builder(mlp()).micro_batches(2).build().unwrap();
+    checkpoints.newest().unwrap().0.unwrap().load(&mut pipeline).unwrap();
+    let state = pipeline.state().unwrap();
+    assert_eq!(tensors.keys().collect::<Vec<_>>(), state.keys().collect::<Vec<_>>());
+    assert!(tensors.iter().all(|(name, tensor)| state[name].equal(tensor)));
+}
