@@ -63,7 +63,7 @@ impl WarmUp {
 
 /// A number of updates may be written as a number too.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected updates such as 500, or a share of all such as \"6%\"")]
 enum Written {
     Updates(u64),
     Text(String),
@@ -168,6 +168,10 @@ mod tests {
         for text in ["6%", "12", "0.5%", "7%"] {
             assert_eq!(text.parse::<WarmUp>().unwrap().to_string(), text);
         }
+        let written = |text: &str| serde_json::from_str::<WarmUp>(text).map_err(|e| e.to_string());
+        assert_eq!(written("500"), Ok(WarmUp::Updates(500)));
+        assert_eq!(written("\"6%\""), Ok(WarmUp::Share(0.06)));
+        assert!(written("1.5").unwrap_err().contains("6%"));
         for text in ["", "x", "-1", "101%", "-1%", "nan%", "1.5"] {
             assert!(text.parse::<WarmUp>().unwrap_err().contains("6%"), "{text}");
         }
