@@ -59,6 +59,7 @@ golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' 
 	.venv/bin/python scripts/golden_models.py
 	.venv/bin/python scripts/golden_optimizers.py
 	.venv/bin/python scripts/golden_rates.py
+	.venv/bin/python scripts/golden_pth.py
 	.venv/bin/python scripts/golden_tokens.py
 
 lint: setup ## formatting, clippy and rustdoc, warnings denied

@@ -102,11 +102,12 @@ pub struct TrainFlags {
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub set: Vec<String>,
-    /// Start from these weights, by name
-    #[arg(long, value_name = "FILE.safetensors", help_heading = "Model and data")]
+    /// Start from these weights, by name: a safetensors file, or a file of torch.save
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
-    /// Let tensors that the weights lack keep their first values, such as those of a new classifier
+    /// Let tensors that the weights lack, and those of the last layer that have another shape, keep their first values:
+    /// a new classifier
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Model and data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init_missing: Option<bool>,
@@ -331,6 +332,10 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<ResumeName>,
 
+    /// Write the trained model there, under the names that PyTorch knows
+    #[arg(long, value_name = "FILE.safetensors", help_heading = "Output")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save: Option<PathBuf>,
     /// Write config.toml, steps.jsonl and summary.json there
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -7,7 +7,7 @@ use crate::cmd::worker::given_token;
 use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::files::read_text;
-use crate::weights::Missing;
+use crate::weights::{Fitted, Missing};
 use anyhow::Context;
 use distgpipe::codecs::Codecs;
 use distgpipe::core::cut::placement;
@@ -20,11 +20,9 @@ use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
 use distgpipe::rate::{Decay, RateSchedule};
-use distgpipe::tch::Tensor;
 use distgpipe::trainer::{Capture, TrainOptions};
 use distgpipe::transport::Timeouts;
 use distgpipe::{Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a plan file: the largest plan takes less.
@@ -51,7 +49,7 @@ pub struct RunConfig {
     /// How to train.
     pub options: TrainOptions,
     /// Tensors to start from.
-    pub weights: Option<BTreeMap<String, Tensor>>,
+    pub weights: Option<Fitted>,
     /// Where to save the run, and what it goes on from.
     pub saving: Option<Saving>,
     /// Where to save what crosses the links.
@@ -133,7 +131,8 @@ impl RunConfig {
             Some(true) => Missing::Initialize,
             _ => Missing::Refuse,
         };
-        let weights = flags.weights.as_deref().map(|path| crate::weights::read(path, &model, missing)).transpose()?;
+        let weights = flags.weights.as_deref().map(|path| crate::weights::fit(path, &model, missing)).transpose()?;
+        flags.save.as_deref().map(crate::weights::check_save).transpose()?;
         Ok(RunConfig {
             train,
             test,
@@ -168,7 +167,8 @@ impl RunConfig {
             other => usage(other.to_string()),
         })?;
         if let Some(weights) = &self.weights {
-            pipeline.load(weights).context("--weights")?;
+            weights.notes.iter().for_each(|note| crate::report::note(note));
+            weights.load(&mut pipeline)?;
         }
         Ok(pipeline)
     }

@@ -78,6 +78,9 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         })
     };
     let summary = summary.map_err(unwrapped)?;
+    if let Some(path) = &config.flags.save {
+        crate::weights::save(path, &config.model, &mut pipeline)?;
+    }
     // Goodbye to the workers first: what they say comes before what we print.
     drop(pipeline);
     let report = RunReport {
