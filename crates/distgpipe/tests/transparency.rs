@@ -30,6 +30,31 @@ fn amoebanet_d_is_transparent_between_threads() {
 }
 
 #[test]
+fn mobilenet_v2_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("mobilenet_v2", |_| Workers::Threads);
+}
+
+#[test]
+fn unet_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("unet", |_| Workers::Threads);
+}
+
+#[test]
+fn roberta_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("roberta", |_| Workers::Threads);
+}
+
+#[test]
+fn amoebanet_d_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("amoebanet_d", |_| Workers::Threads);
+}
+
+#[test]
+fn every_model_in_bf16_may_be_cut_after_any_layer() {
+    matrix::check_every_cut_in_bf16(|_| Workers::Threads);
+}
+
+#[test]
 fn every_model_may_be_cut_after_any_layer() {
     matrix::check_every_cut(|_| Workers::Threads);
 }

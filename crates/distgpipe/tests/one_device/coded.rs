@@ -46,7 +46,14 @@ impl Rounding {
         let uses: Vec<SkipUse> = subject.model.layers.iter().map(|l| l.skips()).collect();
         let skips = SkipLayout::new(&uses, balance).unwrap();
         let seed = Stream::new(SEED).named("weights");
-        let how = Building { balance, skips: &skips, seed, device: Device::Cpu, channels_last: true };
+        let how = Building {
+            balance,
+            skips: &skips,
+            seed,
+            device: Device::Cpu,
+            channels_last: true,
+            precision: subject.precision,
+        };
         let ids = (0..balance.partitions()).map(PartitionId::new);
         let partitions = ids.map(|p| Partition::build(&subject.model, p, &how).unwrap()).collect();
         let mut codecs = BTreeMap::new();
