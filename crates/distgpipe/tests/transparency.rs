@@ -78,6 +78,14 @@ fn evaluating_in_between_changes_nothing_whatever_the_codec() {
     }
 }
 
+#[test]
+fn evaluating_in_between_changes_nothing_in_bf16_either() {
+    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+        let learned = |evaluate| coded::learned_in_bf16(coded::codecs(text, text), Workers::Threads, evaluate);
+        one_device::assert_identical(text, &learned(true), &learned(false));
+    }
+}
+
 /// A skip from the first to the last of three workers does not pass through the one between.
 #[test]
 fn a_skip_goes_straight_to_where_it_is_popped() {
