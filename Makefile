@@ -54,6 +54,7 @@ bench: setup .venv/made ## measure against PyTorch and others in one run; see be
 golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' from their formulas
 	$(PYTHON) scripts/golden_codecs.py
 	.venv/bin/python scripts/golden_clipping.py
+	.venv/bin/python scripts/golden_bf16.py
 	.venv/bin/python scripts/golden_images.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py
 	.venv/bin/python scripts/golden_models.py

@@ -4,6 +4,7 @@
 //! number type, rank, bytes of room too many, one byte per dimension, body.
 #![no_main]
 
+use distgpipe_core::codec::half::{f32_from_bf16, f32_from_f16};
 use distgpipe_core::codec::{parse, CodecId, Context, TensorView, ALL};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use libfuzzer_sys::fuzz_target;
@@ -60,8 +61,12 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!(room, 0);
         assert!(fits(body.len(), decoder.encoded_bytes(dtype, &dims), decoder.size_varies()), "{text}");
         if !member.lossless && !text.contains("f16") {
-            let mut values = out.chunks_exact(4).map(|bytes| f32::from_ne_bytes(bytes.try_into().expect("four")));
-            assert!(values.all(f32::is_finite), "{text}");
+            let value = |bytes: &[u8]| match (dtype, bytes) {
+                (DType::F16, &[a, b]) => f32_from_f16(u16::from_ne_bytes([a, b])),
+                (DType::BF16, &[a, b]) => f32_from_bf16(u16::from_ne_bytes([a, b])),
+                (_, bytes) => f32::from_ne_bytes(bytes.try_into().expect("four")),
+            };
+            assert!(out.chunks_exact(dtype.size_bytes()).map(value).all(f32::is_finite), "{text}");
         }
     }
 });

@@ -10,6 +10,7 @@ use distgpipe::core::codec::Spec;
 use distgpipe::core::schedule::{Recompute, Schedule};
 use distgpipe::engine::Device;
 use distgpipe::rate::WarmUp;
+use distgpipe::Precision;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -244,6 +245,11 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Engine")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
+    /// What every worker computes in: fp32, or bf16 (matrix products and convolutions in bfloat16, as torch.autocast does;
+    /// parameters, their gradients and the optimizer stay fp32)
+    #[arg(long, value_name = "fp32|bf16", help_heading = "Engine")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub precision: Option<Precision>,
     /// Of weights, dropout, data and their order
     #[arg(long, value_name = "N", help_heading = "Engine")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -373,6 +379,7 @@ impl TrainFlags {
             codec: Some(Spec::default()),
             device: Some(Device::Cpu),
             threads: Some(1),
+            precision: Some(Precision::Fp32),
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),
             lr_decay: Some(DecayName::Constant),

@@ -187,6 +187,7 @@ impl RunConfig {
             .device(flags.device.unwrap_or_default())
             .threads(flags.threads.unwrap_or(1))
             .channels_last(flags.no_channels_last != Some(true))
+            .precision(flags.precision.unwrap_or_default())
             .trace(self.trace)
             .timeouts(self.timeouts)
             .faults(flags.faults.clone().unwrap_or_default());

@@ -67,6 +67,11 @@ fn floats(dims: &[usize]) -> Vec<u8> {
     (0..dims.iter().product::<usize>()).flat_map(|i| value(i).to_le_bytes()).collect()
 }
 
+/// Floats as bfloat16, cut off.
+fn upper_halves(floats: &[u8]) -> Vec<u8> {
+    floats.chunks_exact(4).flat_map(|bytes| [bytes[2], bytes[3]]).collect()
+}
+
 fn entries() -> Vec<Entry> {
     let f32 = |name, dims: &[usize]| (name, Dtype::F32, dims.to_vec(), floats(dims));
     let mut broken = f32("layer.broken", &[3, 5]);
@@ -81,6 +86,7 @@ fn entries() -> Vec<Entry> {
         broken,
         huge,
         ("half", Dtype::F16, vec![3, 2], (0..12).collect()),
+        ("brain", Dtype::BF16, vec![2, 5, 3, 3], upper_halves(&floats(&[2, 5, 3, 3]))),
         ("double", Dtype::F64, vec![2], (0..16).collect()),
         ("tokens", Dtype::I64, vec![2, 2], (0..32).collect()),
         ("sizes", Dtype::U32, vec![1], vec![9, 0, 0, 0]),
@@ -106,7 +112,7 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
 }
 
-/// The body's size by docs/codecs.md.
+/// The body's size by docs/codecs.md, the same whatever the type; of `raw`, for F32.
 fn body_bytes(codec: &str, values: usize) -> usize {
     match codec {
         "raw" => 4 * values,
@@ -122,22 +128,39 @@ fn body_bytes(codec: &str, values: usize) -> usize {
 
 const CODECS: [&str; 8] = ["raw", "f16", "bf16", "uniform:8", "uniform:3", "sort:6+2", "tile:4", "tile:3/16"];
 
-/// Whether a codec encodes this tensor. Lossy ones take F32 without NaN, and 1e6 is beyond f16.
+/// Whether a codec encodes this tensor. Lossy ones take floats without NaN, and 1e6 is beyond f16.
 fn encodes(codec: &str, (name, dtype, ..): &Entry) -> bool {
-    *dtype == Dtype::F32 && (codec == "raw" || *name != "layer.broken" && (*name, codec) != ("layer.huge", "f16"))
+    is_float(*dtype) && (codec == "raw" || *name != "layer.broken" && (*name, codec) != ("layer.huge", "f16"))
 }
 
 fn wire_bytes(codec: &str, entry: &Entry) -> usize {
     let length = entry.3.len();
-    HEADER_BYTES + if encodes(codec, entry) { body_bytes(codec, length / 4) } else { length }
+    let encoded = codec != "raw" && encodes(codec, entry);
+    HEADER_BYTES + if encoded { body_bytes(codec, length / entry.1.size()) } else { length }
 }
 
-/// Squared errors, squares and the largest error of tensors' bytes, where they are numbers at all.
-fn errors(before: &[u8], after: &[u8]) -> (f64, f64, f64) {
-    let floats = |bytes: &[u8]| -> Vec<f64> {
-        bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect()
+fn is_float(dtype: Dtype) -> bool {
+    [Dtype::F32, Dtype::F16, Dtype::BF16].contains(&dtype)
+}
+
+/// The values of a tensor's bytes.
+fn values(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
+    let value = |b: &[u8]| match (dtype, b) {
+        (Dtype::F32, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
+        (Dtype::BF16, &[a, b]) => f64::from(f32::from_le_bytes([0, 0, a, b])),
+        // Those of the test are all below 2^-14 or so, which is what the exponent is for.
+        (Dtype::F16, &[a, b]) => match (u16::from_le_bytes([a, b]) >> 10, u16::from_le_bytes([a, b]) & 0x3ff) {
+            (0, fraction) => f64::from(fraction) * 2f64.powi(-24),
+            (exponent, fraction) => (1024.0 + f64::from(fraction)) * 2f64.powi(i32::from(exponent) - 25),
+        },
+        other => panic!("{other:?} is no float here"),
     };
-    let pairs = floats(before).into_iter().zip(floats(after)).filter(|(before, _)| !before.is_nan());
+    bytes.chunks_exact(dtype.size()).map(value).collect()
+}
+
+/// Squared errors, squares and the largest error of values, where they are numbers at all.
+fn errors(before: Vec<f64>, after: Vec<f64>) -> (f64, f64, f64) {
+    let pairs = before.into_iter().zip(after).filter(|(before, _)| !before.is_nan());
     pairs.fold((0.0, 0.0, 0.0), |(errors, squares, max), (before, after)| {
         let error = (before - after).abs();
         (errors + error * error, squares + before * before, f64::max(max, error))
@@ -157,8 +180,9 @@ fn check_tensor(codec: &str, entry: &Entry, after: &[u8], told: &Value) {
         assert_eq!(after, before, "{codec} {name}");
         assert_eq!((number(&told["mse"]), number(&told["max_error"])), (0.0, 0.0), "{told}");
     } else {
-        let (squares, _, max) = errors(before, after);
-        assert!(close(number(&told["mse"]), squares / (before.len() / 4).max(1) as f64), "{codec} {told}");
+        let (squares, _, max) = errors(values(*dtype, before), values(*dtype, after));
+        let count = before.len() / dtype.size();
+        assert!(close(number(&told["mse"]), squares / count.max(1) as f64), "{codec} {told}");
         assert_eq!(number(&told["max_error"]), max, "{codec} {told}");
     }
 }
@@ -171,15 +195,13 @@ fn check_totals(codec: &str, entries: &[Entry], written: &SafeTensors<'_>, told:
     assert!(close(number(&told["ratio"]), raw as f64 / wire as f64), "{codec} {told}");
     let refused = entries.iter().filter(|entry| codec != "raw" && !encodes(codec, entry)).count();
     assert_eq!(number(&told["tensors_sent_raw"]), refused as f64, "{codec}");
-    let floats = |entry: &&Entry| entry.1 == Dtype::F32;
-    let before: Vec<u8> = entries.iter().filter(floats).flat_map(|entry| entry.3.clone()).collect();
-    let after: Vec<u8> = entries
-        .iter()
-        .filter(floats)
-        .flat_map(|entry| written.tensor(entry.0).expect("there").data().to_vec())
-        .collect();
-    let (error_squares, squares, max) = errors(&before, &after);
-    assert!(close(number(&told["mse"]), error_squares / (before.len() / 4) as f64), "{codec} {told}");
+    let floats = || entries.iter().filter(|entry| is_float(entry.1));
+    let before: Vec<f64> = floats().flat_map(|entry| values(entry.1, &entry.3)).collect();
+    let after: Vec<f64> =
+        floats().flat_map(|entry| values(entry.1, written.tensor(entry.0).expect("there").data())).collect();
+    let count = before.len() as f64;
+    let (error_squares, squares, max) = errors(before, after);
+    assert!(close(number(&told["mse"]), error_squares / count), "{codec} {told}");
     assert!(close(number(&told["relative_mse"]), error_squares / squares), "{codec} {told}");
     assert_eq!(number(&told["max_error"]), max, "{codec}");
 }
@@ -282,7 +304,8 @@ fn channels_last_encodes_in_that_order_and_writes_in_the_files() {
     let (last, bytes) = decoded("fast:3+2/16", &["--channels-last"]);
     assert_ne!(bytes, other);
     let written = SafeTensors::deserialize(&bytes).expect("a file");
-    let (squares, _, max) = errors(&entries[0].3, written.tensor("a").expect("there").data());
+    let of = |bytes: &[u8]| values(Dtype::F32, bytes);
+    let (squares, _, max) = errors(of(&entries[0].3), of(written.tensor("a").expect("there").data()));
     assert!(close(number(&last["mse"]), squares / 960.0) && number(&last["max_error"]) == max, "{last}");
 }
 
@@ -292,12 +315,11 @@ fn tensors_that_go_raw_are_counted_and_named() {
     write(&input, &entries());
     let table = fine(&["--input", plain(&input), "--codec", "raw,f16,tile:4"]);
     for words in [
-        "11 tensors of in.safetensors",
-        "7 tensors sent raw: ",
+        "12 tensors of in.safetensors",
+        "6 tensors sent raw: ",
         "layer.broken (a NaN or an infinity at 4)",
         "layer.huge (a value too large at 2, or too wide a range, with f16)",
-        "tokens (I64, codecs take F32)",
-        "half (F16, codecs take F32)",
+        "tokens (I64, codecs take F32, F16 and BF16)",
     ] {
         assert!(table.contains(words), "expected `{words}` in: {table}");
     }
@@ -305,7 +327,7 @@ fn tensors_that_go_raw_are_counted_and_named() {
         let line = table.lines().find(|line| line.starts_with(codec)).expect("a row");
         line.split_whitespace().nth(8).map(str::to_owned)
     };
-    assert_eq!((sent_raw("raw"), sent_raw("f16"), sent_raw("tile:4")), (None, Some("7".into()), Some("6".into())));
+    assert_eq!((sent_raw("raw"), sent_raw("f16"), sent_raw("tile:4")), (None, Some("6".into()), Some("5".into())));
     let one = json(&["--input", plain(&input), "--tensor", "grad", "--codec", "tile:4"]);
     assert_eq!(one["codecs"][0]["tensors"].as_array().map(Vec::len), Some(1));
     let taken = fine(&["--input", plain(&input), "--tensor", "grad", "--codec", "f16,sort:8,tile:4"]);

@@ -120,7 +120,7 @@ fn what_a_codec_refuses_is_told_once_and_counted() {
     arguments.extend(["--partitions", "2", "--codec", "tile:8", "--epochs", "1", "--workers", "processes"]);
     let (out, err) = fine(&arguments);
     assert_eq!(err.matches("warning: w0 sends activations 0 → 1 raw").count(), 1, "{err}");
-    assert!(err.contains("expected an F32 tensor for codec"), "{err}");
+    assert!(err.contains("expected an F32, F16 or BF16 tensor for codec"), "{err}");
     // 4 training steps and 1 test step of 4 micro-batches, one mask in each.
     assert!(out.lines().any(|line| line.contains("activations 0 → 1") && line.ends_with("20 of 40")), "{out}");
 }

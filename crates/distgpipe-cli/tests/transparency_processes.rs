@@ -42,6 +42,24 @@ fn every_model_may_be_cut_after_any_layer_between_processes() {
 }
 
 #[test]
+fn mobilenet_v2_in_bf16_is_transparent_between_processes() {
+    let servers = Servers::start(2);
+    matrix::check_model_in_bf16("mobilenet_v2", |workers| servers.first(workers - 1));
+}
+
+#[test]
+fn roberta_in_bf16_is_transparent_between_processes() {
+    let servers = Servers::start(2);
+    matrix::check_model_in_bf16("roberta", |workers| servers.first(workers - 1));
+}
+
+#[test]
+fn every_model_in_bf16_may_be_cut_after_any_layer_between_processes() {
+    let servers = Servers::start(1);
+    matrix::check_every_cut_in_bf16(|_| servers.first(1));
+}
+
+#[test]
 fn ten_steps_between_processes_have_the_losses_of_one_device() {
     let servers = Servers::start(1);
     matrix::check_ten_steps(|_| -> Workers { servers.first(1) });
@@ -59,6 +77,8 @@ fn every_codec_learns_the_same_between_processes_as_between_threads() {
     let servers = Servers::start(1);
     for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
         let learned = |workers| coded::learned(coded::codecs(text, text), workers, false);
+        one_device::assert_identical(text, &learned(servers.first(1)), &learned(Workers::Threads));
+        let learned = |workers| coded::learned_in_bf16(coded::codecs(text, text), workers, false);
         one_device::assert_identical(text, &learned(servers.first(1)), &learned(Workers::Threads));
     }
 }

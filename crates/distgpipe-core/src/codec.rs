@@ -19,7 +19,7 @@
 //! [`ALL`] lists them for `tests/codec_conformance.rs`, which every member has to pass. `docs/codecs.md` has the
 //! formulas, says which to use when, and how to add one.
 //!
-//! A codec that loses something takes finite `F32` values and refuses a tensor that has others
+//! A codec that loses something takes finite `F32` values, of [`parse`] `F16` and `BF16` too (`widened`), and refuses a tensor that has others
 //! ([`CodecError::refuses_tensor`]): the link sends that one raw, and counts it. So no NaN ever becomes a number.
 //! What a codec was made with (`Q`, `S`, `T`) is not on the wire, since both ends of a link are configured alike;
 //! `decode` holds the body's length against it.
@@ -51,6 +51,7 @@ mod store;
 pub mod tile;
 pub mod top_k;
 pub mod uniform;
+mod widened;
 
 pub use crew::{Alone, Crew};
 pub use spec::Spec;
@@ -209,7 +210,7 @@ pub enum CodecError {
         got: String,
     },
     /// A type of elements that the codec does not take.
-    #[error("expected an F32 tensor for codec {codec}, got {got}: send this one raw")]
+    #[error("expected an F32, F16 or BF16 tensor for codec {codec}, got {got}: send this one raw")]
     DType {
         /// The codec.
         codec: CodecId,
@@ -426,6 +427,12 @@ const TEXT_BYTES_MAX: usize = 64;
 /// The codec of this text: a name of [`ALL`], a colon and parameters if it has any, such as `sort:6+2`, and in
 /// parentheses the codec that it wraps, such as `feedback(tile:4)`.
 pub fn parse(text: &str) -> Result<Box<dyn Codec>, CodecError> {
+    let codec = parse_f32(text)?;
+    Ok(if codec.id() == CodecId::Raw { codec } else { Box::new(widened::Widened::around(codec)) })
+}
+
+/// The same, but for `F32` alone.
+fn parse_f32(text: &str) -> Result<Box<dyn Codec>, CodecError> {
     let unknown = || CodecError::UnknownName { got: beginning(text) };
     if text.len() > TEXT_BYTES_MAX {
         return Err(unknown());

@@ -50,6 +50,15 @@ fn memory(elements: usize, seed: u64) -> Vec<u8> {
     (0..elements).flat_map(|_| (uniform() + uniform() + uniform() - 1.5).max(0.0).to_ne_bytes()).collect()
 }
 
+/// The upper bytes of every float: 2 of them are a bfloat16.
+fn upper_bytes(wide: &[u8], size: usize) -> Vec<u8> {
+    let value = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().unwrap());
+    match size {
+        4 => wide.to_vec(),
+        _ => wide.chunks_exact(4).flat_map(|bytes| ((value(bytes) >> 16) as u16).to_ne_bytes()).collect(),
+    }
+}
+
 #[test]
 fn the_second_tensor_allocates_nothing() {
     let dims = [2, 20, 64, 63];
@@ -68,23 +77,26 @@ fn the_second_tensor_allocates_nothing() {
         "tile:3~",
         "tile:2/100",
     ] {
-        for layout in [Layout::Contiguous, Layout::ChannelsLast] {
+        let types = [(DType::F32, 4), (DType::BF16, 2)];
+        let layouts = [Layout::Contiguous, Layout::ChannelsLast];
+        for ((dtype, size), layout) in types.into_iter().flat_map(|of| layouts.map(|layout| (of, layout))) {
             let (mut encoder, mut decoder) = (codec::parse(text).unwrap(), codec::parse(text).unwrap());
             let mut body = Vec::new();
+            let tensors = tensors.each_ref().map(|wide| upper_bytes(wide, size));
             let mut out = vec![0; tensors[0].len()];
             let mut calls = [0; 2];
             for (tensor, calls) in tensors.iter().zip(&mut calls) {
                 let before = CALLS.get();
                 body.clear();
-                let view = TensorView { dtype: DType::F32, dims: &dims, layout, bytes: tensor };
+                let view = TensorView { dtype, dims: &dims, layout, bytes: tensor };
                 encoder.encode(view, &Context::default(), &mut body).unwrap();
                 let shape = Shape::new(&dims).unwrap();
-                let meta = TensorMeta { dtype: DType::F32, layout, shape, codec: encoder.id() };
+                let meta = TensorMeta { dtype, layout, shape, codec: encoder.id() };
                 decoder.decode(&meta, &body, &mut out).unwrap();
                 *calls = CALLS.get() - before;
             }
             assert!(calls[0] > 0, "{text}: the body was allocated, and counted");
-            assert_eq!(calls[1], 0, "{text} {layout:?} allocated again");
+            assert_eq!(calls[1], 0, "{text} {dtype} {layout:?} allocated again");
         }
     }
 }

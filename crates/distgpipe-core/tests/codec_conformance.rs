@@ -18,9 +18,12 @@ fn meta(codec: CodecId, dtype: DType, dims: &[usize]) -> TensorMeta {
     TensorMeta { dtype, layout: Layout::Contiguous, shape: Shape::new(dims).unwrap(), codec }
 }
 
-/// Whether a codec takes this type at all: one that is lossy has no business with labels and token ids.
+/// The types that a codec which loses something takes: it has no business with labels and token ids.
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Whether a codec takes this type at all.
 fn takes(member: Member, dtype: DType) -> bool {
-    member.lossless || dtype == DType::F32
+    member.lossless || FLOATS.contains(&dtype)
 }
 
 /// Whether a codec has a way with this shape: factors want a matrix of at least their rank.
@@ -50,6 +53,16 @@ fn memory(dtype: DType, dims: &[usize], seed: u64) -> Vec<u8> {
             let value =
                 |bytes: &[u8]| f32::from(i16::from_ne_bytes([bytes[0], bytes[1]])) / f32::from(1 + u16::from(bytes[2]));
             bytes.chunks_exact(4).flat_map(|bytes| value(bytes).to_ne_bytes()).collect()
+        }
+        // Any bits, but an exponent between 2^-7 and 2^8.
+        DType::F16 | DType::BF16 => {
+            let bits = |[low, high]: [u8; 2]| {
+                let (bits, fraction) = (u16::from_ne_bytes([low, high]), if dtype == DType::F16 { 10 } else { 7 });
+                let exponent = (if dtype == DType::F16 { 8 } else { 120 }) + (bits >> fraction & 15);
+                bits & (0x8000 | ((1 << fraction) - 1)) | exponent << fraction
+            };
+            let bytes: Vec<u8> = bytes.collect();
+            bytes.chunks_exact(2).flat_map(|pair| bits([pair[0], pair[1]]).to_ne_bytes()).collect()
         }
         _ => bytes.collect(),
     }
@@ -113,6 +126,13 @@ fn nan_stays_nan() {
         let values = [1.0f32, special, -3.0, special, 2.0, -0.0];
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         for (_, text) in members() {
+            // All of these have their bits in the upper half.
+            let halves: Vec<u8> =
+                values.iter().flat_map(|value| ((value.to_bits() >> 16) as u16).to_ne_bytes()).collect();
+            match make(text).encode(view(DType::BF16, &[6], &halves), &Context::default(), &mut Vec::new()) {
+                Ok(()) => assert_eq!(text, "raw"),
+                Err(error) => assert_eq!(error, CodecError::NotFinite { codec: make(text).id(), at: 1 }, "{text}"),
+            }
             let mut body = Vec::new();
             match make(text).encode(view(DType::F32, &[6], &bytes), &Context::default(), &mut body) {
                 Ok(()) => {
@@ -139,6 +159,72 @@ fn other_types_are_refused_so_that_they_can_go_raw() {
             assert!(refused.refuses_tensor() && body.is_empty(), "{text}");
             let refused = make(text).decode(&meta(member.id, dtype, &[3]), &body, &mut vec![0; bytes.len()]);
             assert_eq!(refused, Err(CodecError::DType { codec: member.id, got: dtype }), "{text}");
+        }
+    }
+}
+
+/// The values of a tensor's memory.
+fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    let pair = |bytes: &[u8]| u16::from_ne_bytes([bytes[0], bytes[1]]);
+    match dtype {
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect(),
+        DType::BF16 => bytes.chunks_exact(2).map(|b| f32::from_bits(u32::from(pair(b)) << 16)).collect(),
+        DType::F16 => bytes.chunks_exact(2).map(|b| f16_value(pair(b))).collect(),
+        other => panic!("{other} is no float here"),
+    }
+}
+
+/// What the bits mean, by the standard.
+fn f16_value(bits: u16) -> f32 {
+    let (exponent, fraction) = (i32::from(bits >> 10 & 31), f32::from(bits & 0x3ff));
+    let magnitude = match exponent {
+        0 => fraction * 2f32.powi(-24),
+        31 => return f32::NAN,
+        _ => (1024.0 + fraction) * 2f32.powi(exponent - 25),
+    };
+    if bits & 0x8000 == 0 {
+        magnitude
+    } else {
+        -magnitude
+    }
+}
+
+/// Tensors of two bytes a value cross as the floats they are, and come back as what they were: the bytes on the wire are
+/// those of the same values in F32, through all that a codec keeps, and what is decoded is nearest to what those decode to.
+#[test]
+fn halves_are_carried_as_the_floats_that_they_are() {
+    for (member, text) in members().filter(|(member, _)| !member.lossless) {
+        for dtype in [DType::BF16, DType::F16] {
+            let (mut encoder, mut decoder) = (make(text), make(text));
+            let (mut encoder_f32, mut decoder_f32) = (make(text), make(text));
+            training(|context, dims, _| {
+                let bytes = memory(dtype, dims, context.seed);
+                let wide: Vec<u8> = floats(dtype, &bytes).iter().flat_map(|value| value.to_ne_bytes()).collect();
+                let (mut body, mut expected) = (Vec::new(), Vec::new());
+                let result = encoder.encode(view(dtype, dims, &bytes), context, &mut body);
+                assert_eq!(result, encoder_f32.encode(view(DType::F32, dims, &wide), context, &mut expected), "{text}");
+                assert_eq!(body, expected, "{text} {dtype}");
+                // Factors refuse the few rows that changed.
+                if result.is_err_and(|error| error.refuses_tensor()) {
+                    assert!(text.contains("delta") && text.contains("svd"), "{text} {dtype}");
+                    return;
+                }
+                let most = encoder.encoded_bytes(dtype, dims);
+                assert!(body.len() == most || encoder.size_varies() && body.len() < most, "{text} {dtype}");
+                let back = floats(dtype, &decode(&mut *decoder, dtype, dims, &body));
+                let exact = floats(DType::F32, &decode(&mut *decoder_f32, DType::F32, dims, &body));
+                // Half a unit in the last place, of which 2^-24 is the least for F16.
+                let unit = if dtype == DType::F16 { 2f32.powi(-11) } else { 2f32.powi(-8) };
+                for (back, exact) in back.iter().zip(&exact) {
+                    let most = (exact.abs() * unit).max(2f32.powi(-25));
+                    assert!((back - exact).abs() <= most, "{text} {dtype}: {back} for {exact}");
+                }
+                if member.id == CodecId::F16 && dtype == DType::F16
+                    || member.id == CodecId::BF16 && dtype == DType::BF16
+                {
+                    assert_eq!(back, floats(dtype, &bytes), "{text} has a number for every {dtype}");
+                }
+            });
         }
     }
 }
@@ -315,8 +401,7 @@ proptest! {
             let result = codec.decode(&meta, &body, &mut out);
             let halves = text.contains("f16");
             if result.is_ok() && !member.lossless && !halves {
-                let mut values = out.chunks_exact(4).map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap()));
-                prop_assert!(values.all(f32::is_finite), "{} decodes to what is not finite", text);
+                prop_assert!(floats(dtype, &out).into_iter().all(f32::is_finite), "{} decodes to what is not finite", text);
             }
             body.push(0);
             prop_assert!(codec.decode(&meta, &body, &mut out).is_err(), "{} with a byte too many", text);

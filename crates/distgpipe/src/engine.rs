@@ -1,10 +1,12 @@
 //! libtorch, as the rest of the crate sees it: devices, kept memory, threads, random streams, and the calls
 //! that `tch` does not show. All `unsafe` of the crate is in here.
 
+mod autocast;
 mod device;
 mod ffi;
 mod random;
 
+pub use autocast::{Autocast, Precision};
 pub use device::{Device, DeviceError};
 pub use ffi::bytes;
 pub use ffi::Layout;

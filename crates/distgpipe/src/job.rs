@@ -1,7 +1,7 @@
 //! What a worker is told: the job once, then one command after the other; and what it answers.
 
 use crate::codecs::Codecs;
-use crate::engine::Device;
+use crate::engine::{Device, Precision};
 use crate::failure::Fault;
 use crate::loss::Loss;
 use crate::metrics::ClassCounts;
@@ -41,6 +41,8 @@ pub struct Job {
     pub threads: usize,
     /// Whether images and convolution weights lie channels-last.
     pub channels_last: bool,
+    /// What to compute in.
+    pub precision: Precision,
     /// Whether single events are wanted.
     pub trace: bool,
     /// When silence counts as failure.

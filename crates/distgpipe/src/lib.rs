@@ -59,6 +59,7 @@ pub mod worker;
 
 pub use distgpipe_core as core;
 pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
+pub use engine::Precision;
 pub use failure::Failure;
 pub use launch::{WorkerProgram, Workers};
 pub use layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};

@@ -1,7 +1,7 @@
 //! A partition as a worker holds it: the layers it runs, with their tensors.
 
 use crate::deferred_batch_norm::DeferredBatchNorm;
-use crate::engine::{self, Layout, Stream};
+use crate::engine::{self, Autocast, Layout, Precision, Stream};
 use crate::failure::Fault;
 use crate::layer::{Context, Layer, Own, Passing, Role, SampleShape, TensorSpec};
 use crate::model::Model;
@@ -30,6 +30,8 @@ pub struct Partition {
     input: Vec<SampleShape>,
     first: bool,
     last: bool,
+    device: tch::Device,
+    precision: Precision,
     norms: DeferredBatchNorm,
 }
 
@@ -45,6 +47,8 @@ pub struct Building<'a> {
     pub device: tch::Device,
     /// Whether convolution weights lie channels-last.
     pub channels_last: bool,
+    /// What its passes compute in; the tensors are 32-bit floats either way.
+    pub precision: Precision,
 }
 
 impl Partition {
@@ -76,6 +80,8 @@ impl Partition {
             portals: Portals::new(id, partitions, how.skips),
             first: id.index() == 0,
             last: id.index() + 1 == partitions,
+            device: how.device,
+            precision: how.precision,
             norms: DeferredBatchNorm::default(),
         })
     }
@@ -90,6 +96,11 @@ impl Partition {
         self.last
     }
 
+    /// What a forward pass, its loss included, has to be inside of.
+    pub fn autocast(&self) -> Result<Autocast, Fault> {
+        Autocast::enter(self.precision, self.device)
+    }
+
     /// The edges to other partitions.
     pub fn portals(&self) -> &Portals {
         &self.portals
@@ -101,11 +112,12 @@ impl Partition {
             parcels => {
                 let (input, skips) = self.portals.unpack(parcels)?;
                 let fits = |(tensor, shape): (&Tensor, &SampleShape)| {
-                    tensor.kind() == shape.kind && tensor.size().get(1..) == Some(&shape.dims[..])
+                    self.precision.allows(shape.kind, tensor.kind()) && tensor.size().get(1..) == Some(&shape.dims[..])
                 };
                 if input.len() != self.input.len() || !input.iter().zip(&self.input).all(fits) {
                     let got: Vec<_> = input.iter().map(|t| (t.size(), t.kind())).collect();
-                    return Err(Fault::protocol(format!("activations {:?} per row", self.input), format!("{got:?}")));
+                    let expected = format!("activations {:?} per row, in {}", self.input, self.precision);
+                    return Err(Fault::protocol(expected, format!("{got:?}")));
                 }
                 Ok((input, skips))
             }
@@ -116,7 +128,7 @@ impl Partition {
         self.portals.pack(output, skips)
     }
 
-    /// Runs the layers in order.
+    /// Runs the layers in order, [in the thread's precision](Self::autocast).
     pub fn forward(
         &mut self,
         passing: Passing,

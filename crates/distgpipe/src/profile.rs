@@ -1,6 +1,6 @@
 //! What each layer costs, measured on a sample: the ground on which a balance stands.
 
-use crate::engine::{self, Device, Stream};
+use crate::engine::{self, Device, Precision, Stream};
 use crate::failure::{Failure, Fault};
 use crate::job::Job;
 use crate::layer::Passing;
@@ -44,6 +44,8 @@ pub struct Options {
     pub threads: usize,
     /// Whether images lie channels-last.
     pub channels_last: bool,
+    /// In what.
+    pub precision: Precision,
     /// How often; the quickest time counts, since everything else is noise from outside.
     pub rounds: usize,
 }
@@ -51,7 +53,13 @@ pub struct Options {
 impl Options {
     /// As a job will run.
     pub fn of(job: &Job) -> Self {
-        Options { device: job.device, threads: job.threads, channels_last: job.channels_last, rounds: 3 }
+        Options {
+            device: job.device,
+            threads: job.threads,
+            channels_last: job.channels_last,
+            precision: job.precision,
+            rounds: 3,
+        }
     }
 }
 
@@ -100,6 +108,7 @@ impl<'a> Profiler<'a> {
             seed: Stream::new(0),
             device,
             channels_last: options.channels_last,
+            precision: options.precision,
         };
         let partitions = (0..model.layers.len())
             .map(|i| Partition::build(model, PartitionId::new(i), &how))
@@ -172,10 +181,12 @@ fn measure_one(
     let (input, skips) = partition.unpack(&arrived)?;
     engine::peak_bytes(device, METER);
     let before = engine::peak_bytes(device, METER);
+    let casting = partition.autocast()?;
     let start = Instant::now();
     let (output, skips) = partition.forward(Passing::Train, MicroBatchId(0), Stream::new(0), input, skips)?;
     synchronize(device);
     let forward_s = start.elapsed().as_secs_f64();
+    drop(casting);
     let held_bytes = engine::peak_bytes(device, METER).saturating_sub(before);
     let parcels =
         if partition.is_last() { vec![(PartitionId(u32::MAX), output)] } else { partition.pack(output, skips)? };

@@ -142,6 +142,11 @@ impl InFlight {
                     }
                     for (tensor, gradient) in tensors.into_iter().zip(gradients) {
                         if let (true, Some(gradient)) = (tensor.requires_grad(), gradient) {
+                            if gradient.kind() != tensor.kind() {
+                                // libtorch would cast it without a word.
+                                let expected = format!("a gradient of {:?} from partition {to}", tensor.kind());
+                                return Err(Fault::protocol(expected, format!("{:?}", gradient.kind())));
+                            }
                             roots.push((tensor, Some(gradient)));
                         }
                     }
@@ -179,6 +184,7 @@ fn run(
     arrived: &[Parcel],
     goal: Option<&Goal>,
 ) -> Result<(Vec<Parcel>, Forwarded), Fault> {
+    let _casting = partition.autocast()?;
     let (input, skips) = partition.unpack(arrived)?;
     let versions = || arrived.iter().flat_map(|(_, tensors)| tensors).map(engine::version).collect::<Vec<_>>();
     let before = versions();

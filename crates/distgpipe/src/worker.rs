@@ -134,6 +134,7 @@ impl Active {
             seed: stream.named("weights"),
             device,
             channels_last: job.channels_last,
+            precision: job.precision,
         };
         let partitions = plan
             .placement()

@@ -88,7 +88,7 @@ fn a_mask_of_integers_goes_raw_beside_encoded_activations() {
         .unwrap();
     let traffic = sent(&pipeline.train_step(&profile::sample(&model, 4, 1).unwrap()).unwrap(), Pass::Forward);
     assert_eq!((traffic.tensors, traffic.sent_raw), (4, 2));
-    assert!(traffic.refusals["type"].contains("expected an F32 tensor for codec"));
+    assert!(traffic.refusals["type"].contains("expected an F32, F16 or BF16 tensor for codec"));
 }
 
 #[test]

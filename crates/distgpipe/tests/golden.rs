@@ -3,7 +3,7 @@
 //! Each figure is a float64 result; the files also say how far PyTorch's own float32 run is from it. Ours may be a few
 //! times that far, because kernels add in another order, and no more.
 
-use distgpipe::engine;
+use distgpipe::engine::{self, Precision};
 use distgpipe::layer::Role;
 use distgpipe::model::Recipe;
 use distgpipe::models::{self, Mlp, MobileNetV2};
@@ -170,8 +170,9 @@ fn median_deviation(group: &Value) -> f64 {
     all.get(all.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// Holds a model against scripts/golden_models.py's figures: outputs, loss, every gradient and every buffer.
-fn check(file: &str) {
+/// Holds a model against the figures of scripts/golden_models.py or golden_bf16.py: outputs, loss, every gradient and every
+/// buffer. Gives each gradient's distance to the truth as a multiple of PyTorch's, sorted.
+fn check(file: &str) -> Vec<f64> {
     let facts = json(file);
     let seed = facts["seed"].as_u64().unwrap();
     let recipe = Recipe { name: facts["model"].as_str().unwrap().to_owned(), settings: facts["settings"].clone() };
@@ -190,6 +191,7 @@ fn check(file: &str) {
         .schedule(Schedule::GPipe)
         .recompute(Recompute::Always)
         .loss(if classifies { Loss::CrossEntropy } else { Loss::MeanSquared })
+        .precision(facts["precision"].as_str().map_or(Precision::Fp32, |text| text.parse().unwrap()))
         // The parameters must not move, the batch norms' statistics must.
         .optimizer(Optim::sgd(0.0), 0.0)
         .build()
@@ -215,7 +217,7 @@ fn check(file: &str) {
 
     pipeline.train_step(&batch).unwrap();
     let state = pipeline.state().unwrap();
-    let mut compared = 0;
+    let (mut compared, mut multiples) = (0, Vec::new());
     for spec in specs.iter().filter(|spec| spec.kind == Kind::Float) {
         let (group, got) = match spec.role {
             Role::Parameter => ("gradients", &gradients[&spec.name]),
@@ -223,13 +225,27 @@ fn check(file: &str) {
         };
         let kept = &facts[group][&spec.name];
         // A tensor that PyTorch happened to round well may be rounded as most are.
-        let limit = TIMES * kept["deviation"].as_f64().unwrap().max(median_deviation(&facts[group]));
+        let deviation = kept["deviation"].as_f64().unwrap();
+        let limit = TIMES * deviation.max(median_deviation(&facts[group]));
+        assert_eq!(got.kind(), Kind::Float, "{file}: {}", spec.name);
         let gap = gap_to_digest(&spec.name, got, kept);
+        if spec.role == Role::Parameter {
+            multiples.push(gap / deviation.max(f64::MIN_POSITIVE));
+        }
         assert!(gap <= limit, "{file}: {group} {} is off by {gap:e}, allowed {limit:e}", spec.name);
         compared += 1;
     }
     let kept = ["gradients", "buffers"].map(|group| facts[group].as_object().unwrap().len());
     assert_eq!(compared, kept.iter().sum::<usize>(), "{file}: tensors that only PyTorch has");
+    multiples.sort_by(f64::total_cmp);
+    multiples
+}
+
+/// The same under autocast: as far from the truth as bfloat16 takes PyTorch, and no nearer either.
+fn check_bf16(file: &str) {
+    let multiples = check(file);
+    let median = multiples[multiples.len() / 2];
+    assert!((0.1..=1.5).contains(&median), "{file}: gradients are {median} times as far off as PyTorch's");
 }
 
 #[test]
@@ -260,6 +276,21 @@ fn unet_has_the_outputs_and_gradients_of_pytorch() {
 #[test]
 fn roberta_has_the_outputs_and_gradients_of_hugging_faces_definition() {
     check("roberta.json");
+}
+
+#[test]
+fn mlp_in_bf16_has_the_outputs_and_gradients_of_pytorchs_autocast() {
+    check_bf16("mlp_bf16.json");
+}
+
+#[test]
+fn mobilenet_v2_in_bf16_has_the_outputs_gradients_and_buffers_of_pytorchs_autocast() {
+    check_bf16("mobilenet_v2_bf16.json");
+}
+
+#[test]
+fn roberta_in_bf16_has_the_outputs_and_gradients_of_pytorchs_autocast() {
+    check_bf16("roberta_bf16.json");
 }
 
 #[test]

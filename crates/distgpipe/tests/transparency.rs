@@ -30,6 +30,31 @@ fn amoebanet_d_is_transparent_between_threads() {
 }
 
 #[test]
+fn mobilenet_v2_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("mobilenet_v2", |_| Workers::Threads);
+}
+
+#[test]
+fn unet_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("unet", |_| Workers::Threads);
+}
+
+#[test]
+fn roberta_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("roberta", |_| Workers::Threads);
+}
+
+#[test]
+fn amoebanet_d_in_bf16_is_transparent_between_threads() {
+    matrix::check_model_in_bf16("amoebanet_d", |_| Workers::Threads);
+}
+
+#[test]
+fn every_model_in_bf16_may_be_cut_after_any_layer() {
+    matrix::check_every_cut_in_bf16(|_| Workers::Threads);
+}
+
+#[test]
 fn every_model_may_be_cut_after_any_layer() {
     matrix::check_every_cut(|_| Workers::Threads);
 }
@@ -49,6 +74,14 @@ fn with_a_codec_a_pipeline_is_one_device_that_rounds_at_the_cuts() {
 fn evaluating_in_between_changes_nothing_whatever_the_codec() {
     for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
         let learned = |evaluate| coded::learned(coded::codecs(text, text), Workers::Threads, evaluate);
+        one_device::assert_identical(text, &learned(true), &learned(false));
+    }
+}
+
+#[test]
+fn evaluating_in_between_changes_nothing_in_bf16_either() {
+    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+        let learned = |evaluate| coded::learned_in_bf16(coded::codecs(text, text), Workers::Threads, evaluate);
         one_device::assert_identical(text, &learned(true), &learned(false));
     }
 }

@@ -96,6 +96,7 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
         return report::print_json(&json!({
             "model": args.model,
             "rows": args.sample.rows,
+            "precision": args.sample.precision,
             "micro_batches": args.chunks,
             "balance": best.balance.sizes(),
             "partitions": best.json(),

@@ -159,7 +159,9 @@ impl<'a> Trial<'a> {
         if args.channels_last {
             samples = samples.into_iter().map(Sample::channels_last).collect();
             if samples.iter().all(|sample| sample.layout != Layout::ChannelsLast) {
-                return Err(usage("--channels-last: expected an F32 tensor of four dimensions, got none: remove it"));
+                return Err(usage(
+                    "--channels-last: expected a tensor of floats with four dimensions, got none: remove it",
+                ));
             }
         }
         let chosen = distinct(&args.codec);
@@ -411,7 +413,7 @@ Examples:
   What a model's output is worth after such a link, with a script of your own:
       distgpipe codecs --input in.safetensors --codec tile:4 --write-decoded out.safetensors --json
 
-Codecs take F32. Other tensors go raw, and so does one that a codec has no numbers for, such as one with a NaN: a link \
+Codecs take F32, F16 and BF16. Other tensors go raw, and so does one that a codec has no numbers for, such as one with a NaN: a link \
 does the same. docs/codecs.md has the formulas."
     )
 }

@@ -8,7 +8,7 @@ use crate::report::units;
 use distgpipe::engine::Device;
 use distgpipe::model::LayerSummary;
 use distgpipe::profile::{self, LayerCost};
-use distgpipe::{models, Model, SampleShape};
+use distgpipe::{models, Model, Precision, SampleShape};
 use serde_json::json;
 
 /// Flags of `distgpipe models`.
@@ -47,6 +47,9 @@ pub struct SampleArgs {
     /// Where to measure: cpu, cuda:N or auto
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: Device,
+    /// What to measure in: fp32 or bf16
+    #[arg(long, value_name = "fp32|bf16", default_value_t = Precision::Fp32)]
+    pub precision: Precision,
 }
 
 impl SampleArgs {
@@ -57,7 +60,13 @@ impl SampleArgs {
         }
         self.device.open().map_err(|e| usage(format!("--device: {e}")))?;
         let sample = profile::sample(model, self.rows, 0)?;
-        let options = profile::Options { device: self.device, threads: self.threads, channels_last: true, rounds: 5 };
+        let options = profile::Options {
+            device: self.device,
+            threads: self.threads,
+            channels_last: true,
+            precision: self.precision,
+            rounds: 5,
+        };
         Ok(profile::measure(model, &sample, &options)?)
     }
 }
@@ -120,6 +129,7 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
             "parameters": model.parameters(),
             "multiply_adds": layers.iter().map(|layer| layer.multiply_adds).sum::<u64>(),
             "rows": costs.as_ref().map(|_| args.sample.rows),
+            "precision": costs.as_ref().map(|_| args.sample.precision),
             "layers": layers.iter().enumerate().map(|(i, layer)| layer_json(layer, costs.as_ref().and_then(|c| c.get(i)))).collect::<Vec<_>>(),
         }));
     }
@@ -140,7 +150,8 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
             .join(" "),
     ));
     if args.profile {
-        text.push_str(&format!("times and memory for {} rows, the quickest of 5 rounds\n", args.sample.rows));
+        let SampleArgs { rows, precision, .. } = &args.sample;
+        text.push_str(&format!("times and memory for {rows} rows in {precision}, the quickest of 5 rounds\n"));
     }
     report::print(&text)
 }

@@ -90,6 +90,7 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         balance,
         placement: placed,
         micro_batches: plan.micro_batches(),
+        precision: config.flags.precision.unwrap_or_default(),
         summary,
     };
     if let Some(log) = log {
@@ -109,7 +110,8 @@ fn unwrapped(error: TrainError) -> anyhow::Error {
 fn headline(config: &RunConfig, model: &str, balance: &[usize], placed: &[String]) -> String {
     let layers: Vec<String> = balance.iter().map(ToString::to_string).collect();
     format!(
-        "{model}: {} parameters in {} layers, cut {} on {}; {} rows to learn from",
+        "{model}{}: {} parameters in {} layers, cut {} on {}; {} rows to learn from",
+        report::run::unless_fp32(config.flags.precision.unwrap_or_default()),
         units::count(config.model.parameters()),
         config.model.layers.len(),
         layers.join(","),

@@ -5,6 +5,7 @@ use super::{carried, units};
 use distgpipe::core::schedule::{simulate, Costs, Plan};
 use distgpipe::trace::Phase;
 use distgpipe::trainer::{EpochSummary, RunSummary};
+use distgpipe::Precision;
 use serde::Serialize;
 
 /// What `--json` prints and summary.json holds.
@@ -22,6 +23,8 @@ pub struct RunReport {
     pub placement: Vec<String>,
     /// Per batch.
     pub micro_batches: usize,
+    /// What was computed in.
+    pub precision: Precision,
     /// What came of it.
     #[serde(flatten)]
     pub summary: RunSummary,
@@ -174,8 +177,9 @@ impl RunReport {
         let summary = &self.summary;
         match (summary.samples_per_s_median, summary.samples_per_s_mean) {
             (Some(median), Some(mean)) => format!(
-                "{} samples/s ({} on average over {} steps, {} of warm-up left out); {} in all, {} of it waiting for data\n",
+                "{} samples/s{} ({} on average over {} steps, {} of warm-up left out); {} in all, {} of it waiting for data\n",
                 units::rate(median),
+                unless_fp32(self.precision),
                 units::rate(mean),
                 summary.steps - summary.warm_up_steps,
                 summary.warm_up_steps,
@@ -190,6 +194,14 @@ impl RunReport {
 /// F1 and Matthews correlation of a test with two classes. With more, accuracy says most, and the JSON has these too.
 pub fn two_class_scores(epoch: &EpochSummary) -> Option<(f64, f64)> {
     epoch.test_f1.zip(epoch.test_matthews).filter(|_| epoch.test_classes == Some(2))
+}
+
+/// ` in bf16`; nothing for what everybody expects.
+pub fn unless_fp32(precision: Precision) -> String {
+    match precision {
+        Precision::Fp32 => String::new(),
+        other => format!(" in {other}"),
+    }
 }
 
 /// A plan's picture, as if every forward took as long and every backward twice that.

@@ -130,7 +130,7 @@ pub(super) fn f16_from_f32(value: f32) -> u16 {
 
 /// The value of a half-precision number.
 #[inline(always)]
-pub(super) fn f32_from_f16(half: u16) -> f32 {
+pub fn f32_from_f16(half: u16) -> f32 {
     let sign = u32::from(half & 0x8000) << 16;
     let magnitude = u32::from(half & 0x7fff) << 13;
     let normal = magnitude + (112 << 23);
@@ -152,8 +152,9 @@ pub(super) fn bf16_from_f32(value: f32) -> u16 {
     (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
+/// The value of a bfloat16 number.
 #[inline(always)]
-pub(super) fn f32_from_bf16(half: u16) -> f32 {
+pub fn f32_from_bf16(half: u16) -> f32 {
     f32::from_bits(u32::from(half) << 16)
 }
 

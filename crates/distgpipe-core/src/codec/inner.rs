@@ -3,7 +3,7 @@
 //! There are two of it, because one codec is either an encoder or a decoder: at the sending end the second decodes what
 //! the first has made, so that the sender knows what the receiver has; at the receiving end it decodes what comes.
 
-use super::{parse, Arguments, Codec, CodecError, CodecId, Context, Crew, TensorView};
+use super::{parse_f32, Arguments, Codec, CodecError, CodecId, Context, Crew, TensorView};
 use crate::wire::{DType, Shape, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
@@ -18,11 +18,11 @@ impl Inner {
     pub fn parse(wrapper: &'static str, expected: &'static str, arguments: Arguments<'_>) -> Result<Self, CodecError> {
         let given = arguments.parameter.unwrap_or("");
         let text = arguments.inner.ok_or_else(|| CodecError::parameter(wrapper, expected, given))?;
-        let encoder = parse(text)?;
+        let encoder = parse_f32(text)?;
         if [CodecId::Raw, CodecId::Feedback, CodecId::Delta].contains(&encoder.id()) {
             return Err(CodecError::Inner { codec: wrapper, got: super::beginning(text) });
         }
-        Ok(Inner { encoder, decoder: parse(text)? })
+        Ok(Inner { encoder, decoder: parse_f32(text)? })
     }
 
     pub fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize {

@@ -7,6 +7,8 @@ use torch_sys::C_tensor;
 
 extern "C" {
     fn dg_backward(outputs: *const *const C_tensor, gradients: *const *const C_tensor, count: usize) -> *mut c_char;
+    fn dg_autocast_enter(cuda: bool, before: *mut Casting) -> *mut c_char;
+    fn dg_autocast_leave(before: *const Casting);
     fn dg_grad(tensor: *const C_tensor) -> *mut C_tensor;
     fn dg_clear_grad(tensor: *const C_tensor);
     fn dg_version(tensor: *const C_tensor) -> i64;
@@ -68,6 +70,28 @@ pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), String> {
         outputs.iter().map(|(_, g)| g.as_ref().map_or(std::ptr::null(), Tensor::as_ptr)).collect();
     // SAFETY: both arrays hold `outputs.len()` pointers to tensors that outlive the call; the shim only copies handles.
     outcome(unsafe { dg_backward(outs.as_ptr(), grads.as_ptr(), outputs.len()) })
+}
+
+/// How a thread cast before `autocast_enter`, in the order of the shim's `dg_casting`.
+#[repr(C)]
+#[derive(Default)]
+pub struct Casting {
+    cuda: bool,
+    enabled: bool,
+    dtype: c_int,
+    cache: bool,
+}
+
+pub fn autocast_enter(cuda: bool) -> Result<Casting, String> {
+    let mut before = Casting::default();
+    // SAFETY: the shim sets thread-locals of libtorch, and writes to a struct that has its layout.
+    outcome(unsafe { dg_autocast_enter(cuda, &mut before) })?;
+    Ok(before)
+}
+
+pub fn autocast_leave(before: &Casting) {
+    // SAFETY: sets thread-locals; the struct is one that `autocast_enter` has filled.
+    unsafe { dg_autocast_leave(before) }
 }
 
 pub fn grad(tensor: &Tensor) -> Option<Tensor> {

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -128,6 +129,36 @@ char *dg_backward(at::Tensor **outputs, at::Tensor **gradients, size_t count) {
       grads.push_back(gradients[i] ? *gradients[i] : at::Tensor());
     }
     torch::autograd::backward(outs, grads);
+  });
+}
+
+// How a thread casts: what `dg_autocast_enter` found, for `dg_autocast_leave` to put back.
+struct dg_casting {
+  bool cuda;
+  bool enabled;
+  int dtype;
+  bool cache;
+};
+
+// From here on this thread computes as under torch.autocast(…, bfloat16, cache_enabled=False).
+char *dg_autocast_enter(bool cuda, dg_casting *before) {
+  return guarded([&] {
+    auto type = cuda ? at::kCUDA : at::kCPU;
+    *before = dg_casting{cuda, at::autocast::is_autocast_enabled(type),
+                         static_cast<int>(at::autocast::get_autocast_dtype(type)),
+                         at::autocast::is_autocast_cache_enabled()};
+    at::autocast::set_autocast_dtype(type, at::kBFloat16);
+    at::autocast::set_autocast_cache_enabled(false);
+    at::autocast::set_autocast_enabled(type, true);
+  });
+}
+
+void dg_autocast_leave(const dg_casting *before) {
+  guarded([&] {
+    auto type = before->cuda ? at::kCUDA : at::kCPU;
+    at::autocast::set_autocast_enabled(type, before->enabled);
+    at::autocast::set_autocast_cache_enabled(before->cache);
+    at::autocast::set_autocast_dtype(type, static_cast<at::ScalarType>(before->dtype));
   });
 }
 

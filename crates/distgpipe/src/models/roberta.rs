@@ -333,7 +333,9 @@ impl Piece {
         let mixed = if context.training() && dropout > 0.0 {
             // Written out, because libtorch's fused attention draws its dropout from the global generator.
             let scores = query.f_matmul(&key.f_transpose(-2, -1)?)?.f_div_scalar((width as f64).sqrt())?;
-            let scores = scores.f_masked_fill(&hidden_keys, f64::from(f32::MIN))?;
+            // The least number that the scores' type has: bfloat16 ends a little before 32-bit floats do.
+            let least = f32::from_bits(if scores.kind() == Kind::BFloat16 { 0xff7f_0000 } else { f32::MIN.to_bits() });
+            let scores = scores.f_masked_fill(&hidden_keys, f64::from(least))?;
             let weights = context.dropout(scores.f_softmax(-1, None)?, dropout)?;
             weights.f_matmul(&value)?
         } else {

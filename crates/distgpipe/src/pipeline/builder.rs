@@ -2,7 +2,7 @@
 
 use super::{Batch, Pipeline};
 use crate::codecs::{Codecs, CodecsError};
-use crate::engine::{self, Device};
+use crate::engine::{self, Device, Precision};
 use crate::failure::Failure;
 use crate::job::Job;
 use crate::launch::{self, Workers};
@@ -90,6 +90,7 @@ impl Builder {
             device: Device::Cpu,
             threads: 1,
             channels_last: true,
+            precision: Precision::default(),
             trace: false,
             timeouts: Timeouts::default(),
             faults: String::new(),
@@ -197,6 +198,13 @@ impl Builder {
     /// Whether images lie channels-last, which is faster; on by default.
     pub fn channels_last(mut self, channels_last: bool) -> Self {
         self.job.channels_last = channels_last;
+        self
+    }
+
+    /// What the workers compute in; 32-bit floats by default. With [`Precision::Bf16`] every forward pass is under libtorch's
+    /// autocast: what crosses between partitions, and what [`Pipeline::predict`] gives, is of the type the layers make.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.job.precision = precision;
         self
     }
 

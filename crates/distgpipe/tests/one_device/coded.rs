@@ -1,7 +1,7 @@
 //! Links with a codec, run by every transport: what a pipeline computes is what one device computes that rounds at the
 //! cuts.
 
-use crate::one_device::{assert_identical, subjects, Subject, Tensors};
+use crate::one_device::{assert_identical, in_bf16, subjects, Subject, Tensors};
 use distgpipe::codecs::Codecs;
 use distgpipe::core::codec::{self, Codec, Context, TensorView};
 use distgpipe::core::microbatch::MicroBatches;
@@ -10,7 +10,7 @@ use distgpipe::core::schedule::Pass;
 use distgpipe::core::skip::{SkipLayout, SkipUse};
 use distgpipe::core::wire::{self, DType, Shape, TensorMeta, HEADER_BYTES};
 use distgpipe::core::{MicroBatchId, PartitionId};
-use distgpipe::engine::{self, Layout, Stream};
+use distgpipe::engine::{self, Autocast, Layout, Stream};
 use distgpipe::layer::{Passing, Role};
 use distgpipe::partition::{Building, Partition};
 use distgpipe::tch::{Device, Kind, Tensor};
@@ -46,7 +46,14 @@ impl Rounding {
         let uses: Vec<SkipUse> = subject.model.layers.iter().map(|l| l.skips()).collect();
         let skips = SkipLayout::new(&uses, balance).unwrap();
         let seed = Stream::new(SEED).named("weights");
-        let how = Building { balance, skips: &skips, seed, device: Device::Cpu, channels_last: true };
+        let how = Building {
+            balance,
+            skips: &skips,
+            seed,
+            device: Device::Cpu,
+            channels_last: true,
+            precision: subject.precision,
+        };
         let ids = (0..balance.partitions()).map(PartitionId::new);
         let partitions = ids.map(|p| Partition::build(&subject.model, p, &how).unwrap()).collect();
         let mut codecs = BTreeMap::new();
@@ -66,9 +73,11 @@ impl Rounding {
             let slice = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
             let inputs: Vec<Tensor> =
                 batch.inputs.iter().map(|t| distgpipe::recompute::for_convolutions(slice(t)).unwrap()).collect();
+            let casting = Autocast::enter(subject.precision, Device::Cpu).unwrap();
             let (arrived, made) = self.forward(m, inputs);
             let last = made.last().unwrap();
             let of_rows = subject.loss.compute(&last[0], &slice(&batch.target)).unwrap();
+            drop(casting);
             loss += f64::try_from(&of_rows).unwrap() * range.len() as f64;
             (of_rows * rows.share(m)).backward();
             for cut in (0..self.partitions.len() - 1).rev() {
@@ -105,8 +114,11 @@ impl Rounding {
         (arrived, made)
     }
 
-    /// A tensor as it comes out at the other end.
+    /// A tensor as it comes out at the other end: rounded as floats, and then to what it was.
     fn round(&mut self, at: (Pass, usize), tensor: &Tensor) -> Tensor {
+        if tensor.kind() == Kind::BFloat16 && self.codecs[&at].id() != codec::CodecId::Raw {
+            return self.round(at, &tensor.to_kind(Kind::Float)).to_kind(Kind::BFloat16);
+        }
         let bytes = engine::bytes(tensor).unwrap().to_vec();
         let codec = self.codecs.get_mut(&at).unwrap();
         if tensor.kind() != Kind::Float || codec.id() == codec::CodecId::Raw {
@@ -140,6 +152,7 @@ fn pipeline(subject: &Subject, balance: &Balance, codecs: Codecs, workers: Worke
         .micro_batches(MICRO_BATCHES)
         .schedule(Schedule::OneFOneB)
         .loss(subject.loss)
+        .precision(subject.precision)
         .seed(SEED)
         .codecs(codecs)
         .workers(workers)
@@ -153,12 +166,13 @@ pub fn codecs(forward: &str, backward: &str) -> Codecs {
 
 /// Gradients, loss and counted bytes are those of one device that rounds at the cuts, bit for bit.
 pub fn check_rounding(workers: impl Fn() -> Workers) {
-    for subject in subjects().iter().filter(|s| ["mobilenet_v2", "roberta"].contains(&s.name)) {
+    let all = subjects().into_iter().chain(in_bf16(subjects()));
+    for subject in &all.filter(|s| ["mobilenet_v2", "roberta"].contains(&s.name)).collect::<Vec<_>>() {
         let layers = subject.model.layers.len();
         let balance = Balance::new(vec![1, layers - 2, 1]).unwrap();
         let batch = subject.batch(ROWS, 1);
         for (forward, backward) in PAIRS {
-            let what = format!("{} {forward} {backward}", subject.name);
+            let what = format!("{} in {} {forward} {backward}", subject.name, subject.precision);
             let mut rounding = Rounding::new(subject, &balance, forward, backward);
             let (loss, gradients) = rounding.gradients(subject, &batch);
             let workers = workers();
@@ -177,8 +191,15 @@ pub fn check_rounding(workers: impl Fn() -> Workers) {
 
 /// The parameters after a few steps, with an evaluation in between or not.
 pub fn learned(codecs: Codecs, workers: Workers, evaluate: bool) -> Tensors {
-    let subjects = subjects();
-    let subject = &subjects[0];
+    learned_by(&subjects()[0], codecs, workers, evaluate)
+}
+
+/// The same under autocast.
+pub fn learned_in_bf16(codecs: Codecs, workers: Workers, evaluate: bool) -> Tensors {
+    learned_by(&in_bf16(subjects())[0], codecs, workers, evaluate)
+}
+
+fn learned_by(subject: &Subject, codecs: Codecs, workers: Workers, evaluate: bool) -> Tensors {
     let balance = Balance::new(vec![1, subject.model.layers.len() - 2, 1]).unwrap();
     let mut pipeline = pipeline(subject, &balance, codecs, workers);
     for step in 0..4 {

@@ -1,6 +1,6 @@
 //! The matrix of law 1, run by every transport.
 
-use crate::one_device::{assert_identical, every_kind, subjects, OneDevice, Subject, Tensors};
+use crate::one_device::{assert_identical, every_kind, in_bf16, subjects, OneDevice, Subject, Tensors};
 use distgpipe::transport::Timeouts;
 use distgpipe::{Optim, Pipeline, Recompute, Schedule, Workers};
 use std::collections::BTreeMap;
@@ -33,16 +33,38 @@ fn truth(subject: &Subject, (rows, micro_batches): (i64, usize), schedule: Sched
 
 /// Checks one model in every combination; `workers` says where the workers of a placement run.
 pub fn check_model(name: &str, workers: impl Fn(usize) -> Workers) {
-    let all = subjects();
-    let subject = all.iter().find(|s| s.name == name).expect("a model of the matrix");
-    for batch in BATCHES {
+    check_combinations(&of_name(subjects(), name), &PLACEMENTS, &BATCHES, &RECOMPUTES, workers);
+}
+
+/// The same under autocast, with the cuts and batches at which something could differ.
+pub fn check_model_in_bf16(name: &str, workers: impl Fn(usize) -> Workers) {
+    let subject = of_name(in_bf16(subjects()), name);
+    let [plain, cast] = [&of_name(subjects(), name), &subject].map(|s| truth(s, BATCHES[1], Schedule::GPipe).loss);
+    assert!(plain != cast && (plain - cast).abs() < 0.1 * plain, "{name}: loss {plain}, under autocast {cast}");
+    let placements = ["a,b", "a,b,c", "client,server,client"];
+    check_combinations(&subject, &placements, &BATCHES[1..], &[Recompute::Never, Recompute::Always], workers);
+}
+
+fn of_name(all: Vec<Subject>, name: &str) -> Subject {
+    all.into_iter().find(|s| s.name == name).expect("a model of the matrix")
+}
+
+fn check_combinations(
+    subject: &Subject,
+    placements: &[&str],
+    batches: &[(i64, usize)],
+    recomputes: &[Recompute],
+    workers: impl Fn(usize) -> Workers,
+) {
+    let name = subject.name;
+    for &batch in batches {
         for backward_first in [Schedule::GPipe, Schedule::OneFOneB] {
             let truth = truth(subject, batch, backward_first);
             for schedule in
                 Schedule::ALL.into_iter().filter(|&s| (s == Schedule::GPipe) == (backward_first == Schedule::GPipe))
             {
-                for placement in PLACEMENTS {
-                    for recompute in RECOMPUTES {
+                for placement in placements {
+                    for &recompute in recomputes {
                         let what = format!("{name} {schedule} {placement} {recompute} {batch:?}");
                         check_one(subject, &truth, &what, (schedule, placement, recompute, batch), &workers);
                     }
@@ -63,6 +85,7 @@ fn check_one(subject: &Subject, truth: &Truth, what: &str, case: Case<'_>, worke
         .schedule(schedule)
         .recompute(recompute)
         .loss(subject.loss)
+        .precision(subject.precision)
         .optimizer(Optim::sgd(0.9), 0.1)
         .seed(SEED)
         .timeouts(Timeouts { stall_s: 20.0, ..Timeouts::default() })
@@ -84,7 +107,16 @@ fn check_one(subject: &Subject, truth: &Truth, what: &str, case: Case<'_>, worke
 
 /// Two partitions of every model, cut after each of its layers in turn: skips, second states and masks cross there.
 pub fn check_every_cut(workers: impl Fn(usize) -> Workers) {
-    for subject in every_kind() {
+    check_cuts(every_kind(), workers);
+}
+
+/// The same under autocast, where the types of what crosses differ from cut to cut.
+pub fn check_every_cut_in_bf16(workers: impl Fn(usize) -> Workers) {
+    check_cuts(in_bf16(every_kind()), workers);
+}
+
+fn check_cuts(subjects: Vec<Subject>, workers: impl Fn(usize) -> Workers) {
+    for subject in subjects {
         let batch = subject.batch(5, 1);
         let (loss, expected) = OneDevice::new(&subject, SEED).gradients(&batch, 2, Schedule::OneFOneB);
         let layers = subject.model.layers.len();
@@ -97,6 +129,7 @@ pub fn check_every_cut(workers: impl Fn(usize) -> Workers) {
                 // One micro-batch is recomputed, the other kept.
                 .recompute(Recompute::ExceptLast)
                 .loss(subject.loss)
+                .precision(subject.precision)
                 .seed(SEED)
                 .workers(workers(2))
                 .build()

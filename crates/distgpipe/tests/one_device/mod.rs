@@ -5,7 +5,7 @@ use distgpipe::core::microbatch::MicroBatches;
 use distgpipe::core::partition::Balance;
 use distgpipe::core::skip::{SkipLayout, SkipUse};
 use distgpipe::core::{MicroBatchId, PartitionId};
-use distgpipe::engine::{self, Layout, Stream};
+use distgpipe::engine::{self, Autocast, Layout, Precision, Stream};
 use distgpipe::layer::{Passing, Role};
 use distgpipe::models::{AmoebaNetD, MobileNetV2, ResNet, Roberta, UNet, Vgg13};
 use distgpipe::partition::{Building, Partition};
@@ -20,10 +20,13 @@ pub struct Subject {
     pub name: &'static str,
     pub model: Model,
     pub loss: Loss,
+    /// What one device and the pipelines compute in.
+    pub precision: Precision,
 }
 
 /// The models of the matrix: with dropout, batch norm, long skips, a mask that goes along, and two states that do.
 pub fn subjects() -> Vec<Subject> {
+    let precision = Precision::Fp32;
     let mobilenet = MobileNetV2 { width: 0.25, image: 16, strides: [1, 1, 2, 2, 1, 1, 2, 1], ..MobileNetV2::default() };
     let unet = UNet { convolutions: 2, channels: 4, depth: 2, image: 10, dropout: 0.1 };
     let roberta = Roberta {
@@ -39,10 +42,10 @@ pub fn subjects() -> Vec<Subject> {
     };
     let amoebanet_d = AmoebaNetD { layers: 3, filters: 8, classes: 10, image: 32 };
     vec![
-        Subject { name: "mobilenet_v2", model: mobilenet.model().unwrap(), loss: Loss::CrossEntropy },
-        Subject { name: "unet", model: unet.model().unwrap(), loss: Loss::MeanSquared },
-        Subject { name: "roberta", model: roberta.model().unwrap(), loss: Loss::CrossEntropy },
-        Subject { name: "amoebanet_d", model: amoebanet_d.model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "mobilenet_v2", model: mobilenet.model().unwrap(), loss: Loss::CrossEntropy, precision },
+        Subject { name: "unet", model: unet.model().unwrap(), loss: Loss::MeanSquared, precision },
+        Subject { name: "roberta", model: roberta.model().unwrap(), loss: Loss::CrossEntropy, precision },
+        Subject { name: "amoebanet_d", model: amoebanet_d.model().unwrap(), loss: Loss::CrossEntropy, precision },
     ]
 }
 
@@ -50,13 +53,18 @@ pub fn subjects() -> Vec<Subject> {
 pub fn every_kind() -> Vec<Subject> {
     let resnet = |depth| ResNet { depth, classes: 10, image: 32, width: 4 };
     let vgg = Vgg13 { classes: 10, image: 32, width: 4, hidden: 16, dropout: 0.5 };
-    let mut all = subjects();
+    let (mut all, precision) = (subjects(), Precision::Fp32);
     all.extend([
-        Subject { name: "resnet18", model: resnet(18).model().unwrap(), loss: Loss::CrossEntropy },
-        Subject { name: "resnet50", model: resnet(50).model().unwrap(), loss: Loss::CrossEntropy },
-        Subject { name: "vgg13", model: vgg.model().unwrap(), loss: Loss::CrossEntropy },
+        Subject { name: "resnet18", model: resnet(18).model().unwrap(), loss: Loss::CrossEntropy, precision },
+        Subject { name: "resnet50", model: resnet(50).model().unwrap(), loss: Loss::CrossEntropy, precision },
+        Subject { name: "vgg13", model: vgg.model().unwrap(), loss: Loss::CrossEntropy, precision },
     ]);
     all
+}
+
+/// Under autocast.
+pub fn in_bf16(subjects: Vec<Subject>) -> Vec<Subject> {
+    subjects.into_iter().map(|subject| Subject { precision: Precision::Bf16, ..subject }).collect()
 }
 
 impl Subject {
@@ -92,6 +100,7 @@ impl Subject {
 pub struct OneDevice {
     partition: Partition,
     loss: Loss,
+    precision: Precision,
     stream: Stream,
     step: u64,
 }
@@ -112,9 +121,11 @@ impl OneDevice {
             seed: stream.named("weights"),
             device: Device::Cpu,
             channels_last: true,
+            precision: subject.precision,
         };
         let partition = Partition::build(&subject.model, PartitionId(0), &how).unwrap();
-        OneDevice { partition, loss: subject.loss, stream: stream.named("steps"), step: 0 }
+        let (loss, precision) = (subject.loss, subject.precision);
+        OneDevice { partition, loss, precision, stream: stream.named("steps"), step: 0 }
     }
 
     /// Forward and backward of one batch, micro-batch by micro-batch, last first where the schedule goes backward so:
@@ -133,8 +144,10 @@ impl OneDevice {
             let input =
                 batch.inputs.iter().map(|t| distgpipe::recompute::for_convolutions(slice(t)).unwrap()).collect();
             let stream = self.stream.at(self.step).at(u64::from(m.0));
+            let casting = Autocast::enter(self.precision, Device::Cpu).unwrap();
             let (output, _) = self.partition.forward(Passing::Train, m, stream, input, BTreeMap::new()).unwrap();
             let loss = self.loss.compute(&output[0], &slice(&batch.target)).unwrap();
+            drop(casting);
             losses.insert(m, f64::try_from(&loss).unwrap() * range.len() as f64);
             (loss * rows.share(m)).backward();
         }
@@ -174,7 +187,7 @@ pub fn assert_identical(what: &str, got: &Tensors, expected: &Tensors) {
     assert_eq!(got.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{what}: names");
     for (name, expected) in expected {
         let got = &got[name];
-        assert_eq!(got.size(), expected.size(), "{what}: {name}");
+        assert_eq!((got.size(), got.kind()), (expected.size(), expected.kind()), "{what}: {name}");
         let same = got.eq_tensor(expected).all();
         if !bool::try_from(&same).unwrap() {
             let gap = (got.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs().max();

@@ -3,6 +3,7 @@
 
 use super::sample::Sample;
 use anyhow::Context as _;
+use distgpipe::core::codec::half::{f32_from_bf16, f32_from_f16};
 use distgpipe::core::codec::{Alone, Codec, CodecError, Context, Spec, TensorView};
 use distgpipe::core::wire::{DType, Shape, TensorMeta, HEADER_BYTES};
 use safetensors::Dtype;
@@ -40,7 +41,7 @@ pub struct Sent {
     pub refused: Option<String>,
 }
 
-/// Differences between `F32` values and what they decode to. Values of other types always go as they are and do not
+/// Differences between `F32`, `F16` or `BF16` values and what they decode to. Values of other types always go as they are and do not
 /// count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Errors {
@@ -63,9 +64,9 @@ pub struct Speed {
 
 impl Errors {
     /// Of one tensor's values and their decoded twins. What comes back bit for bit has no error, NaN included.
-    fn between(values: &[u8], decoded: &[u8]) -> Self {
-        let mut errors = Errors { values: (values.len() / 4) as u64, ..Errors::default() };
-        for (value, decoded) in floats(values).zip(floats(decoded)) {
+    fn between(dtype: DType, values: &[u8], decoded: &[u8]) -> Self {
+        let mut errors = Errors { values: (values.len() / dtype.size_bytes()) as u64, ..Errors::default() };
+        for (value, decoded) in floats(dtype, values).zip(floats(dtype, decoded)) {
             if value.is_finite() {
                 errors.squares += f64::from(value) * f64::from(value);
             }
@@ -146,13 +147,16 @@ pub fn measure(spec: &Spec, samples: &[Sample<'_>], mut keep: impl FnMut(usize, 
                 bytes += sample.bytes.len();
                 encoded.push(slot);
                 keep(slot, &link.decoded);
-                let errors = Errors::between(&sample.bytes, &link.decoded);
+                let errors = match taken(sample.dtype) {
+                    Some(dtype) => Errors::between(dtype, &sample.bytes, &link.decoded),
+                    None => Errors::default(),
+                };
                 Sent { raw_bytes, wire_bytes: (HEADER_BYTES + link.body.len()) as u64, errors, refused: None }
             }
             Err(why) => {
-                let errors = match sample.dtype {
-                    Dtype::F32 => Errors::between(&sample.bytes, &sample.bytes),
-                    _ => Errors::default(),
+                let errors = match taken(sample.dtype) {
+                    Some(dtype) => Errors::between(dtype, &sample.bytes, &sample.bytes),
+                    None => Errors::default(),
                 };
                 let refused = Some(why).filter(|_| !spec.is_raw());
                 Sent { raw_bytes, wire_bytes: HEADER_BYTES as u64 + raw_bytes, errors, refused }
@@ -243,14 +247,14 @@ impl Link {
 
     /// Encodes into `body` and decodes into `decoded`; or says why the tensor has to go raw.
     fn send(&mut self, slot: usize, sample: &Sample<'_>) -> Result<Result<Times, String>, CodecError> {
-        if sample.dtype != Dtype::F32 {
-            return Ok(Err(format!("{:?}, codecs take F32", sample.dtype)));
-        }
+        let Some(dtype) = taken(sample.dtype) else {
+            return Ok(Err(format!("{:?}, codecs take F32, F16 and BF16", sample.dtype)));
+        };
         let shape = match Shape::new(sample.dims) {
             Ok(shape) => shape,
             Err(why) => return Ok(Err(why.to_string())),
         };
-        let (dtype, layout) = (DType::F32, sample.layout);
+        let layout = sample.layout;
         let meta = TensorMeta { dtype, layout, shape, codec: self.encoder.id() };
         let view = TensorView { dtype, dims: sample.dims, layout, bytes: &sample.bytes };
         let context = Context { slot: slot as u64, seed: slot as u64, ..Context::default() };
@@ -277,8 +281,23 @@ fn reason(error: CodecError) -> String {
     }
 }
 
-fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
-    bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+/// The type of a tensor that codecs take.
+pub fn taken(dtype: Dtype) -> Option<DType> {
+    match dtype {
+        Dtype::F32 => Some(DType::F32),
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+fn floats(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
+    bytes.chunks_exact(dtype.size_bytes()).map(move |bytes| match (dtype, bytes) {
+        (DType::F16, &[a, b]) => f32_from_f16(u16::from_ne_bytes([a, b])),
+        (_, &[a, b]) => f32_from_bf16(u16::from_ne_bytes([a, b])),
+        (_, &[a, b, c, d]) => f32::from_ne_bytes([a, b, c, d]),
+        _ => f32::NAN,
+    })
 }
 
 #[cfg(test)]
@@ -289,22 +308,26 @@ mod tests {
         values.iter().flat_map(|value| value.to_ne_bytes()).collect()
     }
 
+    fn between(values: &[u8], decoded: &[u8]) -> Errors {
+        Errors::between(DType::F32, values, decoded)
+    }
+
     #[test]
     fn errors_are_those_of_the_definition() {
-        let one = Errors::between(&bytes(&[1.0, -2.0, 0.0, 3.0]), &bytes(&[1.5, -2.0, 0.0, 2.0]));
+        let one = between(&bytes(&[1.0, -2.0, 0.0, 3.0]), &bytes(&[1.5, -2.0, 0.0, 2.0]));
         assert_eq!((one.mse(), one.relative_mse(), one.max), (1.25 / 4.0, 1.25 / 14.0, 1.0));
-        let both = Errors::sum([one, Errors::between(&bytes(&[4.0]), &bytes(&[2.0]))].iter());
+        let both = Errors::sum([one, between(&bytes(&[4.0]), &bytes(&[2.0]))].iter());
         assert_eq!((both.mse(), both.relative_mse(), both.max), (5.25 / 5.0, 5.25 / 30.0, 2.0));
     }
 
     #[test]
     fn what_comes_back_as_it_was_has_no_error_and_poisons_no_sum() {
         let odd = bytes(&[f32::NAN, f32::INFINITY, 1.0]);
-        let same = Errors::between(&odd, &odd);
+        let same = between(&odd, &odd);
         assert_eq!((same.mse(), same.relative_mse(), same.max), (0.0, 0.0, 0.0));
-        let sum = Errors::sum([same, Errors::between(&bytes(&[2.0]), &bytes(&[1.0]))].iter());
+        let sum = Errors::sum([same, between(&bytes(&[2.0]), &bytes(&[1.0]))].iter());
         assert_eq!((sum.mse(), sum.relative_mse()), (0.25, 0.2));
-        assert_eq!(Errors::between(&odd, &bytes(&[0.0; 3])).max, f64::INFINITY);
+        assert_eq!(between(&odd, &bytes(&[0.0; 3])).max, f64::INFINITY);
         assert_eq!(Errors::default().mse(), 0.0);
     }
 }

@@ -1,5 +1,6 @@
 //! The tensors that codecs are tried on: a made-up one, or those of a file.
 
+use super::measure::taken;
 use crate::exit::usage;
 use crate::report::listed;
 use crate::tensor_file::{Entry, TensorFile};
@@ -78,8 +79,8 @@ impl<'a> Sample<'a> {
     /// that has not four dimensions.
     pub fn channels_last(self) -> Self {
         match *self.dims {
-            [n, c, h, w] if self.dtype == Dtype::F32 => {
-                let bytes = transposed(&self.bytes, [n, c, h * w]).into();
+            [n, c, h, w] if taken(self.dtype).is_some() => {
+                let bytes = transposed(&self.bytes, self.dtype.size(), [n, c, h * w]).into();
                 Sample { layout: Layout::ChannelsLast, bytes, ..self }
             }
             _ => self,
@@ -94,7 +95,7 @@ impl<'a> Sample<'a> {
     /// Elements in the order of this sample, in the order of its file.
     pub fn in_file_order<'b>(&self, decoded: &'b [u8]) -> Cow<'b, [u8]> {
         match (self.layout, self.dims) {
-            (Layout::ChannelsLast, &[n, c, h, w]) => transposed(decoded, [n, h * w, c]).into(),
+            (Layout::ChannelsLast, &[n, c, h, w]) => transposed(decoded, self.dtype.size(), [n, h * w, c]).into(),
             _ => decoded.into(),
         }
     }
@@ -124,14 +125,14 @@ pub fn written(dims: &[usize], between: &str) -> String {
     dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(between)
 }
 
-/// Of each of the first dimension's matrices of 4-byte elements, the columns as rows.
-fn transposed(bytes: &[u8], [matrices, rows, columns]: [usize; 3]) -> Vec<u8> {
+/// Of each of the first dimension's matrices of elements of so many bytes, the columns as rows.
+fn transposed(bytes: &[u8], size: usize, [matrices, rows, columns]: [usize; 3]) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len());
     for matrix in 0..matrices {
         for column in 0..columns {
             for row in 0..rows {
-                let at = 4 * ((matrix * rows + row) * columns + column);
-                out.extend_from_slice(&bytes[at..at + 4]);
+                let at = size * ((matrix * rows + row) * columns + column);
+                out.extend_from_slice(&bytes[at..at + size]);
             }
         }
     }
