@@ -54,7 +54,7 @@ fn the_command_that_is_shown_is_the_recipe() {
     let command = command.as_str().expect("text").to_owned();
     let arguments: Vec<&str> = command.split(' ').skip(1).collect();
     // Far enough to know that every flag was understood, and no further.
-    let said = refused(&[&arguments[..], &["--threads", "0", "--device", "cpu"]].concat());
+    let said = refused(&[&arguments[..], &["--threads", "0"]].concat());
     assert!(said.contains("--threads 0"), "{said}");
 }
 

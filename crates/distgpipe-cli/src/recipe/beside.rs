@@ -11,6 +11,8 @@ use serde_json::Value;
 
 /// Bytes of a number.
 const NUMBER_BYTES: u64 = 4;
+/// Bytes of a GiB.
+const GIB: f64 = (1u64 << 30) as f64;
 
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -190,6 +192,9 @@ fn ours(metric: Metric, recipe: &Recipe, ran: &Ran<'_>, report: &Value) -> Ours 
         }),
         Metric::Compression => compression(ran.report),
         Metric::Bandwidth => bandwidth(ran.report),
+        // Two parts that add up are of interest where the seed has them.
+        Metric::ModelMemory if recipe.seed.model_memory.is_none() => Ours::Not(String::new()),
+        Metric::ActivationMemory if recipe.seed.activation_memory.is_none() => Ours::Not(String::new()),
         Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => memory(metric, ran),
         Metric::Parameters => Ours::number(ran.report.parameters as f64, units::count(ran.report.parameters)),
         Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => Ours::Not(String::new()),
@@ -236,7 +241,12 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
         Metric::ModelMemory => model,
         _ => peak.saturating_sub(model),
     };
-    Ours::number(bytes as f64, units::bytes(bytes as f64))
+    // Large amounts in the unit of the seeds.
+    let text = match bytes as f64 {
+        bytes if bytes >= GIB => format!("{:.2} GiB", bytes / GIB),
+        bytes => units::bytes(bytes),
+    };
+    Ours::number(bytes as f64, text)
 }
 
 /// Parameters, their gradients, and the tensors of that size which the optimizer keeps.

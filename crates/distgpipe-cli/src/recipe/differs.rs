@@ -31,6 +31,7 @@ const SILENT: [&str; 18] = [
 pub fn differences(recipe: &Recipe, run: &TrainFlags) -> anyhow::Result<Vec<String>> {
     let mut all = vec![hardware(recipe, run)];
     all.extend(weights(recipe, run));
+    all.extend(run.tokenizer.as_ref().map(|path| format!("Tokenizer: that of {}.", path.display())));
     all.extend(passes(recipe, run));
     all.extend(rows(run));
     all.extend(changed(&recipe.run, run)?);
