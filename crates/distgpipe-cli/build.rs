@@ -1,8 +1,35 @@
-//! Lets the binary find libtorch where the library was built against it.
+//! Lets the binary find libtorch where the library was built against it, and lists the recipes that go into it.
+
+use std::fmt::Write;
+use std::path::Path;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     if let Some(lib) = std::env::var_os("DEP_DISTGPIPE_ENGINE_LIBTORCH_LIB") {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.to_string_lossy());
     }
+    recipes();
+}
+
+/// Writes `recipes.rs`: name and text of every `recipes/*.toml`, by name.
+fn recipes() {
+    let directory = "../../recipes";
+    println!("cargo:rerun-if-changed={directory}");
+    let entries = std::fs::read_dir(directory).unwrap_or_else(|e| panic!("{directory}: {e}"));
+    let paths = entries.map(|entry| entry.expect("the directory can be read").path());
+    let mut names: Vec<String> = paths
+        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
+        .filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()))
+        .collect();
+    names.sort();
+    let mut list = String::from("[\n");
+    for name in names {
+        let file = format!("/{directory}/{name}.toml");
+        writeln!(list, "({name:?}, include_str!(concat!(env!(\"CARGO_MANIFEST_DIR\"), {file:?}))),")
+            .expect("a string takes any text");
+    }
+    list.push_str("]\n");
+    let out = std::env::var_os("OUT_DIR").expect("cargo says where to write");
+    let file = Path::new(&out).join("recipes.rs");
+    std::fs::write(&file, list).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
 }

@@ -402,7 +402,7 @@ impl TrainFlags {
     }
 
     /// These flags, with those of `other` above them.
-    fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
+    pub fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
         let mut set = self.set.clone();
         set.extend(other.set.iter().cloned());
         let mut table = toml::Table::try_from(&self)?;
@@ -499,7 +499,8 @@ pub fn show_defaults(arg: clap::Arg) -> clap::Arg {
     }
 }
 
-fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
+/// The flags in the text of a TOML file; errors name `path` and the key.
+pub fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
     let wrong = |why: String| usage(format!("--config {}: {why}", path.display()));
     let table: toml::Table = text.parse().map_err(|e: toml::de::Error| wrong(e.to_string()))?;
     let mut known = names();

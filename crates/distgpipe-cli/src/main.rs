@@ -9,6 +9,7 @@ mod datasets;
 mod exit;
 mod fetch;
 mod files;
+mod recipe;
 mod report;
 mod tensor_file;
 mod weights;
@@ -55,6 +56,8 @@ enum Command {
     Balance(cmd::balance::BalanceArgs),
     /// Try codecs on a tensor: bytes on the wire, errors and speeds
     Codecs(cmd::codecs::CodecsArgs),
+    /// Run the experiments that the project was asked for, each beside the figures it had there
+    Recipe(cmd::recipe::RecipeArgs),
     /// Wait for somebody who has the token, and run the partitions he sends
     Worker(cmd::worker::WorkerArgs),
 }
@@ -70,6 +73,7 @@ fn main() {
         Command::Models(args) => cmd::models::run(&args),
         Command::Balance(args) => cmd::balance::run(&args),
         Command::Codecs(args) => cmd::codecs::run(&args),
+        Command::Recipe(args) => cmd::recipe::run(args),
         Command::Worker(args) => cmd::worker::run(&args),
     })
 }

@@ -1,0 +1,205 @@
+//! `distgpipe recipe`: the seeds' experiments, listed, shown, and run beside their figures.
+
+use crate::args::TrainFlags;
+use crate::cmd::train;
+use crate::config::RunConfig;
+use crate::exit::usage;
+use crate::recipe::beside::{self, Ran};
+use crate::recipe::differs::{differences, on_cpu};
+use crate::recipe::{all, find, Method, Recipe};
+use crate::report;
+use crate::report::table::{Side, Table};
+use clap::Subcommand;
+use serde_json::json;
+
+/// Flags of `distgpipe recipe`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  distgpipe recipe list
+  distgpipe recipe show cifar10-sort8
+  distgpipe recipe run cifar10-sort8 --weights mobilenet_v2.safetensors --epochs 2 --limit 2000
+  distgpipe recipe run unet-speed-pipeline-2 --batch 8 --chunks 4 --steps 5")]
+pub struct RecipeArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// All of them, with the seed's figures
+    List {
+        /// Print as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// The seed's row, what differs here, and the command that it is
+    Show {
+        /// Which; `distgpipe recipe list` has the names
+        name: String,
+        /// Print as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Run one, and print its figures beside the seed's
+    Run(Box<RunArgs>),
+}
+
+#[derive(Debug, clap::Args)]
+struct RunArgs {
+    /// Which; `distgpipe recipe list` has the names
+    name: String,
+    /// Every flag of `distgpipe train`; it wins over the recipe's.
+    #[command(flatten)]
+    flags: TrainFlags,
+}
+
+/// Does what is asked.
+pub fn run(args: RecipeArgs) -> anyhow::Result<()> {
+    match args.what {
+        What::List { json: true } => report::print_json(&all()?),
+        What::List { json: false } => report::print(&list(&all()?)),
+        What::Show { name, json: true } => {
+            let recipe = find(&name)?;
+            let command = recipe.run.to_command()?;
+            report::print_json(&json!({ "recipe": recipe, "command": command }))
+        }
+        What::Show { name, json: false } => report::print(&show(&find(&name)?)?),
+        What::Run(args) => run_one(&find(&args.name)?, args.flags),
+    }
+}
+
+fn list(recipes: &[Recipe]) -> String {
+    let mut table = Table::new(&[
+        ("recipe", Side::Left),
+        ("model", Side::Left),
+        ("data", Side::Left),
+        ("method", Side::Left),
+        ("the seed's figures", Side::Left),
+    ]);
+    for recipe in recipes {
+        table.row(vec![
+            recipe.name.clone(),
+            recipe.run.model.clone().unwrap_or_default(),
+            recipe.run.data.map(|data| data.name()).unwrap_or_default(),
+            recipe.method.name().to_owned(),
+            recipe.seed.short(),
+        ]);
+    }
+    table.render()
+}
+
+fn show(recipe: &Recipe) -> anyhow::Result<String> {
+    let mut row = Table::new(&[("", Side::Left), ("", Side::Left)]);
+    let mut put = |name: &str, value: &str| row.row(vec![name.to_owned(), value.to_owned()]);
+    put("table", &recipe.table);
+    put("row", &recipe.seed.row);
+    put("hardware", &recipe.seed.hardware);
+    if let Some(epochs) = recipe.seed.epochs {
+        put("epochs", &epochs.to_string());
+    }
+    if let Some(activations) = &recipe.seed.activations {
+        put("over the links", activations);
+    }
+    for metric in beside::Metric::ALL {
+        if let Some(figure) = recipe.seed.figure(metric) {
+            put(metric.name(), &figure);
+        }
+    }
+    for other in &recipe.seed.also {
+        put("also", other);
+    }
+    if let Some(from) = &recipe.starts_from {
+        put("starts from", from);
+    }
+    let replica = match recipe.method {
+        Method::Pipeline => "The same as",
+        Method::DataParallel => "Data parallelism is not there yet. One replica is",
+    };
+    let mut text = format!("{}\n\n{}\n", recipe.title, row.render().trim_start());
+    if !recipe.differs.is_empty() {
+        text.push_str(&format!("What differs here, beside the hardware:\n{}\n", bullets(&recipe.differs)));
+    }
+    text.push_str(&format!("{replica}:\n\n  {}\n", recipe.run.to_command()?));
+    if recipe.starts_from.is_some() {
+        text.push_str("\nwith --weights FILE.safetensors --init-missing to start from weights that you have.\n");
+    }
+    Ok(text)
+}
+
+fn bullets(sentences: &[String]) -> String {
+    sentences.iter().map(|sentence| format!("- {sentence}\n")).collect()
+}
+
+fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
+    if recipe.method == Method::DataParallel {
+        return Err(not_yet(recipe)?);
+    }
+    let flags = recipe.with(&given.with_config()?)?;
+    let config = RunConfig::new(&flags)?;
+    let (report, _) = train::execute(&config)?;
+    let ran = Ran { report: &report, flags: &config.flags, on_cpu: on_cpu(&config.flags) };
+    let lines = beside::compare(recipe, &ran)?;
+    let differs = differences(recipe, &flags)?;
+    if config.json {
+        return report::print_json(&json!({
+            "recipe": recipe,
+            "beside": lines,
+            "differs": differs,
+            "run": report,
+        }));
+    }
+    report::print(&format!(
+        "{}\n{}: {}\n{}, {}\n\n{}\nWhat differs:\n{}",
+        report.epochs(),
+        recipe.name,
+        recipe.title,
+        recipe.table,
+        recipe.seed.row,
+        beside::table(&lines),
+        bullets(&differs)
+    ))
+}
+
+/// Why a data-parallel row cannot be run, and what can.
+fn not_yet(recipe: &Recipe) -> anyhow::Result<anyhow::Error> {
+    let beside = match &recipe.beside {
+        Some(name) => format!("the pipeline row beside it is `{name}`"),
+        None => "no pipeline row stands beside it".to_owned(),
+    };
+    Ok(usage(format!(
+        "{}: data parallelism is not there yet: the row has {} replicas with {} rows each, and nothing here adds up their \
+         gradients; {beside}; one replica alone is `{}`",
+        recipe.name,
+        recipe.replicas.unwrap_or(0),
+        recipe.run.batch.unwrap_or(0),
+        recipe.run.to_command()?
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_recipe_can_be_listed_and_shown() {
+        let recipes = all().unwrap();
+        let listed = list(&recipes);
+        for recipe in &recipes {
+            let line =
+                listed.lines().find(|line| line.split(' ').next() == Some(&recipe.name)).expect("a line of its own");
+            let shown = show(recipe).unwrap();
+            for metric in beside::Metric::ALL {
+                if let Some(figure) = recipe.seed.figure(metric) {
+                    assert!(line.contains(&figure), "{line}: {figure}");
+                    assert!(shown.contains(&figure), "{shown}: {figure}");
+                }
+            }
+            for part in [&recipe.title, &recipe.table, &recipe.seed.row, &recipe.run.to_command().unwrap()] {
+                assert!(shown.contains(part.as_str()), "{shown}: {part}");
+            }
+            let refused = not_yet(recipe).unwrap().to_string();
+            assert!(refused.contains("data parallelism is not there yet"), "{refused}");
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! What a run here reached beside what the seed's row says, metric by metric. A metric that was not measured says why;
+//! none is estimated.
+
+use super::Recipe;
+use crate::args::TrainFlags;
+use crate::report::run::RunReport;
+use crate::report::table::{Side, Table};
+use crate::report::units;
+use serde::Serialize;
+use serde_json::Value;
+
+/// Bytes of a number.
+const NUMBER_BYTES: u64 = 4;
+/// Bytes of a GiB.
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Metric {
+    /// The share of right rows.
+    Accuracy,
+    /// The share of wrong rows.
+    Error,
+    /// Matthews's correlation.
+    Matthews,
+    /// Rows a second.
+    Throughput,
+    /// Against another row.
+    SpeedUp,
+    /// Bytes sent over bytes of the tensors.
+    Compression,
+    /// Of each link.
+    Bandwidth,
+    /// Of all workers together.
+    Memory,
+    /// Parameters, gradients and what the optimizer keeps.
+    ModelMemory,
+    /// What is above that.
+    ActivationMemory,
+    /// Numbers that are learned.
+    Parameters,
+    /// Of a data-parallel batch.
+    BatchTime,
+    /// Of it, moving data.
+    TransferTime,
+    /// Of it, going backward.
+    BackwardTime,
+}
+
+impl Metric {
+    /// In the order of the tables.
+    pub const ALL: [Metric; 14] = [
+        Metric::Accuracy,
+        Metric::Error,
+        Metric::Matthews,
+        Metric::Throughput,
+        Metric::SpeedUp,
+        Metric::Compression,
+        Metric::Bandwidth,
+        Metric::Memory,
+        Metric::ModelMemory,
+        Metric::ActivationMemory,
+        Metric::Parameters,
+        Metric::BatchTime,
+        Metric::TransferTime,
+        Metric::BackwardTime,
+    ];
+
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Metric::Accuracy => "top-1 accuracy",
+            Metric::Error => "top-1 error",
+            Metric::Matthews => "Matthews's correlation, in %",
+            Metric::Throughput => "throughput",
+            Metric::SpeedUp => "speed-up",
+            Metric::Compression => "bytes sent to raw bytes",
+            Metric::Bandwidth => "bandwidth of links",
+            Metric::Memory => "peak memory, all workers",
+            Metric::ModelMemory => "of it the model's",
+            Metric::ActivationMemory => "of it the activations'",
+            Metric::Parameters => "parameters",
+            Metric::BatchTime => "time of a batch",
+            Metric::TransferTime => "of it moving data",
+            Metric::BackwardTime => "of it backward",
+        }
+    }
+
+    /// Where the figure alone would not say what it is.
+    pub fn short(self) -> &'static str {
+        match self {
+            Metric::Error => "error",
+            Metric::Matthews => "Matthews",
+            Metric::Compression => "ratio",
+            Metric::ModelMemory => "model",
+            Metric::ActivationMemory => "activations",
+            Metric::TransferTime => "moving",
+            Metric::BackwardTime => "backward",
+            _ => "",
+        }
+    }
+}
+
+/// One metric of both.
+#[derive(Clone, Debug, Serialize)]
+pub struct Line {
+    /// Which.
+    pub metric: Metric,
+    /// The seed's figure, as it is written.
+    pub seed: Option<String>,
+    /// Ours, or why there is none.
+    pub ours: String,
+    /// Ours as a number in the seed's unit; bytes are bytes.
+    pub value: Option<f64>,
+}
+
+/// Ours, or why there is none.
+enum Ours {
+    Measured { text: String, value: Option<f64> },
+    Not(String),
+}
+
+impl Ours {
+    fn number(value: f64, text: String) -> Self {
+        Ours::Measured { text, value: Some(value) }
+    }
+}
+
+/// What the run brought, and how.
+pub struct Ran<'a> {
+    /// What came of it.
+    pub report: &'a RunReport,
+    /// With every default filled in.
+    pub flags: &'a TrainFlags,
+    /// Whether tensors were the CPU's: others' memory is not counted.
+    pub on_cpu: bool,
+}
+
+/// Every metric that the seed has or that was measured here.
+pub fn compare(recipe: &Recipe, ran: &Ran<'_>) -> anyhow::Result<Vec<Line>> {
+    let report = serde_json::to_value(ran.report)?;
+    let lines = Metric::ALL.iter().filter_map(|&metric| {
+        let seed = recipe.seed.figure(metric);
+        let (ours, value) = match ours(metric, recipe, ran, &report) {
+            Ours::Measured { text, value } => (text, value),
+            // Neither has it: no line.
+            Ours::Not(_) if seed.is_none() => return None,
+            Ours::Not(why) => (format!("not measured{why}"), None),
+        };
+        Some(Line { metric, seed, ours, value })
+    });
+    Ok(lines.collect())
+}
+
+/// As a table.
+pub fn table(lines: &[Line]) -> String {
+    let mut table = Table::new(&[("", Side::Left), ("the seed's", Side::Left), ("here", Side::Left)]);
+    for line in lines {
+        let seed = line.seed.clone().unwrap_or_else(|| "–".to_owned());
+        table.row(vec![line.metric.name().to_owned(), seed, line.ours.clone()]);
+    }
+    table.render()
+}
+
+fn ours(metric: Metric, recipe: &Recipe, ran: &Ran<'_>, report: &Value) -> Ours {
+    let summary = &ran.report.summary;
+    let tested = |name: &str| last_epoch(report, name);
+    let share = |value: Option<f64>| match value {
+        Some(share) => Ours::number(100.0 * share, format!("{:.2} %", 100.0 * share)),
+        None => Ours::Not(String::new()),
+    };
+    match metric {
+        // A row that has the error is compared by that alone.
+        Metric::Accuracy if recipe.seed.error.is_some() => Ours::Not(String::new()),
+        Metric::Accuracy => share(tested("test_accuracy")),
+        Metric::Error if recipe.seed.error.is_none() => Ours::Not(String::new()),
+        Metric::Error => share(tested("test_accuracy").map(|right| 1.0 - right)),
+        Metric::Matthews => match tested("test_matthews") {
+            Some(value) => Ours::number(100.0 * value, format!("{:.2}", 100.0 * value)),
+            None => Ours::Not(String::new()),
+        },
+        Metric::Throughput => match summary.samples_per_s_mean {
+            Some(rate) => Ours::number(rate, format!("{rate:.2}/s")),
+            None => {
+                Ours::Not(format!(": {} steps, and the first {} are warm-up", summary.steps, summary.warm_up_steps))
+            }
+        },
+        Metric::SpeedUp => Ours::Not(match &recipe.seed.speed_up_to {
+            Some(other) => format!(": it needs a run of {other} too"),
+            None => ": it is the 1× of its table".to_owned(),
+        }),
+        Metric::Compression => compression(ran.report),
+        Metric::Bandwidth => bandwidth(ran.report),
+        // Two parts that add up are of interest where the seed has them.
+        Metric::ModelMemory if recipe.seed.model_memory.is_none() => Ours::Not(String::new()),
+        Metric::ActivationMemory if recipe.seed.activation_memory.is_none() => Ours::Not(String::new()),
+        Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => memory(metric, ran),
+        Metric::Parameters => Ours::number(ran.report.parameters as f64, units::count(ran.report.parameters)),
+        Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => Ours::Not(String::new()),
+    }
+}
+
+/// A figure of the last epoch, by its name in the report's JSON: one that a task does not have is absent there.
+fn last_epoch(report: &Value, name: &str) -> Option<f64> {
+    report["epochs"].as_array()?.last()?.get(name)?.as_f64()
+}
+
+fn compression(report: &RunReport) -> Ours {
+    let sent = || report.summary.links.iter().flat_map(|link| &link.cuts).filter(|cut| cut.wire_bytes > 0);
+    let (raw, wire) = sent().fold((0, 0), |(raw, wire), cut| (raw + cut.raw_bytes, wire + cut.wire_bytes));
+    if raw == 0 {
+        return Ours::Not(": tensors moved between threads as they were".to_owned());
+    }
+    let ratio = wire as f64 / raw as f64;
+    Ours::number(ratio, format!("{ratio:.3}, headers included"))
+}
+
+fn bandwidth(report: &RunReport) -> Ours {
+    let links = report
+        .summary
+        .links
+        .iter()
+        .filter_map(|link| Some(format!("{} → {} {}/s", link.from, link.to, units::bytes(link.bytes_per_s?))));
+    let links: Vec<String> = links.collect();
+    if links.is_empty() {
+        return Ours::Not(": tensors moved between threads".to_owned());
+    }
+    Ours::Measured { text: links.join(", "), value: None }
+}
+
+fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
+    if !ran.on_cpu {
+        return Ours::Not(": only the CPU's tensors are counted".to_owned());
+    }
+    let peak: u64 = ran.report.summary.workers.iter().map(|worker| worker.peak_bytes).sum();
+    // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
+    let model = ran.report.parameters * NUMBER_BYTES * copies(ran.flags);
+    let bytes = match metric {
+        Metric::Memory => peak,
+        Metric::ModelMemory => model,
+        _ => peak.saturating_sub(model),
+    };
+    // Large amounts in the unit of the seeds.
+    let text = match bytes as f64 {
+        bytes if bytes >= GIB => format!("{:.2} GiB", bytes / GIB),
+        bytes => units::bytes(bytes),
+    };
+    Ours::number(bytes as f64, text)
+}
+
+/// Parameters, their gradients, and the tensors of that size which the optimizer keeps.
+fn copies(flags: &TrainFlags) -> u64 {
+    let name = flags.optimizer.and_then(|name| serde_json::to_value(name).ok());
+    2 + match name.as_ref().and_then(Value::as_str) {
+        Some("adamw" | "adam") => 2,
+        Some("rmsprop") => 1,
+        _ if flags.momentum.is_some_and(|momentum| momentum > 0.0) => 1,
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::OptimizerName;
+    use serde_json::json;
+
+    #[test]
+    fn the_last_epoch_counts_and_an_absent_figure_is_none() {
+        let report = json!({ "epochs": [{ "test_matthews": 0.1 }, { "test_matthews": 0.6, "test_accuracy": null }] });
+        assert_eq!(last_epoch(&report, "test_matthews"), Some(0.6));
+        assert_eq!(last_epoch(&report, "test_accuracy"), None);
+        assert_eq!(last_epoch(&json!({ "epochs": [] }), "test_matthews"), None);
+    }
+
+    /// AmoebaNet-D's table counts three copies of the parameters, U-Net's two.
+    #[test]
+    fn copies_of_the_parameters_are_those_that_the_optimizer_keeps() {
+        let with = |optimizer, momentum| {
+            copies(&TrainFlags { optimizer: Some(optimizer), momentum: Some(momentum), ..TrainFlags::default() })
+        };
+        assert_eq!(with(OptimizerName::Sgd, 0.0), 2);
+        assert_eq!(with(OptimizerName::Sgd, 0.9), 3);
+        assert_eq!(copies(&TrainFlags { optimizer: Some(OptimizerName::Adamw), ..TrainFlags::default() }), 4);
+    }
+
+    #[test]
+    fn the_table_has_the_figures_side_by_side() {
+        let line = |metric, seed: Option<&str>| Line {
+            metric,
+            seed: seed.map(str::to_owned),
+            ours: "1.00/s".to_owned(),
+            value: Some(1.0),
+        };
+        let text = table(&[line(Metric::Throughput, Some("35.502/s")), line(Metric::Parameters, None)]);
+        let rows: Vec<&str> = text.lines().map(str::trim_end).collect();
+        assert_eq!(
+            rows,
+            ["            the seed's  here", "throughput  35.502/s    1.00/s", "parameters  –           1.00/s"]
+        );
+    }
+}

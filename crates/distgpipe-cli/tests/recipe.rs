@@ -1,0 +1,173 @@
+//! `distgpipe recipe` as its users meet it: the seed's figures, ours beside them, and what differs.
+
+use serde_json::Value;
+use std::process::{Command, Output, Stdio};
+
+fn distgpipe(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
+    // Another directory than the checkout's: the recipes are in the binary.
+    command.args(arguments).current_dir(env!("CARGO_TARGET_TMPDIR")).stdin(Stdio::null());
+    command.output().expect("the binary was built with this test")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn fine(arguments: &[&str]) -> String {
+    let output = distgpipe(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&fine(arguments)).expect("--json prints JSON and nothing else")
+}
+
+/// Standard error of a command that was called wrongly.
+fn refused(arguments: &[&str]) -> String {
+    let output = distgpipe(arguments);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+    said
+}
+
+#[test]
+fn a_recipe_is_listed_and_shown_anywhere() {
+    let list = fine(&["recipe", "list"]);
+    let line = list.lines().find(|line| line.starts_with("cifar10-sort8 ")).expect("a line");
+    assert!(line.contains("mobilenet_v2  cifar10") && line.contains("95.7±0.03 %, ratio 0.25, 89.51 G/s"), "{line}");
+    let all = json(&["recipe", "list", "--json"]);
+    assert_eq!(all.as_array().map(Vec::len), Some(list.lines().count() - 1));
+    let shown = fine(&["recipe", "show", "rte-roberta-pipeline-2-batch-32"]);
+    for part in ["78.59±0.21 %", "78.33±0.31", "62.19/s", "0.8×", "2 GPUs", "distgpipe train --model roberta"] {
+        assert!(shown.contains(part), "{part} is not in: {shown}");
+    }
+    let shown = json(&["recipe", "show", "cifar10-sort8", "--json"]);
+    assert_eq!(shown["recipe"]["seed"]["accuracy"], "95.7±0.03");
+    assert!(shown["command"].as_str().is_some_and(|command| command.contains("--codec sort:8")), "{shown}");
+}
+
+#[test]
+fn the_command_that_is_shown_is_the_recipe() {
+    let command = json(&["recipe", "show", "resnet101-speed-pipeline-8", "--json"])["command"].clone();
+    let command = command.as_str().expect("text").to_owned();
+    let arguments: Vec<&str> = command.split(' ').skip(1).collect();
+    // Far enough to know that every flag was understood, and no further.
+    let said = refused(&[&arguments[..], &["--threads", "0"]].concat());
+    assert!(said.contains("--threads 0"), "{said}");
+}
+
+#[test]
+fn a_name_that_is_none_suggests_the_nearest() {
+    for verb in ["show", "run"] {
+        let said = refused(&["recipe", verb, "cifar10-sort9"]);
+        assert!(said.contains("unknown recipe `cifar10-sort9`: the nearest is `cifar10-sort"), "{said}");
+        assert!(said.contains("distgpipe recipe list"), "{said}");
+    }
+}
+
+#[test]
+fn a_data_parallel_row_is_refused_with_what_there_is_instead() {
+    let said = refused(&["recipe", "run", "cifar10-mobilenet-data-parallel-2"]);
+    for part in [
+        "data parallelism is not there yet",
+        "2 replicas with 32 rows each",
+        "the pipeline row beside it is `cifar10-mobilenet-pipeline-2`",
+        "`distgpipe train --model mobilenet_v2",
+    ] {
+        assert!(said.contains(part), "{part} is not in: {said}");
+    }
+}
+
+#[test]
+fn missing_data_is_the_error_of_train() {
+    let said = refused(&["recipe", "run", "cifar10-sort8", "--data-dir", "/nowhere"]);
+    assert!(said.contains("`distgpipe data get cifar10 --dir /nowhere`"), "{said}");
+    let said = refused(&["recipe", "run", "rte-sort8"]);
+    assert!(said.contains("--tokenizer PATH"), "{said}");
+}
+
+#[test]
+fn a_run_prints_the_seeds_row_beside_ours_and_what_differs() {
+    let said = fine(&[
+        "recipe",
+        "run",
+        "resnet101-speed-pipeline-2",
+        "--set",
+        "depth=18",
+        "--set",
+        "image=32",
+        "--set",
+        "width=8",
+        "--batch",
+        "8",
+        "--chunks",
+        "2",
+        "--samples",
+        "40",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+    ]);
+    let row = |name: &str| said.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {said}"));
+    let throughput = row("throughput");
+    assert!(throughput.contains("135.539/s"), "{throughput}");
+    let ours = throughput.split_whitespace().last().and_then(|rate| rate.strip_suffix("/s")?.parse::<f64>().ok());
+    assert!(ours.is_some_and(|rate| rate > 0.0), "{throughput}");
+    assert!(row("speed-up").contains("1.414×") && row("speed-up").contains("resnet101-speed-baseline"), "{said}");
+    assert!(row("parameters").contains('–'), "{said}");
+    for part in [
+        "What differs:",
+        "- Hardware: there 2 Tesla P40 GPUs; here ",
+        "- Epochs: 1 instead of the recipe's 10.",
+        "- --batch 8 instead of 25000.",
+        "- Settings of the model changed: depth=18, image=32, width=8.",
+        "- There every batch is the same random one",
+    ] {
+        assert!(said.contains(part), "{part} is not in: {said}");
+    }
+}
+
+#[test]
+fn a_codec_recipe_measures_ratio_bandwidth_and_accuracy() {
+    let run = json(&[
+        "recipe",
+        "run",
+        "cifar10-sort8",
+        "--data",
+        "synthetic",
+        "--samples",
+        "32",
+        "--set",
+        "image=64",
+        "--set",
+        "width=0.25",
+        "--batch",
+        "8",
+        "--chunks",
+        "2",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+    ]);
+    let line = |metric: &str| {
+        let lines = run["beside"].as_array().expect("lines");
+        lines.iter().find(|line| line["metric"] == metric).unwrap_or_else(|| panic!("{metric}: {run}")).clone()
+    };
+    // 8 of 32 bits, tables and headers.
+    let ratio = line("compression");
+    assert_eq!(ratio["seed"], "0.25");
+    assert!(ratio["value"].as_f64().is_some_and(|ratio| (0.25..0.27).contains(&ratio)), "{ratio}");
+    assert_eq!(line("accuracy")["seed"], "95.7±0.03 %");
+    assert!(line("accuracy")["value"].as_f64().is_some_and(|share| (0.0..=100.0).contains(&share)), "{run}");
+    assert!(line("bandwidth")["ours"].as_str().is_some_and(|links| links.contains("client → server")), "{run}");
+    assert!(line("memory")["value"].as_f64().is_some_and(|bytes| bytes > 1e5), "{run}");
+    let differs = run["differs"].to_string();
+    assert!(differs.contains("here random ones, because --weights is not given"), "{differs}");
+    assert!(differs.contains("--data synthetic instead of cifar10"), "{differs}");
+    assert_eq!(run["run"]["model"], "mobilenet_v2");
+}
