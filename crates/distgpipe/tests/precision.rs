@@ -12,9 +12,10 @@ use distgpipe::data::{Digits, Loader, LoaderOptions};
 use distgpipe::engine::{self, Stream};
 use distgpipe::models::Mlp;
 use distgpipe::partition::{Building, Partition};
+use distgpipe::rate::Decay;
 use distgpipe::recompute::Forward;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::trainer::{Decay, Event, TrainOptions, Trainer};
+use distgpipe::trainer::{Event, TrainOptions, Trainer};
 use distgpipe::transport::CutTraffic;
 use distgpipe::{profile, Batch, Model, Optim, Pipeline, Precision};
 use std::sync::Arc;
@@ -147,7 +148,8 @@ fn a_gradient_of_another_type_than_what_was_sent_is_refused() {
 #[test]
 fn a_perceptron_learns_the_digits_in_bf16_through_codecs() {
     let model = Mlp::default().model().unwrap();
-    let options = TrainOptions { epochs: 10, learning_rate: 0.05, decay: Decay::Cosine, ..TrainOptions::default() };
+    let options =
+        TrainOptions { epochs: 10, learning_rate: 0.05, rate: Decay::Cosine.into(), ..TrainOptions::default() };
     for codec in ["raw", "f16", "sort:8", "uniform:8", "tile:4", "delta(tile:4)"] {
         let mut pipeline = Pipeline::builder(model.clone())
             .balance([1, 2, 1])
