@@ -5,7 +5,7 @@ use crate::cmd::train;
 use crate::config::RunConfig;
 use crate::exit::usage;
 use crate::recipe::beside::{self, Ran};
-use crate::recipe::differs::{differences, on_cpu};
+use crate::recipe::differs::differences;
 use crate::recipe::{all, find, Method, Recipe};
 use crate::report;
 use crate::report::table::{Side, Table};
@@ -138,7 +138,7 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
     let flags = recipe.with(&given.with_config()?)?;
     let config = RunConfig::new(&flags)?;
     let (report, _) = train::execute(&config)?;
-    let ran = Ran { report: &report, flags: &config.flags, on_cpu: on_cpu(&config.flags) };
+    let ran = Ran { report: &report, flags: &config.flags };
     let lines = beside::compare(recipe, &ran)?;
     let differs = differences(recipe, &flags)?;
     if config.json {

@@ -2,7 +2,7 @@
 //! none is estimated.
 
 use super::Recipe;
-use crate::args::TrainFlags;
+use crate::args::{OptimizerName, TrainFlags};
 use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
@@ -133,8 +133,6 @@ pub struct Ran<'a> {
     pub report: &'a RunReport,
     /// With every default filled in.
     pub flags: &'a TrainFlags,
-    /// Whether tensors were the CPU's: others' memory is not counted.
-    pub on_cpu: bool,
 }
 
 /// Every metric that the seed has or that was measured here.
@@ -230,10 +228,12 @@ fn bandwidth(report: &RunReport) -> Ours {
 }
 
 fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
-    if !ran.on_cpu {
-        return Ours::Not(": only the CPU's tensors are counted".to_owned());
-    }
-    let peak: u64 = ran.report.summary.workers.iter().map(|worker| worker.peak_bytes).sum();
+    let workers = &ran.report.summary.workers;
+    // A GPU's allocator does not tell the threads of a process apart: each worker has the figure of all of them.
+    let shared = workers.iter().any(|worker| worker.reserved_bytes.is_some())
+        && ran.flags.workers.as_deref().unwrap_or("threads") == "threads";
+    let peaks = workers.iter().map(|worker| worker.peak_bytes);
+    let peak: u64 = if shared { peaks.max().unwrap_or(0) } else { peaks.sum() };
     // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
     let model = ran.report.parameters * NUMBER_BYTES * copies(ran.flags);
     let bytes = match metric {
@@ -251,19 +251,17 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
 
 /// Parameters, their gradients, and the tensors of that size which the optimizer keeps.
 fn copies(flags: &TrainFlags) -> u64 {
-    let name = flags.optimizer.and_then(|name| serde_json::to_value(name).ok());
-    2 + match name.as_ref().and_then(Value::as_str) {
-        Some("adamw" | "adam") => 2,
-        Some("rmsprop") => 1,
-        _ if flags.momentum.is_some_and(|momentum| momentum > 0.0) => 1,
-        _ => 0,
+    let momentum = u64::from(flags.momentum.is_some_and(|momentum| momentum > 0.0));
+    2 + match flags.optimizer.unwrap_or(OptimizerName::Sgd) {
+        OptimizerName::Adam | OptimizerName::Adamw => 2,
+        OptimizerName::Rmsprop => 1 + momentum,
+        OptimizerName::Sgd => momentum,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::OptimizerName;
     use serde_json::json;
 
     #[test]
@@ -282,6 +280,7 @@ mod tests {
         };
         assert_eq!(with(OptimizerName::Sgd, 0.0), 2);
         assert_eq!(with(OptimizerName::Sgd, 0.9), 3);
+        assert_eq!(with(OptimizerName::Rmsprop, 0.0), 3);
         assert_eq!(copies(&TrainFlags { optimizer: Some(OptimizerName::Adamw), ..TrainFlags::default() }), 4);
     }
 

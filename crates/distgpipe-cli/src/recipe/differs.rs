@@ -40,7 +40,7 @@ pub fn differences(recipe: &Recipe, run: &TrainFlags) -> anyhow::Result<Vec<Stri
 }
 
 /// Whether a run computes on the CPU, asked of the machine.
-pub fn on_cpu(flags: &TrainFlags) -> bool {
+fn on_cpu(flags: &TrainFlags) -> bool {
     flags.device.unwrap_or_default().open().is_ok_and(|device| device == distgpipe::tch::Device::Cpu)
 }
 

@@ -1,0 +1,89 @@
+//! `distgpipe train --save` and `--weights`: what is written is what comes back.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn train(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
+    command.arg("train").args(arguments).stdin(Stdio::null());
+    command.output().expect("the binary was built with this test")
+}
+
+/// What a run that must succeed said on standard error.
+fn fine(arguments: &[&str]) -> String {
+    let output = train(arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{arguments:?}: {said}");
+    said
+}
+
+fn directory(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir_all(&path).expect("the target directory can be written");
+    path
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("the target directory has a name in UTF-8")
+}
+
+/// Batch norms with their counters, channels-last weights, three partitions on two workers; then from the file into
+/// another cut, in processes, without a step.
+#[test]
+fn a_saved_model_comes_back_bit_for_bit_through_any_cut() {
+    let directory = directory("save");
+    let [first, second] = ["first", "second"].map(|name| directory.join(format!("{name}.safetensors")));
+    let model =
+        ["--model", "mobilenet_v2", "--set", "image=8", "--set", "width=0.1", "--data", "digits", "--batch", "16"];
+    let run = ["--steps", "2", "--no-evaluate", "--cut", "first=1,last=1", "--seed", "1", "--save", text(&first)];
+    let said = fine(&[&model[..], &run].concat());
+    assert!(said.contains("saved 314 tensors to "), "{said}");
+    let again =
+        ["--steps", "0", "--balance", "7,13", "--workers", "processes", "--seed", "2", "--weights", text(&first)];
+    fine(&[&model[..], &again, &["--save", text(&second)]].concat());
+    let [first, second] = [first, second].map(|path| tensors(&path));
+    assert_eq!(first.len(), 314);
+    let other: Vec<&String> = first.keys().filter(|name| first.get(*name) != second.get(*name)).collect();
+    assert!(other.is_empty() && first.len() == second.len(), "{other:?}");
+    for name in ["features.0.1.num_batches_tracked", "classifier.1.weight"] {
+        assert!(first.contains_key(name), "{name}");
+    }
+    assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 2, "nothing else is left there");
+}
+
+/// By name: the order of a file is that of the workers that wrote it.
+fn tensors(path: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut source = distgpipe::weights::open(path).unwrap();
+    let names: Vec<String> = source.entries().iter().map(|entry| entry.name.clone()).collect();
+    let mut bytes = |i| distgpipe::engine::bytes(&source.read(i).unwrap()).unwrap().to_vec();
+    names.into_iter().enumerate().map(|(i, name)| (name, bytes(i))).collect()
+}
+
+#[test]
+fn what_cannot_be_saved_is_said_before_the_training() {
+    let directory = directory("save-wrong");
+    for (path, why) in [
+        (directory.join("model.pth"), "ends in .safetensors"),
+        (directory.join("none").join("model.safetensors"), "a directory that exists"),
+        (directory.clone(), "got a directory"),
+    ] {
+        let output = train(&["--save", text(&path)]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("--save") && said.contains(why), "{said}");
+    }
+}
+
+#[test]
+fn a_file_that_would_run_a_program_is_refused_by_name() {
+    let evil = concat!(env!("CARGO_MANIFEST_DIR"), "/../distgpipe/tests/golden/pth/evil.pth");
+    let output = train(&["--weights", evil]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("--weights") && said.contains("expected tensors only") && said.contains("posix.system"),
+        "{said}"
+    );
+}
