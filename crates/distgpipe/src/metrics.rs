@@ -147,14 +147,14 @@ mod tests {
         }
     }
 
-    /// [[2, 1], [3, 4]] of actual by predicted: F1 of class 1 is 2·4 / (5 + 7), and Matthews' own formula for two classes
-    /// (TP·TN − FP·FN) / √((TP+FP)(TP+FN)(TN+FP)(TN+FN)) = (8 − 3) / √(5·7·3·5).
+    /// [[2, 1], [3, 5]] of actual by predicted: F1 of class 1 is 2·5 / (6 + 8), and Matthews' own formula for two classes
+    /// (TP·TN − FP·FN) / √((TP+FP)(TP+FN)(TN+FP)(TN+FN)) = (10 − 3) / √(6·8·3·5).
     #[test]
     fn two_classes_have_the_textbooks_figures() {
-        let sum = counts(&[0, 0, 1, 0, 0, 0, 1, 1, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1, 1, 1], 2);
-        assert_eq!(sum, ClassCounts { right: vec![2, 4], predicted: vec![5, 5], actual: vec![3, 7] });
-        assert!((sum.f1(2) - 8.0 / 12.0).abs() < 1e-12);
-        assert!((sum.matthews() - 5.0 / (5.0_f64 * 5.0 * 7.0 * 3.0).sqrt()).abs() < 1e-12);
+        let sum = counts(&[0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], 2);
+        assert_eq!(sum, ClassCounts { right: vec![2, 5], predicted: vec![5, 6], actual: vec![3, 8] });
+        assert!((sum.f1(2) - 10.0 / 14.0).abs() < 1e-12);
+        assert!((sum.matthews() - 7.0 / (6.0_f64 * 8.0 * 3.0 * 5.0).sqrt()).abs() < 1e-12);
     }
 
     #[test]

@@ -161,7 +161,10 @@ fn a_worker_that_dies_before_a_clipped_update_is_named_and_ends_all() {
                 Err(StepError::Failed(failure)) => failure,
                 other => panic!("{scenario}: {:?}", other.map(|o| o.loss)),
             };
+            let told = std::time::Instant::now();
             drop(pipeline);
+            // A thread that waits on is left behind after three seconds.
+            assert!(told.elapsed().as_secs_f64() < 2.0, "{scenario}: somebody waits on");
             assert_named((failure, start.elapsed()), &scenario, name, Some(action));
         }
     }
