@@ -35,7 +35,8 @@ pub struct Entry {
 /// How long the header is, after which the file's first tensor comes. Asked before the header is read.
 pub fn header_bytes(length: &[u8], file_bytes: u64) -> Result<u64, FormatError> {
     let Some(&length) = length.first_chunk::<LENGTH_BYTES>() else {
-        return Err(FormatError::new(length.len(), "8 bytes with the header's length", "the file's end", COPY_AGAIN));
+        let got = format!("{} bytes", length.len());
+        return Err(FormatError::new(0, "8 bytes with the header's length", got, COPY_AGAIN));
     };
     let header = u64::from_le_bytes(length);
     if header > HEADER_BYTES_MAX {
