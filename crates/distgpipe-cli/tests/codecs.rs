@@ -377,7 +377,7 @@ fn wrong_calls_end_with_2_and_name_flag_and_remedy() {
         (&["--input", &nowhere], &["--input", "no/where", "No such file"]),
         (&["--input", &folder], &["--input", "expected a file, got a directory"]),
         (&["--input", "/dev/zero"], &["--input /dev/zero", "expected a file"]),
-        (&["--input", &cut], &["cut.safetensors", "999 bytes", "copied to its end"]),
+        (&["--input", &cut], &["cut.safetensors", "at byte 999", "copied to its end"]),
         (&["--input", &other], &["other.safetensors", "expected a safetensors file", "is this the right file?"]),
         (&["--input", &empty], &["empty.safetensors", "got 0 bytes"]),
         (&["--input", &none], &["none.safetensors", "a file without any", "name another"]),

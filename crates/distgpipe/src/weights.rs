@@ -72,7 +72,7 @@ pub enum WeightsError {
         /// The file in the file, from whose beginning the offset counts.
         part: Option<String>,
         /// Where, what was expected, what came, what to do.
-        source: FormatError,
+        source: Box<FormatError>,
     },
     /// The file is of the form that PyTorch wrote before 1.6.
     #[error(
@@ -111,7 +111,7 @@ pub enum WeightsError {
         /// The file.
         file: PathBuf,
         /// What it said.
-        source: Fault,
+        source: Box<Fault>,
     },
 }
 
@@ -180,11 +180,11 @@ impl Opened {
 
     fn format(&self, part: Option<String>) -> impl FnOnce(FormatError) -> WeightsError {
         let file = self.path.clone();
-        |source| WeightsError::Format { file, part, source }
+        |source| WeightsError::Format { file, part, source: Box::new(source) }
     }
 
     fn engine(&self, source: impl Into<Fault>) -> WeightsError {
-        WeightsError::Engine { file: self.path.clone(), source: source.into() }
+        WeightsError::Engine { file: self.path.clone(), source: Box::new(source.into()) }
     }
 
     /// An entry, if libtorch has tensors of its type.

@@ -35,11 +35,12 @@ pub struct Entry {
 /// How long the header is, after which the file's first tensor comes. Asked before the header is read.
 pub fn header_bytes(length: &[u8], file_bytes: u64) -> Result<u64, FormatError> {
     let Some(&length) = length.first_chunk::<LENGTH_BYTES>() else {
-        return Err(FormatError::new(length.len(), "8 bytes with the header's length", "the file's end", COPY_AGAIN));
+        let got = format!("{} bytes", length.len());
+        return Err(FormatError::new(0, "8 bytes with the header's length", got, COPY_AGAIN));
     };
     let header = u64::from_le_bytes(length);
     if header > HEADER_BYTES_MAX {
-        let expected = format!("a safetensors header of at most {HEADER_BYTES_MAX} bytes");
+        let expected = format!("a safetensors file, with a header of at most {HEADER_BYTES_MAX} bytes,");
         return Err(FormatError::new(0, expected, "something else", OTHER_FILE));
     }
     if file_bytes.saturating_sub(LENGTH_BYTES as u64) < header {
@@ -51,8 +52,9 @@ pub fn header_bytes(length: &[u8], file_bytes: u64) -> Result<u64, FormatError> 
 
 /// Where the tensors are, in the order of the file, which has `file_bytes` bytes in all.
 pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<Entry>, FormatError> {
-    let List(mut listed) = serde_json::from_slice(header)
-        .map_err(|e| FormatError::new(LENGTH_BYTES, "a list of tensors as JSON", e.to_string(), OTHER_FILE))?;
+    let List(mut listed) = serde_json::from_slice(header).map_err(|e| {
+        FormatError::new(LENGTH_BYTES, "a safetensors file's list of tensors", e.to_string(), OTHER_FILE)
+    })?;
     let first = (LENGTH_BYTES + header.len()) as u64;
     let mut names = HashSet::new();
     if let Some((name, _)) = listed.iter().find(|(name, _)| !names.insert(name.as_str())) {

@@ -158,5 +158,5 @@ fn wrong(
     remedy: &'static str,
 ) -> WeightsError {
     let source = FormatError { offset, expected: expected.into(), got: got.into(), remedy };
-    WeightsError::Format { file: file.path.clone(), part: None, source }
+    WeightsError::Format { file: file.path.clone(), part: None, source: Box::new(source) }
 }

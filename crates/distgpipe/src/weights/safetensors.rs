@@ -130,7 +130,7 @@ impl SafetensorsWriter {
             return Err(unannounced(expected, format!("{dims:?} of {kind:?}")));
         }
         let flat = engine::on_host(tensor).and_then(|host| engine::with_layout(&host.f_detach()?, Layout::Contiguous));
-        let flat = flat.map_err(|source| WeightsError::Engine { file: self.path.clone(), source })?;
+        let flat = flat.map_err(|source| WeightsError::Engine { file: self.path.clone(), source: Box::new(source) })?;
         let bytes = engine::bytes(&flat).unwrap_or_default();
         let range = &self.ranges[self.next];
         if bytes.len() as u64 != range.end - range.start {
