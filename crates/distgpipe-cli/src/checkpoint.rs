@@ -52,11 +52,7 @@ impl Saving {
                 flag()
             )));
         }
-        let keep = match given.keep {
-            Some(0) => return Err(usage("--keep 0: the newest one always stays: use 1 or more")),
-            keep => keep.unwrap_or(KEEP),
-        };
-        let checkpoints = Checkpoints::open(directory, keep).with_context(flag)?;
+        let mut checkpoints = Checkpoints::open(directory, KEEP).with_context(flag)?;
         let (newest, damaged) = checkpoints.newest().with_context(flag)?;
         for error in &damaged {
             note(&format!("warning: left out: {error}"));
@@ -82,6 +78,10 @@ impl Saving {
             }
         };
         flags.resume = None;
+        match flags.keep {
+            Some(0) => return Err(usage("--keep 0: the newest one always stays: use 1 or more")),
+            keep => checkpoints.set_keep(keep.unwrap_or(KEEP)),
+        }
         let every = match flags.checkpoint_every {
             Some(0) => return Err(usage("--checkpoint-every 0: use 1 step or more, or leave it out for every epoch")),
             Some(steps) => SaveEvery::Steps(steps),

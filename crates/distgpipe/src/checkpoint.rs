@@ -239,6 +239,11 @@ impl Checkpoints {
         Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), _lock: lock })
     }
 
+    /// Changes how many stay, at least one.
+    pub fn set_keep(&mut self, keep: usize) {
+        self.keep = keep.max(1);
+    }
+
     /// Where they are.
     pub fn directory(&self) -> &Path {
         &self.directory
