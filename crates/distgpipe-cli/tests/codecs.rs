@@ -148,7 +148,7 @@ fn values(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
     let value = |b: &[u8]| match (dtype, b) {
         (Dtype::F32, &[a, b, c, d]) => f64::from(f32::from_le_bytes([a, b, c, d])),
         (Dtype::BF16, &[a, b]) => f64::from(f32::from_le_bytes([0, 0, a, b])),
-        // Those of the test are all below 2^-14 or so, which is what the exponent is for.
+        // None of the test is negative.
         (Dtype::F16, &[a, b]) => match (u16::from_le_bytes([a, b]) >> 10, u16::from_le_bytes([a, b]) & 0x3ff) {
             (0, fraction) => f64::from(fraction) * 2f64.powi(-24),
             (exponent, fraction) => (1024.0 + f64::from(fraction)) * 2f64.powi(i32::from(exponent) - 25),
@@ -381,7 +381,7 @@ fn wrong_calls_end_with_2_and_name_flag_and_remedy() {
         (&["--input", &other], &["other.safetensors", "expected a safetensors file", "is this the right file?"]),
         (&["--input", &empty], &["empty.safetensors", "got 0 bytes"]),
         (&["--input", &none], &["none.safetensors", "a file without any", "name another"]),
-        (&["--input", &good, "--tensor", "missing"], &["--tensor missing", "which has: ", "gradient", "and 3 more"]),
+        (&["--input", &good, "--tensor", "missing"], &["--tensor missing", "which has: ", "gradient", "and 4 more"]),
         (&["--input", &good, "--shape", "4"], &["--shape", "--input"]),
         (&["--tensor", "a"], &["--input"]),
         (&["--write-decoded", "out.safetensors", "--codec", "raw"], &["--input"]),

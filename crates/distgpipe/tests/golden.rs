@@ -1,7 +1,7 @@
 //! Against PyTorch itself: figures that `scripts/golden_*.py` computed with torch 2.11.0 and torchvision 0.26.0.
 //!
-//! Each figure is a float64 result; the files also say how far PyTorch's own float32 run is from it. Ours may be a few
-//! times that far, because kernels add in another order, and no more.
+//! Each figure is a float64 result; the files also say how far PyTorch's own float32 run is from it, or its run under autocast
+//! to bfloat16. Ours may be a few times that far, because kernels add in another order, and no more.
 
 use distgpipe::engine::{self, Precision};
 use distgpipe::layer::Role;
