@@ -23,6 +23,7 @@
 //! # }
 //! ```
 
+pub mod auto_balance;
 pub mod codecs;
 pub mod coding;
 pub mod data;
@@ -52,6 +53,7 @@ pub mod trainer;
 pub mod transport;
 pub mod worker;
 
+pub use auto_balance::AutoBalance;
 pub use distgpipe_core as core;
 pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
 pub use failure::Failure;

@@ -41,6 +41,15 @@ impl Optim {
     pub fn adamw() -> Self {
         Optim::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 }
     }
+
+    /// How many numbers it remembers for each that is learned.
+    pub fn remembers(self) -> usize {
+        match self {
+            Optim::Sgd { momentum: 0.0, .. } => 0,
+            Optim::Sgd { .. } => 1,
+            Optim::AdamW { .. } => 2,
+        }
+    }
 }
 
 impl Default for Optim {
