@@ -228,8 +228,12 @@ mod tests {
         let mut codecs = Codecs::all("uniform:8".parse().unwrap());
         codecs.links = vec!["0-1=raw,f16".parse().unwrap()];
         let problem = made(&model, &codecs);
-        let floats: Vec<u64> =
-            model.summary().unwrap().iter().map(|layer| 6 * layer.output[0].dims.iter().product::<i64>() as u64).collect();
+        let floats: Vec<u64> = model
+            .summary()
+            .unwrap()
+            .iter()
+            .map(|layer| 6 * layer.output[0].dims.iter().product::<i64>() as u64)
+            .collect();
         let of = |factor: u64| floats.iter().map(|n| factor * n).collect::<Vec<u64>>();
         assert_eq!(problem.in_memory.outputs, of(4));
         // A byte each, and what the codec says of its range.
