@@ -30,22 +30,26 @@ impl CutReport<'_> {
     pub fn text(&self) -> String {
         let Found { estimate, even, even_estimate, method, tried, .. } = self.found;
         let step = |estimate: &Estimate| {
-            format!("{}, {} idle", units::seconds(estimate.step_s), units::percent(estimate.bubble))
+            let most = match self.memory_known {
+                true => format!(", {} on the fullest worker", units::bytes(estimate.memory_bytes() as f64)),
+                false => String::new(),
+            };
+            format!("{}, {} idle{most}", units::seconds(estimate.step_s), units::percent(estimate.bubble))
         };
         let links = match self.link {
-            Some(link) => format!(
-                "links of {}/s and {} latency counted",
-                units::bytes(link.bytes_per_s),
-                units::seconds(link.latency_s)
-            ),
-            None => "links free".to_owned(),
+            Some(link) if link.latency_s > 0.0 => {
+                let latency = units::seconds(link.latency_s);
+                format!("links of {}/s and {latency} latency", units::bytes(link.bytes_per_s))
+            }
+            Some(link) => format!("links of {}/s", units::bytes(link.bytes_per_s)),
+            None => "free links".to_owned(),
         };
         let how = match method {
-            Method::Exhaustive => format!("the best of all {} cuts", units::count(*tried as u64)),
-            Method::Descent => format!("the best of {} cuts tried", units::count(*tried as u64)),
+            Method::Exhaustive => format!("it is the best of all {} cuts", units::count(*tried as u64)),
+            Method::Descent => format!("it is the best of {} cuts that were tried", units::count(*tried as u64)),
         };
         format!(
-            "{}{}step of {} micro-batches, simulated with {links}: {}; {how}\nwith as many layers each ({even}): {}\n",
+            "{}{}step of {} micro-batches, simulated with {links}: {}\nwith as many layers each ({even}): {}\n{how}\n",
             self.table(),
             self.workers(),
             self.micro_batches,

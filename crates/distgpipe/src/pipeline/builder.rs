@@ -19,7 +19,7 @@ use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::{Placement, PlacementError};
 use distgpipe_core::schedule::{check, CheckError, Mode, Plan, Recompute, Request, Schedule, ScheduleError};
 use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
-use distgpipe_core::WorkerId;
+use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::BTreeSet;
 
 /// Why a pipeline cannot be built.
@@ -342,11 +342,20 @@ impl Builder {
     fn measured_cut(&self, placement: Option<&Placement>) -> Result<Option<Found>, BuildError> {
         let Cut::Measured(how) = &self.cut else { return Ok(None) };
         let placement = self.plan.as_ref().map(Plan::placement).or(placement);
+        // A given plan fits the skips of one cut only. Others are judged by the schedule, as far as the plan says how.
+        let recompute = self.plan.as_ref().map_or(self.recompute, |plan| {
+            let last = MicroBatchId::new(plan.micro_batches() - 1);
+            match [MicroBatchId(0), last].map(|micro_batch| plan.recomputes(PartitionId(0), micro_batch)) {
+                [_, true] => Recompute::Always,
+                [true, false] => Recompute::ExceptLast,
+                [false, false] => Recompute::Never,
+            }
+        });
         let run = Run {
             placement: placement.cloned().unwrap_or_else(|| Placement::one_worker_each(how.partitions.max(1))),
             schedule: self.schedule,
             micro_batches: self.plan.as_ref().map_or(self.micro_batches, Plan::micro_batches),
-            recompute: self.recompute,
+            recompute,
             codecs: &self.job.codecs,
             optim: self.job.optim,
         };
