@@ -28,7 +28,9 @@ use std::fmt;
 use std::str::FromStr;
 
 /// The most steps of rehearsals for which all cuts are tried: less than a second.
-const EXHAUSTIVE_STEPS_MAX: u64 = 1 << 26;
+const EXHAUSTIVE_STEPS_MAX: u64 = 1 << 25;
+/// Making a plan, in steps of its rehearsal.
+const PLAN_STEPS: u64 = 64;
 
 /// Why there is no cut.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -330,7 +332,9 @@ struct Search<'a> {
     clocks: Clocks,
     best: Option<(Score, Vec<usize>)>,
     tried: usize,
+    /// How much work has been done, and the longest plan so far.
     steps: u64,
+    plan_steps: usize,
 }
 
 impl<'a> Search<'a> {
@@ -348,6 +352,7 @@ impl<'a> Search<'a> {
             best: None,
             tried: 0,
             steps: 0,
+            plan_steps: 0,
         };
         // Made here once, so that an impossible schedule is an error before anything is tried.
         search.plan(&Vec::new())?;
@@ -364,8 +369,7 @@ impl<'a> Search<'a> {
 
     /// About how much work it is to judge a cut.
     fn steps_a_cut(&self) -> u64 {
-        let plan = self.plans.values().map(|plan| plan.rehearsal.len()).max().unwrap_or(1);
-        (plan + 4 * self.problem.skips.len() + 8 * self.partitions()) as u64
+        (self.plan_steps + 4 * self.problem.skips.len() + 8 * self.partitions()) as u64
     }
 
     fn find(&mut self, method: Method) -> Result<Found, BalanceError> {
@@ -427,6 +431,8 @@ impl<'a> Search<'a> {
             };
             let plan = problem.schedule.plan(&request)?;
             let rehearsal = Rehearsal::new(&plan)?;
+            self.plan_steps = self.plan_steps.max(rehearsal.len());
+            self.steps += PLAN_STEPS * rehearsal.len() as u64;
             let number = |edge| rehearsal.edges().iter().position(|&other| other == edge);
             let ends = rehearsal.edges().iter().filter(|(_, _, pass)| *pass == Pass::Forward);
             let edge_at = ends

@@ -16,8 +16,8 @@ const RANDOM_STARTS: usize = 64;
 const PLACES_MAX: usize = 64;
 /// The most borders of which two groups are moved independently.
 const PAIRED_MAX: usize = 6;
-/// The most steps of rehearsals: about a second.
-const STEPS_MAX: u64 = 1 << 28;
+/// The most steps of rehearsals: less than a second.
+const STEPS_MAX: u64 = 1 << 26;
 
 /// Tries starts and what is near them; the search keeps the best.
 pub(super) fn descend(search: &mut Search<'_>) -> Result<(), BalanceError> {
