@@ -4,8 +4,9 @@ use distgpipe::core::balance::Objective;
 use distgpipe::models::MobileNetV2;
 use distgpipe::{profile, AutoBalance, Model, Optim, Pipeline, Recompute, Schedule};
 
-/// Of the measured peak. What a layer needs for itself while it goes backward is not estimated.
-const OFF_BY_MAX: f64 = 0.25;
+/// Of the measured peak. What a layer needs for itself while it goes backward is not estimated; it weighs most where
+/// recomputation leaves one micro-batch (23 % there, 1 to 6 % otherwise).
+const OFF_BY_MAX: f64 = 0.3;
 
 fn near(model: Model, place: &str, recompute: Recompute, optim: Optim) {
     let partitions = place.split(',').count();
