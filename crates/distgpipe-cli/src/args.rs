@@ -6,6 +6,7 @@
 use crate::exit::usage;
 use crate::files::read_text;
 use clap::{Args as _, ValueEnum};
+use distgpipe::core::balance::Objective;
 use distgpipe::core::codec::Spec;
 use distgpipe::core::schedule::{Recompute, Schedule};
 use distgpipe::engine::Device;
@@ -155,10 +156,27 @@ pub struct TrainFlags {
     #[arg(long, value_name = "CUT", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cut: Option<String>,
-    /// Cut it into N partitions that take about equally long, measured first
+    /// Cut it into N partitions with which a step is quickest, measured first and shown as a table
     #[arg(long, value_name = "N", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub auto_balance: Option<usize>,
+    /// What --auto-balance makes small: time (of a step) or memory (of the worker that holds most) [default: time]
+    #[arg(long, value_name = "WHAT", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub balance_by: Option<Objective>,
+    /// The most that a worker may hold, such as 2GiB; for --auto-balance
+    #[arg(long, value_name = "SIZE", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_limit: Option<String>,
+    /// What a link between two workers carries, such as 100mbit, 1gbit or 12.5MB/s; for --auto-balance [default: links
+    /// count as free]
+    #[arg(long, value_name = "RATE", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub link_rate: Option<String>,
+    /// How long a message takes beyond that, in milliseconds; for --auto-balance [default: 0]
+    #[arg(long, value_name = "MS", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub link_latency: Option<f64>,
     /// The worker of each partition, such as client,server,client; the first named is this process [default: one
     /// worker per partition]
     #[arg(long, value_name = "WORKER,…", help_heading = "Pipeline")]

@@ -2,6 +2,7 @@
 //! every error names its flag and what to do.
 
 use crate::args::{DecayName, OptimizerName, TrainFlags};
+use crate::balancing::{no_cut, Judging, JudgingFlags};
 use crate::checkpoint::Saving;
 use crate::cmd::worker::given_token;
 use crate::datasets::loaders;
@@ -22,7 +23,7 @@ use distgpipe::pipeline::{BuildError, Builder};
 use distgpipe::rate::{Decay, RateSchedule};
 use distgpipe::trainer::{Capture, TrainOptions};
 use distgpipe::transport::Timeouts;
-use distgpipe::{Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
+use distgpipe::{AutoBalance, Loss, Model, Optim, Pipeline, WorkerProgram, Workers};
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a plan file: the largest plan takes less.
@@ -60,6 +61,8 @@ pub struct RunConfig {
     pub trace: bool,
     /// Whether the result is wanted as JSON.
     pub json: bool,
+    /// What `--auto-balance` judges cuts by.
+    pub judging: Judging,
     cut: Cut,
     plan: Option<Plan>,
     workers: Workers,
@@ -143,6 +146,7 @@ impl RunConfig {
             log: flags.log.clone(),
             trace,
             json: flags.json == Some(true),
+            judging: judging(&flags)?,
             cut,
             plan,
             workers,
@@ -155,12 +159,18 @@ impl RunConfig {
         })
     }
 
+    /// Whether all workers are threads of this process, so that links cost next to nothing.
+    pub fn links_are_memory(&self) -> bool {
+        matches!(self.workers, Workers::Threads)
+    }
+
     /// Starts the workers.
     pub fn start(&self) -> anyhow::Result<Pipeline> {
         let mut pipeline = self.builder()?.build().map_err(|error| match error {
             BuildError::Failed(failure) => failure.into(),
             BuildError::Scenario(e) => usage(format!("--faults: {e}")),
             BuildError::Balance(e) => usage(format!("--balance: {e}")),
+            BuildError::AutoBalance(e) => no_cut("--auto-balance", e),
             BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
             BuildError::Plan(e) => usage(format!("--plan: {e}")),
             BuildError::Codecs(e) => usage(format!("--codec-link: {e}")),
@@ -203,10 +213,14 @@ impl RunConfig {
                 // As large as a micro-batch will be.
                 let rows = (flags.batch.unwrap_or(1) / flags.chunks.unwrap_or(1).max(1)).max(1);
                 let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
-                builder.auto_balance(
-                    *partitions,
-                    self.train.data().batch(&rows, Pass::new(flags.seed.unwrap_or_default(), 0))?,
-                )
+                let sample = self.train.data().batch(&rows, Pass::new(flags.seed.unwrap_or_default(), 0))?;
+                let Judging { by, memory_limit_bytes, link } = self.judging;
+                builder.auto_balance_with(AutoBalance {
+                    by,
+                    link,
+                    memory_limit_bytes,
+                    ..AutoBalance::new(*partitions, sample)
+                })
             }
         })
     }
@@ -300,6 +314,21 @@ fn cut(flags: &TrainFlags, model: &Model, placement: Option<&Placement>, from_pl
     let balance = balance.map_err(|e| usage(format!("{flag}: {e}")))?;
     fits(balance.partitions())?;
     Ok(Cut::Given(balance))
+}
+
+fn judging(flags: &TrainFlags) -> anyhow::Result<Judging> {
+    let judging = JudgingFlags {
+        by: flags.balance_by,
+        memory_limit: flags.memory_limit.as_deref(),
+        link_rate: flags.link_rate.as_deref(),
+        link_latency: flags.link_latency,
+    };
+    match judging.first_given() {
+        Some(flag) if flags.auto_balance.is_none() => {
+            Err(usage(format!("{flag}: it is for cuts that are measured: add --auto-balance N, or remove it")))
+        }
+        _ => judging.read(),
+    }
 }
 
 fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {

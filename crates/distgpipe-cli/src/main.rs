@@ -1,6 +1,7 @@
 //! The `distgpipe` command: flags → validated configuration → plan → run.
 
 mod args;
+mod balancing;
 mod capture;
 mod checkpoint;
 mod cmd;

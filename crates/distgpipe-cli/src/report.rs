@@ -1,5 +1,6 @@
 //! What people and programs read: tables, units, progress, log files. All of it reads the trainer's events.
 
+pub mod cut;
 pub mod log;
 pub mod progress;
 pub mod run;

@@ -8,6 +8,7 @@
 //! | [`id`] | the three numbers everything is named by |
 //! | [`microbatch`] | how many micro-batches, and which rows each has |
 //! | [`partition`] | which layers run together, and the best cut for given costs |
+//! | [`balance`] | the best cut when links, memory and the schedule count too |
 //! | [`cut`] | the same, said by the layers' names or from both ends |
 //! | [`placement`] | which worker runs which partition |
 //! | [`skip`] | which partition pairs a skip tensor travels between |
@@ -18,6 +19,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod balance;
 pub mod codec;
 pub mod cut;
 pub mod id;

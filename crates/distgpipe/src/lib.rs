@@ -23,6 +23,7 @@
 //! # }
 //! ```
 
+pub mod auto_balance;
 pub mod checkpoint;
 pub mod codecs;
 pub mod coding;
@@ -57,6 +58,7 @@ pub mod update;
 pub mod weights;
 pub mod worker;
 
+pub use auto_balance::AutoBalance;
 pub use distgpipe_core as core;
 pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
 pub use engine::Precision;

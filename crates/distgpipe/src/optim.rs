@@ -85,9 +85,7 @@ impl Optim {
         }
         self
     }
-}
 
-impl Optim {
     /// What it remembers of each parameter.
     pub fn slots(self) -> &'static [Slot] {
         match self {
@@ -98,6 +96,11 @@ impl Optim {
                 &[Slot::Steps, Slot::First, Slot::Second]
             }
         }
+    }
+
+    /// How many numbers it remembers for each that is learned.
+    pub fn remembers(self) -> usize {
+        self.slots().iter().filter(|slot| **slot != Slot::Steps).count()
     }
 }
 

@@ -19,6 +19,7 @@ use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
 use crate::update::{clip_scale, global_norm, After, Exact, Part};
 use crate::weights::WeightsError;
+use distgpipe_core::balance::Found;
 use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
@@ -156,6 +157,7 @@ pub struct Pipeline {
     team: Team,
     plan: Plan,
     balance: Balance,
+    auto_balanced: Option<Found>,
     model: Model,
     timeouts: Timeouts,
     /// The number of the next command.
@@ -193,6 +195,11 @@ impl Pipeline {
     /// Which layers run together.
     pub fn balance(&self) -> &Balance {
         &self.balance
+    }
+
+    /// What the cut was found to cost, if it was found by measuring.
+    pub fn auto_balanced(&self) -> Option<&Found> {
+        self.auto_balanced.as_ref()
     }
 
     /// How what crosses links is encoded.

@@ -1,21 +1,23 @@
-//! `distgpipe balance`: the cut whose slowest partition is quickest, and what a step would take with it.
+//! `distgpipe balance`: the cut with which a step is quickest or the fullest worker holds least, and what it costs.
 
 use super::models::SampleArgs;
+use crate::args::OptimizerName;
+use crate::balancing::{no_cut, JudgingFlags};
 use crate::config::model;
 use crate::exit::usage;
 use crate::files::read_text;
 use crate::report;
-use crate::report::table::{Side, Table};
-use crate::report::units::{percent, seconds};
+use crate::report::cut::CutReport;
+use distgpipe::auto_balance::{problem, Run};
+use distgpipe::codecs::Codecs;
+use distgpipe::core::balance::Objective;
+use distgpipe::core::codec::Spec;
 use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
-use distgpipe::core::schedule::{simulate, Costs, Recompute, Request, Schedule, Simulation};
-use distgpipe::core::skip::{SkipLayout, SkipUse};
-use distgpipe::core::PartitionId;
+use distgpipe::core::schedule::{Recompute, Schedule};
 use distgpipe::profile::LayerCost;
-use distgpipe::Model;
+use distgpipe::{BuildError, Model, Optim};
 use serde::Deserialize;
-use serde_json::json;
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a file of costs.
@@ -29,9 +31,13 @@ Examples:
   distgpipe balance mobilenet_v2 --partitions 3 --set image=96 --rows 16 --chunks 8
   distgpipe models mobilenet_v2 --profile --json > costs.json
   distgpipe balance mobilenet_v2 --partitions 4 --costs costs.json
+  distgpipe balance mobilenet_v2 --partitions 3 --place client,server,client --link-rate 100mbit --link-latency 5
+  distgpipe balance resnet --partitions 2 --balance-by memory
 
 A file of costs is what `distgpipe models NAME --profile --json` prints, or a list with a number per layer. The step
-is simulated with every partition on a worker of its own (or as --place says) and links that cost nothing.")]
+is simulated with every partition on a worker of its own (or as --place says). Times, bytes sent and what is held are
+those of a micro-batch of --rows rows. Memory is what parameters, gradients, optimizer and kept activations take;
+what a layer needs for itself while it goes backward is not in it, nor is the time of coding in the step.")]
 pub struct BalanceArgs {
     /// Which model; `distgpipe models` lists them
     model: String,
@@ -58,6 +64,27 @@ pub struct BalanceArgs {
     /// The worker of each partition
     #[arg(long, value_name = "WORKER,…")]
     place: Option<String>,
+    /// What to make small: time (of a step) or memory (of the worker that holds most)
+    #[arg(long, value_name = "WHAT", default_value = "time")]
+    balance_by: Objective,
+    /// The most that a worker may hold, such as 2GiB
+    #[arg(long, value_name = "SIZE")]
+    memory_limit: Option<String>,
+    /// What a link between two workers carries, such as 100mbit, 1gbit or 12.5MB/s [default: links are free]
+    #[arg(long, value_name = "RATE")]
+    link_rate: Option<String>,
+    /// How long a message takes beyond that, in milliseconds [default: 0]
+    #[arg(long, value_name = "MS")]
+    link_latency: Option<f64>,
+    /// How activations are encoded between workers; `distgpipe codecs` lists codecs
+    #[arg(long, value_name = "CODEC", default_value = "raw")]
+    codec: Spec,
+    /// How gradients are encoded [default: as activations]
+    #[arg(long, value_name = "CODEC")]
+    codec_backward: Option<Spec>,
+    /// How parameters are stepped, which says what else is kept for each
+    #[arg(long, value_name = "NAME", default_value = "sgd")]
+    optimizer: OptimizerName,
     /// Print as JSON
     #[arg(long)]
     json: bool,
@@ -68,7 +95,7 @@ pub struct BalanceArgs {
 #[serde(untagged)]
 enum GivenCost {
     Total(f64),
-    Measured { forward_s: f64, backward_s: f64 },
+    Measured { forward_s: f64, backward_s: f64, held_bytes: Option<u64> },
 }
 
 /// A file of costs.
@@ -76,49 +103,98 @@ enum GivenCost {
 #[serde(untagged)]
 enum GivenCosts {
     List(Vec<GivenCost>),
-    Models { layers: Vec<GivenCost> },
+    Models { rows: Option<usize>, layers: Vec<GivenCost> },
+}
+
+/// What the layers cost, wherever that is from.
+struct LayerCosts {
+    layers: Vec<LayerCost>,
+    /// For so many rows.
+    rows: usize,
+    memory_known: bool,
 }
 
 /// Measures, cuts, simulates.
 pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
     let model = model("MODEL", &args.model, &args.set)?;
-    let layers: Vec<(f64, f64)> = match &args.costs {
-        Some(path) => read_costs(path, model.layers.len())?,
-        None => args.sample.measure(&model)?.iter().map(|cost: &LayerCost| (cost.forward_s, cost.backward_s)).collect(),
+    let judging = JudgingFlags {
+        by: Some(args.balance_by),
+        memory_limit: args.memory_limit.as_deref(),
+        link_rate: args.link_rate.as_deref(),
+        link_latency: args.link_latency,
     };
-    let totals: Vec<f64> = layers.iter().map(|(forward, backward)| forward + backward).collect();
-    let flag = |e| usage(format!("--partitions: {e}"));
-    let best = Balance::optimal(&totals, args.partitions).map_err(flag)?;
-    let even = Balance::even(layers.len(), args.partitions).map_err(flag)?;
-    let best = Cut::new(best, &layers, &model, args)?;
-    let even = Cut::new(even, &layers, &model, args)?;
-    if args.json {
-        return report::print_json(&json!({
-            "model": args.model,
-            "rows": args.sample.rows,
-            "precision": args.sample.precision,
-            "micro_batches": args.chunks,
-            "balance": best.balance.sizes(),
-            "partitions": best.json(),
-            "step_s": best.simulation.makespan,
-            "bubble": best.simulation.bubble,
-            "even": { "balance": even.balance.sizes(), "step_s": even.simulation.makespan, "bubble": even.simulation.bubble },
-        }));
+    let judging = judging.read()?;
+    Balance::even(model.layers.len(), args.partitions).map_err(|e| usage(format!("--partitions: {e}")))?;
+    let placement = placement(args)?;
+    let costs = match &args.costs {
+        Some(path) => read_costs(path, &model, args.sample.rows)?,
+        None => LayerCosts { layers: args.sample.measure(&model)?, rows: args.sample.rows, memory_known: true },
+    };
+    if !costs.memory_known && (judging.by == Objective::Memory || judging.memory_limit_bytes.is_some()) {
+        return Err(usage(
+            "--costs: the file does not say what layers hold, which memory is judged by: use one that `distgpipe models \
+             NAME --profile --json` printed, or measure",
+        ));
     }
-    report::print(&format!(
-        "{}\nstep of {} micro-batches: {}, {} idle\nwith as many layers each ({}): {}, {} idle\n\nuse it: --balance {}\n",
-        best.table(&model),
-        args.chunks,
-        seconds(best.simulation.makespan),
-        percent(best.simulation.bubble),
-        even.balance,
-        seconds(even.simulation.makespan),
-        percent(even.simulation.bubble),
-        best.balance,
-    ))
+    let codecs = Codecs {
+        forward: args.codec.clone(),
+        backward: args.codec_backward.clone().unwrap_or_else(|| args.codec.clone()),
+        ..Codecs::default()
+    };
+    let run = Run {
+        placement,
+        schedule: args.schedule,
+        micro_batches: args.chunks,
+        recompute: args.recompute,
+        codecs: &codecs,
+        optim: match args.optimizer {
+            OptimizerName::Sgd => Optim::default(),
+            OptimizerName::Adam => Optim::adam(),
+            OptimizerName::Adamw => Optim::adamw(),
+            OptimizerName::Rmsprop => Optim::rms_prop(0.0),
+        },
+    };
+    let mut problem = problem(&model, &costs.layers, costs.rows, run).map_err(|e| match e {
+        BuildError::Schedule(e) => usage(format!("--chunks or --schedule: {e}")),
+        other => other.into(),
+    })?;
+    problem.objective = judging.by;
+    problem.link = judging.link;
+    problem.memory_limit_bytes = judging.memory_limit_bytes;
+    let found = problem.search().map_err(|e| no_cut("--costs, --chunks or --schedule", e))?;
+    let report = CutReport {
+        found: &found,
+        model: &model,
+        placement: &problem.placement,
+        micro_batches: args.chunks,
+        link: judging.link,
+        memory_known: costs.memory_known,
+    };
+    if args.json {
+        let mut value = report.json();
+        value["model"] = args.model.clone().into();
+        value["rows"] = costs.rows.into();
+        value["precision"] = serde_json::to_value(args.sample.precision)?;
+        return report::print_json(&value);
+    }
+    report::print(&format!("{}\nuse it: --balance {}\n", report.text(), found.balance))
 }
 
-fn read_costs(path: &Path, layers: usize) -> anyhow::Result<Vec<(f64, f64)>> {
+fn placement(args: &BalanceArgs) -> anyhow::Result<Placement> {
+    let placement = match &args.place {
+        Some(place) => place.parse::<Placement>().map_err(|e| usage(format!("--place: {e}")))?,
+        None => Placement::one_worker_each(args.partitions),
+    };
+    if placement.partitions() != args.partitions {
+        let (named, wanted) = (placement.partitions(), args.partitions);
+        return Err(usage(format!(
+            "--place names workers for {named} partitions, --partitions is {wanted}: give both the same number"
+        )));
+    }
+    Ok(placement)
+}
+
+fn read_costs(path: &Path, model: &Model, rows: usize) -> anyhow::Result<LayerCosts> {
     let flag = || format!("--costs {}", path.display());
     let text = read_text("--costs", path, COSTS_BYTES_MAX)?;
     let given: GivenCosts = serde_json::from_str(&text).map_err(|_| {
@@ -127,86 +203,23 @@ fn read_costs(path: &Path, layers: usize) -> anyhow::Result<Vec<(f64, f64)>> {
             flag()
         ))
     })?;
-    let (GivenCosts::List(costs) | GivenCosts::Models { layers: costs }) = given;
+    let (costs, rows) = match given {
+        GivenCosts::List(costs) => (costs, rows),
+        GivenCosts::Models { rows: measured, layers } => (layers, measured.unwrap_or(rows)),
+    };
+    let layers = model.layers.len();
     if costs.len() != layers {
         return Err(usage(format!("{}: expected a cost for each of {layers} layers, got {}", flag(), costs.len())));
     }
+    let memory_known = costs.iter().all(|cost| matches!(cost, GivenCost::Measured { held_bytes: Some(_), .. }));
     // Backward passes take about twice as long where only the sum is known.
     let split = |cost: GivenCost| match cost {
-        GivenCost::Total(cost) => (cost / 3.0, cost * 2.0 / 3.0),
-        GivenCost::Measured { forward_s, backward_s } => (forward_s, backward_s),
+        GivenCost::Total(cost) => (cost / 3.0, cost * 2.0 / 3.0, 0),
+        GivenCost::Measured { forward_s, backward_s, held_bytes } => (forward_s, backward_s, held_bytes.unwrap_or(0)),
     };
-    Ok(costs.into_iter().map(split).collect())
-}
-
-/// A balance and what it costs.
-struct Cut {
-    balance: Balance,
-    /// Forward and backward of each partition.
-    costs: Vec<(f64, f64)>,
-    simulation: Simulation,
-}
-
-impl Cut {
-    fn new(balance: Balance, layers: &[(f64, f64)], model: &Model, args: &BalanceArgs) -> anyhow::Result<Self> {
-        let sum = |partition: PartitionId| {
-            layers[balance.range(partition)]
-                .iter()
-                .fold((0.0, 0.0), |(f, b), (forward, backward)| (f + forward, b + backward))
-        };
-        let costs: Vec<(f64, f64)> = (0..balance.partitions()).map(PartitionId::new).map(sum).collect();
-        let placement = match &args.place {
-            Some(place) => place.parse::<Placement>().map_err(|e| usage(format!("--place: {e}")))?,
-            None => Placement::one_worker_each(balance.partitions()),
-        };
-        if placement.partitions() != balance.partitions() {
-            let (named, wanted) = (placement.partitions(), balance.partitions());
-            return Err(usage(format!(
-                "--place names workers for {named} partitions, --partitions is {wanted}: give both the same number"
-            )));
-        }
-        let uses: Vec<SkipUse> = model.layers.iter().map(|layer| layer.skips()).collect();
-        let mut request = Request::new(placement, args.chunks);
-        request.recompute = args.recompute;
-        request.skips = SkipLayout::new(&uses, &balance)?.edges();
-        let plan = args.schedule.plan(&request).map_err(|e| usage(format!("--chunks or --schedule: {e}")))?;
-        let (forward, backward) = costs.iter().copied().unzip();
-        let simulation = simulate(&plan, &Costs::new(forward, backward))?;
-        Ok(Cut { balance, costs, simulation })
-    }
-
-    fn partitions(&self) -> impl Iterator<Item = (PartitionId, (f64, f64))> + '_ {
-        self.costs.iter().enumerate().map(|(i, &cost)| (PartitionId::new(i), cost))
-    }
-
-    fn table(&self, model: &Model) -> String {
-        let mut table = Table::new(&[
-            ("partition", Side::Right),
-            ("layers", Side::Right),
-            ("from", Side::Left),
-            ("to", Side::Left),
-            ("forward", Side::Right),
-            ("backward", Side::Right),
-            ("share", Side::Right),
-        ]);
-        let all: f64 = self.costs.iter().map(|(forward, backward)| forward + backward).sum();
-        for (partition, (forward, backward)) in self.partitions() {
-            let range = self.balance.range(partition);
-            table.row(vec![
-                partition.to_string(),
-                range.len().to_string(),
-                model.layers[range.start].name().to_owned(),
-                model.layers[range.end - 1].name().to_owned(),
-                seconds(forward),
-                seconds(backward),
-                percent((forward + backward) / all.max(1e-300)),
-            ]);
-        }
-        table.render()
-    }
-
-    fn json(&self) -> Vec<serde_json::Value> {
-        let one = |(partition, (forward_s, backward_s)): (PartitionId, (f64, f64))| json!({ "layers": self.balance.range(partition).len(), "forward_s": forward_s, "backward_s": backward_s });
-        self.partitions().map(one).collect()
-    }
+    let layers = costs.into_iter().zip(&model.layers).map(|(cost, layer)| {
+        let (forward_s, backward_s, held_bytes) = split(cost);
+        LayerCost { name: layer.name().to_owned(), forward_s, backward_s, held_bytes }
+    });
+    Ok(LayerCosts { layers: layers.collect(), rows, memory_known })
 }

@@ -3,13 +3,14 @@
 use crate::args::TrainFlags;
 use crate::capture;
 use crate::config::RunConfig;
+use crate::report::cut::CutReport;
 use crate::report::log::Log;
 use crate::report::progress::Progress;
 use crate::report::run::RunReport;
 use crate::report::{self, units};
 use anyhow::Context;
 use distgpipe::trainer::{Event, Observer, TrainError, Trainer};
-use distgpipe::Plan;
+use distgpipe::{Pipeline, Plan};
 use std::io::IsTerminal;
 
 /// What `--help` shows after the flags.
@@ -23,6 +24,8 @@ Examples:
       distgpipe train … --workers 10.0.0.2:7000 --token-file token.txt
   Cut by measured time, save memory, and keep a trace for Perfetto:
       distgpipe train --model mobilenet_v2 --auto-balance 2 --recompute always --log run1 --trace
+  Cut for a link of 100 Mbit/s and a server with 2 GiB:
+      distgpipe train … --auto-balance 3 --place client,server,client --link-rate 100mbit --memory-limit 2GiB
   Send 4.5 bits a value over a slow link, and see what that did:
       distgpipe train … --codec tile:4
   Save the run every 100 steps; after a kill, go on where it was, here with another cut:
@@ -56,6 +59,9 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let model = config.model.recipe.as_ref().map(|recipe| recipe.name.clone()).unwrap_or_default();
     let balance = pipeline.balance().sizes().to_vec();
     report::note(&headline(config, &model, &balance, &placed));
+    if let Some(cut) = found_cut(config, &pipeline) {
+        report::note(&cut);
+    }
     if let Some(directory) = &config.capture {
         capture::prepare(directory)?;
     }
@@ -105,6 +111,23 @@ fn unwrapped(error: TrainError) -> anyhow::Error {
         TrainError::Observer(error) => error.into(),
         other => other.into(),
     }
+}
+
+/// The table of a cut that was found by measuring.
+fn found_cut(config: &RunConfig, pipeline: &Pipeline) -> Option<String> {
+    let report = CutReport {
+        found: pipeline.auto_balanced()?,
+        model: &config.model,
+        placement: pipeline.plan().placement(),
+        micro_batches: pipeline.plan().micro_batches(),
+        link: config.judging.link,
+        memory_known: true,
+    };
+    let mut text = report.text();
+    if config.judging.link.is_none() && !config.links_are_memory() {
+        text.push_str("to count what the links cost, say how fast they are: --link-rate 1gbit --link-latency 0.5\n");
+    }
+    Some(text)
 }
 
 fn headline(config: &RunConfig, model: &str, balance: &[usize], placed: &[String]) -> String {

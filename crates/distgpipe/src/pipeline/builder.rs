@@ -1,6 +1,7 @@
 //! From what the user says to a running pipeline.
 
 use super::{Batch, Pipeline};
+use crate::auto_balance::{AutoBalance, Run};
 use crate::codecs::{Codecs, CodecsError};
 use crate::engine::{self, Device, Precision};
 use crate::failure::Failure;
@@ -13,11 +14,12 @@ use crate::optim::Optim;
 use crate::profile;
 use crate::transport::faulty::{Scenario, ScenarioError};
 use crate::transport::Timeouts;
+use distgpipe_core::balance::{BalanceError, Found};
 use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::{Placement, PlacementError};
 use distgpipe_core::schedule::{check, CheckError, Mode, Plan, Recompute, Request, Schedule, ScheduleError};
 use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
-use distgpipe_core::WorkerId;
+use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::BTreeSet;
 
 /// Why a pipeline cannot be built.
@@ -27,6 +29,9 @@ pub enum BuildError {
     /// The balance does not fit the model.
     #[error("balance: {0}")]
     Balance(#[from] PartitionError),
+    /// No cut can be found by measuring.
+    #[error("auto-balance: {0}")]
+    AutoBalance(#[from] BalanceError),
     /// The placement is not one.
     #[error("placement: {0}")]
     Placement(#[from] PlacementError),
@@ -59,7 +64,7 @@ pub enum BuildError {
 enum Cut {
     Even,
     Given(Vec<usize>),
-    Measured { partitions: usize, sample: Batch },
+    Measured(Box<AutoBalance>),
 }
 
 /// Describes a pipeline; see [`Pipeline::builder`].
@@ -116,9 +121,15 @@ impl Builder {
         self
     }
 
-    /// Cuts into so many partitions of about equal time, measured on this sample.
-    pub fn auto_balance(mut self, partitions: usize, sample: Batch) -> Self {
-        self.cut = Cut::Measured { partitions, sample };
+    /// Cuts into so many partitions with which a step is quick, measured on this sample of one micro-batch. Links count
+    /// as free; see [`auto_balance_with`](Self::auto_balance_with).
+    pub fn auto_balance(self, partitions: usize, sample: Batch) -> Self {
+        self.auto_balance_with(AutoBalance::new(partitions, sample))
+    }
+
+    /// The same, by time or by memory, with what links cost and how much memory there is.
+    pub fn auto_balance_with(mut self, how: AutoBalance) -> Self {
+        self.cut = Cut::Measured(Box::new(how));
         self
     }
 
@@ -243,7 +254,11 @@ impl Builder {
         engine::start();
         let placement = self.placement.as_deref().map(str::parse::<Placement>).transpose()?;
         let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.as_ref().map(Placement::partitions));
-        let balance = self.cut(partitions)?;
+        let auto_balanced = self.measured_cut(placement.as_ref())?;
+        let balance = match &auto_balanced {
+            Some(found) => found.balance.clone(),
+            None => self.cut(partitions)?,
+        };
         let uses: Vec<SkipUse> = self.model.layers.iter().map(|l| l.skips()).collect();
         let skips = SkipLayout::new(&uses, &balance)?.edges();
         let beyond_neighbours: Vec<_> = skips.into_iter().filter(|(from, to)| to.0 > from.0 + 1).collect();
@@ -286,6 +301,7 @@ impl Builder {
             team,
             plan,
             balance,
+            auto_balanced,
             model: self.model,
             timeouts: self.job.timeouts,
             command: 0,
@@ -327,13 +343,45 @@ impl Builder {
         let balance = match &self.cut {
             Cut::Even => Balance::even(layers, partitions.unwrap_or(1))?,
             Cut::Given(sizes) => Balance::new(sizes.clone())?,
-            Cut::Measured { partitions, sample } => {
-                let profile = profile::measure(&self.model, sample, &profile::Options::of(&self.job))?;
-                let costs: Vec<f64> = profile.iter().map(profile::LayerCost::seconds).collect();
-                Balance::optimal(&costs, *partitions)?
-            }
+            // Found before; see `measured_cut`.
+            Cut::Measured(how) => Balance::even(layers, how.partitions)?,
         };
         balance.check(layers)?;
         Ok(balance)
+    }
+
+    /// Measures the layers and finds the cut, if that is how the model is to be cut.
+    fn measured_cut(&self, placement: Option<&Placement>) -> Result<Option<Found>, BuildError> {
+        let Cut::Measured(how) = &self.cut else { return Ok(None) };
+        let placement = self.plan.as_ref().map(Plan::placement).or(placement);
+        // A given plan fits the skips of one cut only. Others are judged by the schedule, as far as the plan says how.
+        let recompute = self.plan.as_ref().map_or(self.recompute, |plan| {
+            let last = MicroBatchId::new(plan.micro_batches() - 1);
+            match [MicroBatchId(0), last].map(|micro_batch| plan.recomputes(PartitionId(0), micro_batch)) {
+                [_, true] => Recompute::Always,
+                [true, false] => Recompute::ExceptLast,
+                [false, false] => Recompute::Never,
+            }
+        });
+        let run = Run {
+            placement: placement.cloned().unwrap_or_else(|| Placement::one_worker_each(how.partitions.max(1))),
+            schedule: self.schedule,
+            micro_batches: self.plan.as_ref().map_or(self.micro_batches, Plan::micro_batches),
+            recompute,
+            codecs: &self.job.codecs,
+            optim: self.job.optim,
+        };
+        // Before the measuring, which takes a while.
+        Balance::even(self.model.layers.len(), how.partitions)?;
+        if run.placement.partitions() != how.partitions {
+            return Err(BuildError::Settings(format!(
+                "the placement has {} partitions and the balance {}: give both the same number",
+                run.placement.partitions(),
+                how.partitions
+            )));
+        }
+        let profile = profile::measure(&self.model, &how.sample, &profile::Options::of(&self.job))?;
+        let problem = how.problem(&self.model, &profile, run)?;
+        Ok(Some(problem.search()?))
     }
 }

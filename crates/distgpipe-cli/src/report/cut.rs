@@ -1,0 +1,151 @@
+//! A cut that was found, as a table: what each partition computes, sends and holds.
+
+use super::table::{Side, Table};
+use super::units;
+use distgpipe::core::balance::{Estimate, Found, Link, Method};
+use distgpipe::core::partition::Balance;
+use distgpipe::core::placement::Placement;
+use distgpipe::core::PartitionId;
+use distgpipe::Model;
+use serde_json::{json, Value};
+
+/// A found cut and what it is shown with.
+pub struct CutReport<'a> {
+    /// The cut.
+    pub found: &'a Found,
+    /// What was cut.
+    pub model: &'a Model,
+    /// Which worker has which partition.
+    pub placement: &'a Placement,
+    /// Per batch.
+    pub micro_batches: usize,
+    /// What links were taken to be.
+    pub link: Option<Link>,
+    /// Whether what layers hold is known, so that memory can be said.
+    pub memory_known: bool,
+}
+
+impl CutReport<'_> {
+    /// The table and what a step takes.
+    pub fn text(&self) -> String {
+        let Found { estimate, even, even_estimate, method, tried, .. } = self.found;
+        let step = |estimate: &Estimate| {
+            let most = match self.memory_known {
+                true => format!(", {} on the fullest worker", units::bytes(estimate.memory_bytes() as f64)),
+                false => String::new(),
+            };
+            format!("{}, {} idle{most}", units::seconds(estimate.step_s), units::percent(estimate.bubble))
+        };
+        let links = match self.link {
+            Some(link) if link.latency_s > 0.0 => {
+                let latency = units::seconds(link.latency_s);
+                format!("links of {}/s and {latency} latency", units::bytes(link.bytes_per_s))
+            }
+            Some(link) => format!("links of {}/s", units::bytes(link.bytes_per_s)),
+            None => "free links".to_owned(),
+        };
+        let how = match method {
+            Method::Exhaustive => format!("it is the best of all {} cuts", units::count(*tried as u64)),
+            Method::Descent => format!("it is the best of {} cuts that were tried", units::count(*tried as u64)),
+        };
+        format!(
+            "{}{}step of {} micro-batches, simulated with {links}: {}\nwith as many layers each ({even}): {}\n{how}\n",
+            self.table(),
+            self.workers(),
+            self.micro_batches,
+            step(estimate),
+            step(even_estimate),
+        )
+    }
+
+    fn name(&self, partition: PartitionId) -> &str {
+        self.placement.name(self.placement.worker_of(partition))
+    }
+
+    fn table(&self) -> String {
+        let mut table = Table::new(&[
+            ("partition", Side::Right),
+            ("worker", Side::Left),
+            ("layers", Side::Right),
+            ("from", Side::Left),
+            ("to", Side::Left),
+            ("forward", Side::Right),
+            ("backward", Side::Right),
+            ("sends on", Side::Right),
+            ("sends back", Side::Right),
+            ("parameters", Side::Right),
+            ("memory", Side::Right),
+        ]);
+        let sent = |bytes: u64| if bytes == 0 { "–".to_owned() } else { units::bytes(bytes as f64) };
+        for (i, partition) in self.found.estimate.partitions.iter().enumerate() {
+            let id = PartitionId::new(i);
+            let range = self.found.balance.range(id);
+            table.row(vec![
+                id.to_string(),
+                self.name(id).to_owned(),
+                range.len().to_string(),
+                self.model.layers[range.start].name().to_owned(),
+                self.model.layers[range.end - 1].name().to_owned(),
+                units::seconds(partition.forward_s),
+                units::seconds(partition.backward_s),
+                sent(partition.forward_bytes),
+                sent(partition.backward_bytes),
+                units::bytes(partition.parameter_bytes as f64),
+                self.memory(partition.memory_bytes),
+            ]);
+        }
+        table.render()
+    }
+
+    fn memory(&self, bytes: u64) -> String {
+        if self.memory_known {
+            units::bytes(bytes as f64)
+        } else {
+            "–".to_owned()
+        }
+    }
+
+    /// Memory by worker, where that is another question than by partition.
+    fn workers(&self) -> String {
+        if !self.memory_known || self.placement.workers() == self.placement.partitions() {
+            return String::new();
+        }
+        let worker = self.found.estimate.workers.iter();
+        let worker = worker.map(|worker| format!("{} {}", worker.name, units::bytes(worker.memory_bytes as f64)));
+        format!("memory by worker: {}\n", worker.collect::<Vec<_>>().join(", "))
+    }
+
+    /// The same for programs.
+    pub fn json(&self) -> Value {
+        let Found { balance, estimate, even, even_estimate, method, tried } = self.found;
+        let memory = |bytes: u64| self.memory_known.then_some(bytes);
+        let partition = |(i, partition): (usize, &distgpipe::core::balance::PartitionEstimate)| {
+            let id = PartitionId::new(i);
+            json!({
+                "worker": self.name(id),
+                "layers": balance.range(id).len(),
+                "forward_s": partition.forward_s,
+                "backward_s": partition.backward_s,
+                "forward_bytes": partition.forward_bytes,
+                "backward_bytes": partition.backward_bytes,
+                "parameter_bytes": partition.parameter_bytes,
+                "memory_bytes": memory(partition.memory_bytes),
+            })
+        };
+        let workers = estimate.workers.iter();
+        let workers = workers.map(|worker| json!({ "name": worker.name, "memory_bytes": memory(worker.memory_bytes) }));
+        let whole = |balance: &Balance, estimate: &Estimate| json!({ "balance": balance.sizes(), "step_s": estimate.step_s, "bubble": estimate.bubble });
+        json!({
+            "micro_batches": self.micro_batches,
+            "balance": balance.sizes(),
+            "partitions": estimate.partitions.iter().enumerate().map(partition).collect::<Vec<_>>(),
+            "workers": workers.collect::<Vec<_>>(),
+            "step_s": estimate.step_s,
+            "bubble": estimate.bubble,
+            "even": whole(even, even_estimate),
+            "link": self.link.map(|link| json!({ "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s })),
+            "exhaustive": *method == Method::Exhaustive,
+            "tried": tried,
+        })
+    }
+}

@@ -1,0 +1,127 @@
+//! Cuts that are found by measuring, as a user meets them: the table, the links, the memory.
+
+use serde_json::Value;
+use std::process::{Command, Output, Stdio};
+
+fn distgpipe(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
+    command.args(arguments).env_remove("DISTGPIPE_TOKEN").stdin(Stdio::null());
+    command.output().expect("the binary was built with this test")
+}
+
+/// Standard output and error of a command that must end with this status.
+fn ended(status: i32, arguments: &[&str]) -> (String, String) {
+    let output = distgpipe(arguments);
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {err}");
+    (out, err)
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&ended(0, arguments).0).expect("--json prints JSON and nothing else")
+}
+
+const HEADINGS: [&str; 11] = [
+    "partition",
+    "worker",
+    "layers",
+    "from",
+    "to",
+    "forward",
+    "backward",
+    "sends on",
+    "sends back",
+    "parameters",
+    "memory",
+];
+
+/// A narrow layer at the start and the work behind it: the even cut is wide, the narrow one uneven.
+const FUNNEL: [&str; 5] = ["--model", "mlp", "--set", "hidden=[4,1024,1024,1024,1024]", "--no-evaluate"];
+
+#[test]
+fn balance_shows_what_each_partition_computes_sends_and_holds() {
+    let flags = ["balance", "mlp", "--partitions", "3", "--place", "client,server,client", "--link-rate", "100mbit"];
+    let (table, _) = ended(0, &flags);
+    let heading = table.lines().next().expect("a heading");
+    let mut rest = heading;
+    for name in HEADINGS {
+        rest = rest.split_once(name).unwrap_or_else(|| panic!("expected `{name}` in order in: {heading}")).1;
+    }
+    assert_eq!(table.lines().skip(1).take(3).filter(|line| line.contains("ms") || line.contains("µs")).count(), 3);
+    for said in ["memory by worker: client", "links of 12.5 MB/s", "with as many layers each", "of all 3 cuts"] {
+        assert!(table.contains(said), "expected `{said}` in: {table}");
+    }
+    let value = json(&[&flags[..], &["--json", "--link-latency", "2", "--codec", "f16"]].concat());
+    assert_eq!(value["link"], serde_json::json!({ "bytes_per_s": 12.5e6, "latency_s": 0.002 }));
+    let partition = |i: usize| &value["partitions"][i];
+    // What the client sends on, the server sends back; nothing goes beyond the ends.
+    assert_eq!(partition(0)["forward_bytes"], partition(1)["backward_bytes"]);
+    assert_eq!((&partition(2)["forward_bytes"], &partition(0)["backward_bytes"]), (&0.into(), &0.into()));
+    assert_eq!(partition(2)["worker"], "client");
+    assert!(value["workers"][0]["memory_bytes"].as_u64() > Some(0));
+}
+
+#[test]
+fn a_memory_limit_that_cannot_be_met_says_what_would_do() {
+    let needed = json(&["balance", "mlp", "--partitions", "2", "--balance-by", "memory", "--json"]);
+    let most = needed["workers"].as_array().expect("workers").iter().map(|w| w["memory_bytes"].as_u64()).max();
+    assert!(most.flatten() > Some(1000), "{needed}");
+    let train = ["train", "--auto-balance", "2", "--steps", "1", "--memory-limit", "1kB"];
+    for flags in [&["balance", "mlp", "--partitions", "2", "--memory-limit", "1kB"][..], &train] {
+        let (_, said) = ended(2, flags);
+        for word in ["--memory-limit: ", "at most 1.0 kB, got none", "kB on worker w", "allow that much"] {
+            assert!(said.contains(word), "expected `{word}` in: {said}");
+        }
+    }
+    ended(0, &["balance", "mlp", "--partitions", "2", "--memory-limit", "1GiB"]);
+}
+
+#[test]
+fn training_cuts_where_little_crosses_a_slow_link() {
+    let trained = |more: &[&str]| {
+        let flags = ["--auto-balance", "2", "--batch", "32", "--steps", "1", "--json"];
+        let (out, said) = ended(0, &[&["train"], &FUNNEL[..], &flags, more].concat());
+        for name in HEADINGS {
+            assert!(said.contains(name), "expected `{name}` in: {said}");
+        }
+        let report: Value = serde_json::from_str(&out).expect("--json prints JSON and nothing else");
+        let sent = report["links"][0]["payload_bytes"].as_u64().expect("a number");
+        (report["balance"].clone(), sent, said)
+    };
+    let (wide, wide_bytes, said) = trained(&[]);
+    assert_ne!(wide[0], 1, "{wide}");
+    assert!(said.contains("with free links") && !said.contains("--link-rate"), "{said}");
+    let (narrow, narrow_bytes, said) = trained(&["--link-rate", "100kbit"]);
+    assert_eq!(narrow, serde_json::json!([1, 5]));
+    assert!(said.contains("links of 12.5 kB/s"), "{said}");
+    assert!(narrow_bytes * 100 < wide_bytes, "{narrow_bytes} {wide_bytes}");
+    // Between processes links cost something, and the user is told how to count it.
+    assert!(trained(&["--workers", "processes"]).2.contains("--link-rate"));
+}
+
+#[test]
+fn flags_that_say_nothing_are_refused() {
+    let cases: [(&[&str], &str); 7] = [
+        (&["train", "--link-rate", "1gbit"], "--link-rate: it is for cuts that are measured: add --auto-balance"),
+        (&["train", "--partitions", "2", "--balance-by", "memory"], "--balance-by: it is for cuts"),
+        (&["train", "--auto-balance", "2", "--link-latency", "1"], "add --link-rate"),
+        (&["train", "--auto-balance", "2", "--link-rate", "100mb"], "such as 100mbit or 1gbit"),
+        (&["balance", "mlp", "--partitions", "2", "--memory-limit", "2GiBs"], "such as 2GiB"),
+        (&["balance", "mlp", "--partitions", "2", "--link-rate", "1gbit", "--link-latency=-1"], "milliseconds"),
+        (&["balance", "mlp", "--partitions", "2", "--balance-by", "luck"], "`time`, `memory`"),
+    ];
+    for (flags, said) in cases {
+        let (_, error) = ended(2, flags);
+        assert!(error.contains(said), "{flags:?}: expected `{said}` in: {error}");
+    }
+}
+
+#[test]
+fn costs_that_do_not_say_what_layers_hold_give_no_memory() {
+    let file = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("costs-without-memory.json");
+    std::fs::write(&file, "[1, 1, 1, 5]").expect("written");
+    let costs = ["balance", "mlp", "--partitions", "2", "--costs", file.to_str().expect("a plain path")];
+    assert!(json(&[&costs[..], &["--json"]].concat())["partitions"][0]["memory_bytes"].is_null());
+    let (_, said) = ended(2, &[&costs[..], &["--balance-by", "memory"]].concat());
+    assert!(said.contains("does not say what layers hold"), "{said}");
+}

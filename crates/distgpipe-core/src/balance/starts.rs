@@ -1,0 +1,180 @@
+//! Cuts to begin from.
+//!
+//! A step takes about what the slowest partition takes for every micro-batch, and once the way of the first one through
+//! all links. For a bound on the first, the cut with the smallest second is found by a dynamic programme in time
+//! proportional to the layers; a few bounds from the tightest to none give starts from the even to the narrow.
+//!
+//! The same with memory in place of time. A skip is counted at every border it passes, although it travels once: these
+//! are only starts.
+
+use super::{cuts_of, prefix_sums, Balance, BalanceError, Objective, Search};
+use crate::PartitionId;
+use std::collections::VecDeque;
+
+/// Bounds on the largest partition, in units of the smallest possible one.
+const SLACKS: [f64; 11] = [1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 5.0, f64::INFINITY];
+
+/// What partitions and borders cost.
+struct Costs {
+    /// By partition: prefix sums over the layers.
+    partitions: Vec<Vec<f64>>,
+    /// By border and layer before which it may be: how long it occupies the busier of its two directions.
+    occupied: Vec<Vec<f64>>,
+    /// The same: how long both ways take.
+    both_ways: Vec<Vec<f64>>,
+}
+
+/// Different cuts that are good in different ways.
+pub(super) fn starts(search: &mut Search<'_>) -> Result<Vec<Vec<usize>>, BalanceError> {
+    let (layers, partitions) = (search.layers(), search.partitions());
+    let placement = &search.problem.placement;
+    let count = |p| placement.partitions_of(placement.worker_of(PartitionId::new(p))).len();
+    // The part of its worker that a partition may take.
+    let alone = vec![1.0; partitions];
+    let shared: Vec<f64> = (0..partitions).map(|p| 1.0 / count(p) as f64).collect();
+    let mut shares = vec![shared];
+    if shares[0] != alone {
+        shares.push(alone);
+        // One of a worker's partitions large, its others small.
+        for large in (0..partitions).filter(|&p| count(p) > 1) {
+            let share = |p: usize| match p {
+                p if p == large => 0.9,
+                p if count(p) == 1 => 1.0,
+                p => 0.1 / (count(p) - 1) as f64,
+            };
+            shares.push((0..partitions).map(share).collect());
+        }
+    }
+    let weighs_memory = search.problem.objective == Objective::Memory || search.problem.memory_limit_bytes.is_some();
+    let mut starts = vec![cuts_of(&Balance::even(layers, partitions)?)];
+    for share in &shares {
+        starts.extend(within_bounds(&time_costs(search, share)));
+        if weighs_memory {
+            starts.extend(within_bounds(&memory_costs(search, share)));
+        }
+    }
+    starts.sort();
+    starts.dedup();
+    Ok(starts)
+}
+
+fn time_costs(search: &Search<'_>, share: &[f64]) -> Costs {
+    let both: Vec<f64> = search.forward.iter().zip(&search.backward).map(|(f, b)| f + b).collect();
+    let partitions = share.iter().map(|share| both.iter().map(|sum| sum / share).collect()).collect();
+    let (occupied, both_ways) = borders(search);
+    Costs { partitions, occupied, both_ways }
+}
+
+fn memory_costs(search: &Search<'_>, share: &[f64]) -> Costs {
+    let problem = search.problem;
+    let moments = search.plans.values().next().map(|plan| plan.rehearsal.moments()).unwrap_or_default();
+    let live = |p: usize| {
+        let own = moments.iter().flatten().flatten().filter(|held| held.partition.index() == p);
+        f64::from(own.map(|held| held.kept + held.recomputed).max().unwrap_or(0))
+    };
+    let partition = |p: usize| {
+        let (live, share) = (live(p), share[p]);
+        let bytes = problem
+            .layers
+            .iter()
+            .map(|layer| layer.parameter_bytes as f64 * (2.0 + problem.state_factor) + live * layer.held_bytes as f64);
+        prefix_sums(bytes.map(|bytes| bytes / share))
+    };
+    let (occupied, both_ways) = borders(search);
+    let free = occupied.iter().map(|border| vec![0.0; border.len()]).collect();
+    Costs { partitions: (0..share.len()).map(partition).collect(), occupied: free, both_ways }
+}
+
+/// What each border would cost before each layer: (the busier direction, both ways).
+fn borders(search: &Search<'_>) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
+    let (problem, layers) = (search.problem, search.layers());
+    let crossing = |sizes: &super::Sizes| -> Vec<f64> {
+        let mut bytes = vec![0.0; layers];
+        for (cut, bytes) in bytes.iter_mut().enumerate().skip(1) {
+            *bytes = sizes.outputs[cut - 1] as f64;
+        }
+        for (skip, &size) in problem.skips.iter().zip(&sizes.skips) {
+            bytes[skip.stash + 1..=skip.pop].iter_mut().for_each(|bytes| *bytes += size as f64);
+        }
+        bytes
+    };
+    let (forward, backward) = (crossing(&problem.sent.forward), crossing(&problem.sent.backward));
+    let border = |p: usize| {
+        let (from, to) = (PartitionId::new(p), PartitionId::new(p + 1));
+        let link = problem.link.filter(|_| problem.placement.worker_of(from) != problem.placement.worker_of(to));
+        let Some(link) = link else { return (vec![0.0; layers], vec![0.0; layers]) };
+        let busier = forward.iter().zip(&backward).map(|(f, b)| f.max(*b) / link.bytes_per_s);
+        let both = forward.iter().zip(&backward).map(|(f, b)| (f + b) / link.bytes_per_s + 2.0 * link.latency_s);
+        (busier.collect(), both.collect())
+    };
+    (0..search.partitions() - 1).map(border).unzip()
+}
+
+/// For bounds from the tightest possible on: the cut within it whose borders cost least.
+fn within_bounds(costs: &Costs) -> Vec<Vec<usize>> {
+    let most = |all: &[Vec<f64>]| all.iter().flatten().copied().fold(0.0, f64::max);
+    let (mut low, mut high) = (0.0, most(&costs.partitions) + most(&costs.occupied));
+    // Halving a float's range 50 times leaves nothing to see.
+    for _ in 0..50 {
+        let middle = low + (high - low) / 2.0;
+        match cheapest_within(costs, middle) {
+            Some(_) => high = middle,
+            None => low = middle,
+        }
+    }
+    // Prefix sums round, so that the tightest bound itself needs some room.
+    SLACKS.iter().filter_map(|slack| cheapest_within(costs, high * slack * (1.0 + 1e-9))).collect()
+}
+
+/// The cut whose borders cost least together among those whose partitions and borders each stay within a bound.
+///
+/// Legend: best[j] is the least that the borders of the first j layers in p + 1 partitions cost. The last partition
+/// starts at some i; how early it may start only grows with j, so a queue of candidates with the cheapest in front
+/// serves all j.
+fn cheapest_within(costs: &Costs, bound: f64) -> Option<Vec<usize>> {
+    let layers = costs.partitions[0].len() - 1;
+    let fits = |p: usize, i: usize, j: usize| {
+        let sums: &[f64] = &costs.partitions[p];
+        sums[j] - sums[i] <= bound
+    };
+    let mut best: Vec<f64> = (0..=layers).map(|j| if j > 0 && fits(0, 0, j) { 0.0 } else { f64::INFINITY }).collect();
+    let mut choices = Vec::new();
+    for p in 1..costs.partitions.len() {
+        let (occupied, both_ways) = (&costs.occupied[p - 1], &costs.both_ways[p - 1]);
+        let mut next = vec![f64::INFINITY; layers + 1];
+        let mut chosen = vec![0; layers + 1];
+        let mut queue: VecDeque<(usize, f64)> = VecDeque::new();
+        for j in 1..=layers {
+            let i = j - 1;
+            if i > 0 && best[i].is_finite() && occupied[i] <= bound {
+                let cost = best[i] + both_ways[i];
+                while queue.back().is_some_and(|&(_, other)| other >= cost) {
+                    queue.pop_back();
+                }
+                queue.push_back((i, cost));
+            }
+            while queue.front().is_some_and(|&(i, _)| !fits(p, i, j)) {
+                queue.pop_front();
+            }
+            if let Some(&(i, cost)) = queue.front() {
+                (next[j], chosen[j]) = (cost, i);
+            }
+        }
+        best = next;
+        choices.push(chosen);
+    }
+    if !best[layers].is_finite() {
+        return None;
+    }
+    let mut end = layers;
+    let mut cuts: Vec<usize> = choices
+        .iter()
+        .rev()
+        .map(|chosen| {
+            end = chosen[end];
+            end
+        })
+        .collect();
+    cuts.reverse();
+    Some(cuts)
+}

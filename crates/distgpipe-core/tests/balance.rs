@@ -1,0 +1,410 @@
+//! The search for cuts against every cut there is.
+//!
+//! The truth is made apart from the search: cuts are listed by recursion, each gets its own skip layout and plan, is
+//! simulated, and its memory is counted along the plan's actions.
+
+use distgpipe_core::balance::{
+    BalanceError, LayerCost, Link, Method, Objective, Problem, Sent, Sizes, SkipSpan, WorkerEstimate,
+};
+use distgpipe_core::partition::Balance;
+use distgpipe_core::placement::Placement;
+use distgpipe_core::schedule::{simulate, Costs, LinkCost, Op, Pass, Plan, Recompute, Request, Schedule};
+use distgpipe_core::skip::{SkipLayout, SkipUse};
+use distgpipe_core::{PartitionId, WorkerId};
+use proptest::prelude::*;
+use serde::Deserialize;
+
+/// What a cut costs, by the book.
+#[derive(Clone, Debug)]
+struct Truth {
+    balance: Balance,
+    step_s: f64,
+    memory: Vec<u64>,
+}
+
+impl Truth {
+    fn of(problem: &Problem, balance: Balance) -> Self {
+        let layout = layout(problem, &balance);
+        let request = Request {
+            placement: problem.placement.clone(),
+            micro_batches: problem.micro_batches,
+            recompute: problem.recompute,
+            skips: layout.edges(),
+        };
+        let plan = problem.schedule.plan(&request).unwrap();
+        let step_s = simulate(&plan, &costs(problem, &balance, &layout)).unwrap().makespan;
+        let memory = plan.placement().worker_ids().map(|worker| held(problem, &balance, &layout, &plan, worker));
+        Truth { step_s, memory: memory.collect(), balance }
+    }
+
+    fn objective(&self, problem: &Problem) -> f64 {
+        match problem.objective {
+            Objective::Time => self.step_s,
+            Objective::Memory => *self.memory.iter().max().unwrap() as f64,
+        }
+    }
+
+    fn fits(&self, problem: &Problem) -> bool {
+        problem.memory_limit_bytes.is_none_or(|limit| self.memory.iter().all(|&bytes| bytes <= limit))
+    }
+}
+
+fn layout(problem: &Problem, balance: &Balance) -> SkipLayout {
+    let mut uses = vec![SkipUse::default(); problem.layers.len()];
+    for (i, skip) in problem.skips.iter().enumerate() {
+        // Names that sort by their number.
+        uses[skip.stash].stash.push(format!("{i:03}"));
+        uses[skip.pop].pop.push(format!("{i:03}"));
+    }
+    SkipLayout::new(&uses, balance).unwrap()
+}
+
+fn costs(problem: &Problem, balance: &Balance, layout: &SkipLayout) -> Costs {
+    let sum = |cost: fn(&LayerCost) -> f64| {
+        let partition = |p| problem.layers[balance.range(PartitionId::new(p))].iter().map(cost).sum::<f64>();
+        (0..balance.partitions()).map(partition).collect::<Vec<f64>>()
+    };
+    let mut costs = Costs::new(sum(|l| l.forward_s), sum(|l| l.backward_s));
+    let Some(link) = problem.link else { return costs };
+    for from in 0..balance.partitions() {
+        for to in from + 1..balance.partitions() {
+            let (from, to) = (PartitionId::new(from), PartitionId::new(to));
+            for (key, others) in [
+                ((from, to, Pass::Forward), &problem.sent.forward),
+                ((to, from, Pass::Backward), &problem.sent.backward),
+            ] {
+                let sizes = problem.sent.links.get(&key).unwrap_or(others);
+                let mut bytes = if to.0 == from.0 + 1 { sizes.outputs[balance.range(to).start - 1] } else { 0 };
+                for portal in layout.portals().iter().filter(|portal| (portal.from, portal.to) == (from, to)) {
+                    bytes += sizes.skips[portal.name.parse::<usize>().unwrap()];
+                }
+                let transfer = bytes as f64 / link.bytes_per_s;
+                costs.links.insert(key, LinkCost { latency: link.latency_s, transfer });
+            }
+        }
+    }
+    costs
+}
+
+/// What a worker holds at most, action by action.
+fn held(problem: &Problem, balance: &Balance, layout: &SkipLayout, plan: &Plan, worker: WorkerId) -> u64 {
+    let placement = &problem.placement;
+    let (mut now, mut most) = (0i64, 0i64);
+    for partition in placement.partitions_of(worker) {
+        let parameters: u64 = problem.layers[balance.range(partition)].iter().map(|l| l.parameter_bytes).sum();
+        now += (parameters as f64 * (2.0 + problem.state_factor)) as i64;
+    }
+    let graph = |p: PartitionId| problem.layers[balance.range(p)].iter().map(|l| l.held_bytes as i64).sum::<i64>();
+    let input = |p: PartitionId, own_too: bool| {
+        let counts = |from: PartitionId| own_too || placement.worker_of(from) != worker;
+        let before = p.0.checked_sub(1).map(PartitionId);
+        let mut bytes = match before {
+            None => problem.input_bytes,
+            Some(before) if counts(before) => problem.in_memory.outputs[balance.range(p).start - 1],
+            Some(_) => 0,
+        };
+        for portal in layout.incoming(p).into_iter().filter(|portal| counts(portal.from)) {
+            bytes += problem.in_memory.skips[portal.name.parse::<usize>().unwrap()];
+        }
+        bytes as i64
+    };
+    for action in plan.actions(worker) {
+        let p = action.partition;
+        let again = plan.recomputes(p, action.micro_batch);
+        now += match action.op {
+            Op::Forward if again => input(p, true),
+            Op::Forward => graph(p) + input(p, false),
+            Op::Recompute => graph(p),
+            Op::Backward if again => -graph(p) - input(p, true),
+            Op::Backward => -graph(p) - input(p, false),
+            Op::Send { .. } | Op::Receive { .. } => 0,
+        };
+        most = most.max(now);
+    }
+    most as u64
+}
+
+fn all_balances(layers: usize, partitions: usize) -> Vec<Vec<usize>> {
+    if partitions == 1 {
+        return vec![vec![layers]];
+    }
+    let first = 1..=layers - (partitions - 1);
+    first
+        .flat_map(|size| {
+            all_balances(layers - size, partitions - 1).into_iter().map(move |rest| [vec![size], rest].concat())
+        })
+        .collect()
+}
+
+/// The best of all cuts that fit.
+fn brute_force(problem: &Problem) -> Option<Truth> {
+    let all = all_balances(problem.layers.len(), problem.placement.partitions()).into_iter();
+    let all = all.map(|sizes| Truth::of(problem, Balance::new(sizes).unwrap())).filter(|truth| truth.fits(problem));
+    all.min_by(|a, b| a.objective(problem).total_cmp(&b.objective(problem)))
+}
+
+/// What the search says of its own cut must be what the book says.
+fn judged(problem: &Problem, method: Method) -> Result<Truth, BalanceError> {
+    let found = problem.search_by(method)?;
+    let truth = Truth::of(problem, found.balance.clone());
+    assert!((found.estimate.step_s - truth.step_s).abs() <= 1e-9 * truth.step_s, "{found:?} {truth:?}");
+    let memory: Vec<u64> = found.estimate.workers.iter().map(|worker: &WorkerEstimate| worker.memory_bytes).collect();
+    let near = |(a, b): (&u64, &u64)| a.abs_diff(*b) <= 2;
+    assert!(memory.iter().zip(&truth.memory).all(near), "{memory:?} {truth:?}");
+    Ok(truth)
+}
+
+fn any_problem() -> impl Strategy<Value = Problem> {
+    problems(4..13, "a,b a,b,c client,server,client a,a,b a,b,c,d a,b,a,b a,b,b,a a,b,c,a")
+}
+
+/// So many layers that borders do not try every place, and few enough partitions that all cuts can be tried.
+fn long_problem() -> impl Strategy<Value = Problem> {
+    problems(130..220, "a,b,c client,server,client")
+}
+
+fn problems(layers: std::ops::Range<usize>, places: &str) -> impl Strategy<Value = Problem> {
+    let places: Vec<String> = places.split(' ').map(str::to_owned).collect();
+    let layer = (0.0f64..1.0, 0.0f64..2.0, 0u64..2000, 0u64..2000, 0u64..5000, 0u64..5000);
+    let layers = prop::collection::vec(layer, layers);
+    let skips = prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0u64..5000), 0..3);
+    let link = prop::option::of((prop::sample::select(vec![500.0, 5000.0, 50_000.0]), 0.0f64..0.5));
+    let how = (
+        prop::sample::select(places),
+        prop::sample::select(Schedule::ALL.to_vec()),
+        1usize..7,
+        prop::sample::select(vec![Recompute::Never, Recompute::ExceptLast, Recompute::Always]),
+        any::<bool>(),
+        prop::option::of(0.0f64..1.0),
+    );
+    (layers, skips, link, how).prop_map(
+        |(layers, skips, link, (place, schedule, micro_batches, recompute, time, limit))| {
+            let count = layers.len();
+            let spans = skips.iter().map(|(a, b, _)| (a.index(count), b.index(count)));
+            let spans =
+                spans.map(|(a, b)| if a < b { (a, b) } else { (b.min(count - 2), a.max(b.min(count - 2) + 1)) });
+            let outputs: Vec<u64> = layers.iter().map(|layer| layer.4).collect();
+            let forward = Sizes { outputs, skips: skips.iter().map(|skip| skip.2).collect() };
+            let backward = Sizes { outputs: layers.iter().map(|layer| layer.5).collect(), ..forward.clone() };
+            let half = Sizes {
+                outputs: forward.outputs.iter().map(|bytes| bytes / 2).collect(),
+                skips: forward.skips.iter().map(|bytes| bytes / 4).collect(),
+            };
+            let first = (PartitionId(0), PartitionId(1), Pass::Forward);
+            let mut problem = Problem {
+                layers: layers
+                    .iter()
+                    .map(|&(forward_s, backward_s, held_bytes, parameter_bytes, ..)| LayerCost {
+                        forward_s,
+                        backward_s,
+                        held_bytes,
+                        parameter_bytes,
+                    })
+                    .collect(),
+                skips: spans.map(|(stash, pop)| SkipSpan { stash, pop }).collect(),
+                input_bytes: 700,
+                in_memory: forward.clone(),
+                sent: Sent { forward, backward, links: [(first, half)].into() },
+                state_factor: 1.0,
+                placement: place.parse::<Placement>().unwrap(),
+                schedule,
+                micro_batches,
+                recompute,
+                link: link.map(|(bytes_per_s, latency_s)| Link { bytes_per_s, latency_s }),
+                objective: if time { Objective::Time } else { Objective::Memory },
+                memory_limit_bytes: None,
+            };
+            // Between what the best cut needs and twice that, so that some cuts fit and others do not.
+            if let Some(room) = limit.filter(|_| time) {
+                let by_memory = Problem { objective: Objective::Memory, ..problem.clone() };
+                let least = by_memory.search_by(Method::Exhaustive).unwrap().estimate.memory_bytes();
+                problem.memory_limit_bytes = Some(least + (room * least as f64) as u64 + 1);
+            }
+            problem
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn trying_all_cuts_finds_what_brute_force_does(problem in any_problem()) {
+        let best = brute_force(&problem).unwrap();
+        let found = judged(&problem, Method::Exhaustive).unwrap();
+        prop_assert!(found.fits(&problem));
+        prop_assert!(found.objective(&problem) <= best.objective(&problem) * (1.0 + 1e-9), "{:?} {:?}", found, best);
+    }
+
+    #[test]
+    fn the_descent_is_within_a_twentieth_of_the_best(problem in any_problem()) {
+        let best = brute_force(&problem).unwrap();
+        let found = judged(&problem, Method::Descent).unwrap();
+        prop_assert!(found.fits(&problem));
+        prop_assert!(found.objective(&problem) <= best.objective(&problem) * 1.05, "{:?} {:?}", found, best);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Trying all cuts is what brute force finds, see above, and quick enough for these.
+    #[test]
+    fn the_descent_is_within_a_twentieth_of_the_best_of_long_models(problem in long_problem()) {
+        let best = judged(&problem, Method::Exhaustive).unwrap();
+        let found = judged(&problem, Method::Descent).unwrap();
+        prop_assert!(found.fits(&problem));
+        prop_assert!(found.objective(&problem) <= best.objective(&problem) * 1.05, "{:?} {:?}", found, best);
+    }
+}
+
+/// A file of measured costs, as `distgpipe models NAME --profile --json` prints it.
+#[derive(Deserialize)]
+struct Measured {
+    rows: u64,
+    input: Vec<Vec<u64>>,
+    layers: Vec<MeasuredLayer>,
+}
+
+#[derive(Deserialize)]
+struct MeasuredLayer {
+    output: Vec<Vec<u64>>,
+    parameters: u64,
+    forward_s: f64,
+    backward_s: f64,
+    held_bytes: u64,
+}
+
+fn measured(text: &str) -> Problem {
+    let measured: Measured = serde_json::from_str(text).unwrap();
+    let bytes =
+        |shapes: &Vec<Vec<u64>>| shapes.iter().map(|dims| 4 * measured.rows * dims.iter().product::<u64>()).sum();
+    let sizes =
+        Sizes { outputs: measured.layers.iter().map(|layer| bytes(&layer.output)).collect(), skips: Vec::new() };
+    let layer = |layer: &MeasuredLayer| LayerCost {
+        forward_s: layer.forward_s,
+        backward_s: layer.backward_s,
+        held_bytes: layer.held_bytes,
+        parameter_bytes: 4 * layer.parameters,
+    };
+    Problem {
+        layers: measured.layers.iter().map(layer).collect(),
+        skips: Vec::new(),
+        input_bytes: bytes(&measured.input),
+        in_memory: sizes.clone(),
+        sent: Sent { forward: sizes.clone(), backward: sizes, ..Sent::default() },
+        state_factor: 1.0,
+        placement: Placement::one_worker_each(2),
+        schedule: Schedule::OneFOneB,
+        micro_batches: 4,
+        recompute: Recompute::Never,
+        link: None,
+        objective: Objective::Time,
+        memory_limit_bytes: None,
+    }
+}
+
+/// Both searches against all cuts, for every link and placement, by time and by memory.
+fn holds_for(text: &str) {
+    let model = measured(text);
+    for link in [None, Some(125e6), Some(12.5e6)] {
+        let link = link.map(|bytes_per_s| Link { bytes_per_s, latency_s: 1e-3 });
+        for place in ["w0,w1", "w0,w1,w2", "client,server,client", "w0,w1,w2,w3"] {
+            for objective in [Objective::Time, Objective::Memory] {
+                // Memory knows no links.
+                if objective == Objective::Memory && link.is_some() {
+                    continue;
+                }
+                let problem = Problem { link, placement: place.parse().unwrap(), objective, ..model.clone() };
+                let best = brute_force(&problem).unwrap();
+                let case = format!("{place} {link:?} {objective:?}: best {}", best.balance);
+                for method in [Method::Exhaustive, Method::Descent] {
+                    let found = judged(&problem, method).unwrap();
+                    let ratio = found.objective(&problem) / best.objective(&problem);
+                    let most = if method == Method::Exhaustive { 1.0 + 1e-9 } else { 1.05 };
+                    assert!(ratio <= most, "{case}, {method:?} {} is {ratio} of it", found.balance);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn mobilenet_v2_is_cut_within_a_twentieth_of_the_best() {
+    holds_for(include_str!("balance/mobilenet_v2.json"));
+}
+
+#[test]
+fn resnet_101_is_cut_within_a_twentieth_of_the_best() {
+    holds_for(include_str!("balance/resnet101.json"));
+}
+
+/// Twenty layers of a millisecond, with a narrow place after the third.
+fn waisted() -> Problem {
+    let mut problem = measured(include_str!("balance/mobilenet_v2.json"));
+    problem.layers.iter_mut().for_each(|layer| {
+        *layer = LayerCost { forward_s: 1e-3, backward_s: 1e-3, held_bytes: 1 << 20, parameter_bytes: 1 << 10 };
+    });
+    for sizes in [&mut problem.sent.forward, &mut problem.sent.backward] {
+        sizes.outputs = vec![1 << 20; 20];
+        sizes.outputs[2] = 1 << 10;
+    }
+    problem
+}
+
+#[test]
+fn a_slow_link_is_cut_where_it_is_narrow() {
+    let even = waisted().search().unwrap();
+    assert_eq!(even.balance.to_string(), "10,10");
+    let link = Some(Link { bytes_per_s: 1e6, latency_s: 0.0 });
+    let narrow = Problem { link, ..waisted() }.search().unwrap();
+    assert_eq!(narrow.balance.to_string(), "3,17");
+    let first = &narrow.estimate.partitions[0];
+    assert_eq!((first.forward_bytes, first.backward_bytes), (1 << 10, 0));
+    assert!(narrow.estimate.step_s < narrow.even_estimate.step_s);
+    // A client that has both ends pays for both: together they are as long as the server's part.
+    let placement: Placement = "client,server,client".parse().unwrap();
+    let split = Problem { placement, ..waisted() }.search().unwrap();
+    assert_eq!(split.balance.sizes()[1], 10, "{}", split.balance);
+}
+
+#[test]
+fn a_limit_that_no_cut_meets_says_what_the_best_needs() {
+    let by_memory = Problem { objective: Objective::Memory, ..waisted() };
+    let least = by_memory.search().unwrap().estimate;
+    let limit = |limit| Problem { memory_limit_bytes: Some(limit), ..waisted() };
+    assert_eq!(limit(least.memory_bytes()).search().unwrap().estimate.memory_bytes(), least.memory_bytes());
+    for method in [Method::Exhaustive, Method::Descent] {
+        let error = limit(least.memory_bytes() - 1).search_by(method).unwrap_err();
+        assert!(matches!(&error, BalanceError::OverLimit { needs_bytes, .. } if *needs_bytes == least.memory_bytes()));
+        assert!(error.to_string().contains("allow that much"), "{error}");
+    }
+}
+
+#[test]
+fn what_does_not_fit_together_is_refused() {
+    let refused = |change: fn(&mut Problem)| {
+        let mut problem = waisted();
+        change(&mut problem);
+        problem.search().unwrap_err()
+    };
+    assert!(matches!(refused(|p| p.layers.truncate(1)), BalanceError::Partition(_)));
+    assert!(matches!(refused(|p| p.layers[3].forward_s = f64::NAN), BalanceError::Partition(_)));
+    assert!(matches!(refused(|p| p.micro_batches = 0), BalanceError::Schedule(_)));
+    assert!(matches!(
+        refused(|p| p.sent.backward.outputs.truncate(3)),
+        BalanceError::Sizes { expected: 20, got: 3, .. }
+    ));
+    let skip = refused(|p| {
+        p.skips.push(SkipSpan { stash: 4, pop: 4 });
+        [&mut p.in_memory, &mut p.sent.forward, &mut p.sent.backward].into_iter().for_each(|s| s.skips.push(1));
+    });
+    assert!(matches!(skip, BalanceError::BadSkip { stash: 4, pop: 4, layers: 20 }));
+    for bytes_per_s in [0.0, -1.0, f64::NAN] {
+        let link = Some(Link { bytes_per_s, latency_s: 0.0 });
+        let error = Problem { link, ..waisted() }.search().unwrap_err();
+        assert!(matches!(error, BalanceError::BadLink { .. }), "{error}");
+    }
+    let whole = Problem { placement: Placement::one_worker_each(1), ..waisted() }.search().unwrap();
+    assert_eq!((whole.balance.to_string(), whole.tried), ("20".to_owned(), 1));
+}
