@@ -18,6 +18,36 @@ use std::path::{Path, PathBuf};
 /// The most bytes of a configuration file.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
+/// Flags that take the place of others: where one of the first is given, none of the second is taken from below, be that a file,
+/// a recipe or a checkpoint. So nobody is told to remove what he did not say.
+const DISPLACED: [(&[&str], &[&str]); 6] = [
+    (&["partitions", "balance", "cut", "auto-balance"], &CUTS),
+    (&["plan"], &["place", "chunks", "schedule", "recompute"]),
+    (&["chunks", "schedule", "recompute"], &["plan"]),
+    (&["codec"], &["sortquant", "quant", "split"]),
+    (&["sortquant"], &["codec"]),
+    (&["lr-decay"], &["lr-power"]),
+];
+
+/// Everything that belongs to one cut of the model.
+const CUTS: [&str; 11] = [
+    "partitions",
+    "balance",
+    "cut",
+    "auto-balance",
+    "plan",
+    "place",
+    "balance-by",
+    "memory-limit",
+    "link-rate",
+    "link-latency",
+    "codec-link",
+];
+
+/// The same for flags whose value has to be another one for that.
+const DISPLACED_BY_ANOTHER: [(&str, &[&str]); 2] =
+    [("optimizer", &["momentum", "nesterov"]), ("data", &["data-dir", "samples"])];
+
 /// The data sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -423,8 +453,18 @@ impl TrainFlags {
     pub fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
         let mut set = self.set.clone();
         set.extend(other.set.iter().cloned());
-        let mut table = toml::Table::try_from(&self)?;
-        table.extend(toml::Table::try_from(other)?);
+        let (mut table, above) = (toml::Table::try_from(&self)?, toml::Table::try_from(other)?);
+        for (given, displaced) in DISPLACED {
+            if given.iter().any(|name| above.contains_key(*name)) {
+                table.retain(|name, _| !displaced.contains(&name));
+            }
+        }
+        for (given, displaced) in DISPLACED_BY_ANOTHER {
+            if above.contains_key(given) && above.get(given) != table.get(given) {
+                table.retain(|name, _| !displaced.contains(&name));
+            }
+        }
+        table.extend(above);
         let mut flags: TrainFlags = table.try_into()?;
         flags.set = set;
         Ok(flags)

@@ -10,9 +10,6 @@ use distgpipe::trainer::SaveEvery;
 /// How many checkpoints stay where nobody says.
 const KEEP: usize = 2;
 
-/// The flags that say how the model is cut and where it runs: one of them on the command line stands for all of them.
-const CUT: [&str; 6] = ["partitions", "balance", "cut", "auto-balance", "place", "plan"];
-
 /// What decides which rows come in which step: a run cannot go on with another.
 const DATA: [&str; 5] = ["data", "limit", "samples", "batch", "accumulate"];
 
@@ -30,8 +27,8 @@ pub struct Saving {
 
 impl Saving {
     /// The folder that the flags name, and the flags to run with: those of the checkpoint to go on from, below the given
-    /// ones.
-    pub fn open(given: &TrainFlags) -> anyhow::Result<(Option<Self>, TrainFlags)> {
+    /// ones; or `otherwise`, if there is nothing to go on from.
+    pub fn open(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<(Option<Self>, TrainFlags)> {
         let Some(directory) = &given.checkpoint else {
             let others = [
                 ("--resume", given.resume.is_some()),
@@ -42,7 +39,7 @@ impl Saving {
                 Some((flag, _)) => {
                     Err(usage(format!("{flag}: add --checkpoint DIR, which says where checkpoints are")))
                 }
-                None => Ok((None, given.clone())),
+                None => Ok((None, otherwise.clone())),
             };
         };
         let flag = || format!("--checkpoint {}", directory.display());
@@ -58,7 +55,7 @@ impl Saving {
             note(&format!("warning: left out: {error}"));
         }
         let (from, mut flags) = match (given.resume, newest) {
-            (None, None) if damaged.is_empty() => (None, given.clone()),
+            (None, None) if damaged.is_empty() => (None, otherwise.clone()),
             (None, _) => {
                 return Err(usage(format!(
                     "{}: it holds checkpoints already: add --resume to go on from the newest, or name another folder",
@@ -69,8 +66,8 @@ impl Saving {
                 let flags = resumed(&checkpoint, given)?;
                 (Some(checkpoint), flags)
             }
-            (Some(ResumeName::IfAny), None) => (None, given.clone()),
-            (Some(ResumeName::Newest), None) => {
+            (Some(ResumeName::IfAny), None) if damaged.is_empty() => (None, otherwise.clone()),
+            (Some(_), None) => {
                 return Err(usage(format!(
                     "{}: no whole checkpoint to resume from is there: start without --resume",
                     flag()
@@ -97,22 +94,19 @@ fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainF
     let named = || format!("--resume: {}", checkpoint.path().display());
     let table = |flags: &TrainFlags| toml::Table::try_from(flags);
     let saved: TrainFlags = serde_json::from_value(checkpoint.about().settings.clone())
-        .with_context(|| format!("{}: it was not written by `distgpipe train`", named()))?;
-    let asked = table(given)?;
-    let mut below = table(&saved)?;
-    if CUT.iter().any(|name| asked.contains_key(*name)) {
-        below.retain(|name, _| !CUT.contains(&name));
+        .with_context(|| format!("{}: its flags are not those of this version of `distgpipe train`", named()))?;
+    let mut given = given.clone();
+    if given.weights.is_some() {
+        note("the checkpoint's tensors are used; those of --weights are what the run began with");
     }
-    // The checkpoint has what became of them.
-    below.retain(|name, _| !["weights", "init-missing"].contains(&name));
-    below.extend(asked);
-    let flags: TrainFlags = below.try_into()?;
+    (given.weights, given.init_missing) = (None, None);
+    let flags = saved.clone().overlaid(&given)?;
     let (before, now) = (table(&saved.or_defaults()?)?, table(&flags.or_defaults()?)?);
     let text = |value: Option<&toml::Value>| value.map_or_else(|| "not given".to_owned(), ToString::to_string);
     let mut changed = Vec::new();
     for name in before.keys().chain(now.keys().filter(|name| !before.contains_key(*name))) {
         let (was, is) = (before.get(name), now.get(name));
-        if was == is || ["weights", "init-missing", "resume"].contains(&name.as_str()) {
+        if was == is {
             continue;
         }
         let change = format!("--{name} {} (was {})", text(is), text(was));

@@ -41,6 +41,8 @@ enum Cut {
 pub struct RunConfig {
     /// With every default filled in: what the run's log keeps.
     pub flags: TrainFlags,
+    /// Without the defaults; with the flags of the checkpoint that it goes on from.
+    pub given: TrainFlags,
     /// The model.
     pub model: Model,
     /// To learn from.
@@ -75,7 +77,17 @@ pub struct RunConfig {
 impl RunConfig {
     /// Judges the flags.
     pub fn new(given: &TrainFlags) -> anyhow::Result<Self> {
-        let (saving, given) = Saving::open(given)?;
+        Self::resuming(given, given)
+    }
+
+    /// Judges the flags that the given ones change in the checkpoint that they say to go on from; or, if there is none,
+    /// `otherwise`.
+    pub fn resuming(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<Self> {
+        let (saving, given) = Saving::open(given, otherwise)?;
+        Self::judge(saving, given)
+    }
+
+    fn judge(saving: Option<Saving>, given: TrainFlags) -> anyhow::Result<Self> {
         let given = &given;
         let plan = given.plan.as_deref().map(|path| plan_flag(path, given)).transpose()?;
         let mut flags = given.or_defaults()?;
@@ -127,6 +139,7 @@ impl RunConfig {
             capture: capture(&flags, worker_count)?,
             ..TrainOptions::default()
         };
+        let resumes = saving.as_ref().is_some_and(|saving| saving.from.is_some());
         let missing = match flags.init_missing {
             Some(true) if flags.weights.is_none() => {
                 return Err(usage("--init-missing: add --weights FILE, which says what is not missing"));
@@ -134,7 +147,9 @@ impl RunConfig {
             Some(true) => Missing::Initialize,
             _ => Missing::Refuse,
         };
-        let weights = flags.weights.as_deref().map(|path| crate::weights::fit(path, &model, missing)).transpose()?;
+        // A checkpoint has what became of them.
+        let weights = flags.weights.as_deref().filter(|_| !resumes);
+        let weights = weights.map(|path| crate::weights::fit(path, &model, missing)).transpose()?;
         flags.save.as_deref().map(crate::weights::check_save).transpose()?;
         Ok(RunConfig {
             train,
@@ -142,6 +157,7 @@ impl RunConfig {
             options,
             weights,
             saving,
+            given: given.clone(),
             capture: flags.capture.clone(),
             log: flags.log.clone(),
             trace,
@@ -211,7 +227,8 @@ impl RunConfig {
             Cut::Given(balance) => builder.balance(balance.sizes()),
             Cut::Measured(partitions) => {
                 // As large as a micro-batch will be.
-                let rows = (flags.batch.unwrap_or(1) / flags.chunks.unwrap_or(1).max(1)).max(1);
+                let micro_batches = self.plan.as_ref().map_or(flags.chunks.unwrap_or(1), Plan::micro_batches);
+                let rows = (flags.batch.unwrap_or(1) / micro_batches.max(1)).max(1);
                 let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
                 let sample = self.train.data().batch(&rows, Pass::new(flags.seed.unwrap_or_default(), 0))?;
                 let Judging { by, memory_limit_bytes, link } = self.judging;

@@ -13,7 +13,7 @@ pub mod beside;
 pub mod differs;
 pub mod seed;
 
-use crate::args::{from_toml, DataName, TrainFlags};
+use crate::args::{from_toml, TrainFlags};
 use crate::exit::usage;
 use anyhow::Context;
 use seed::Seed;
@@ -105,28 +105,7 @@ impl Recipe {
 
     /// What to run when somebody gives flags of his own, which win.
     pub fn with(&self, given: &TrainFlags) -> anyhow::Result<TrainFlags> {
-        let mut run = self.run.clone();
-        // Whoever says something in other words does not want it said twice.
-        let cut = given.partitions.is_some()
-            || given.balance.is_some()
-            || given.cut.is_some()
-            || given.auto_balance.is_some();
-        if cut {
-            (run.partitions, run.balance, run.cut, run.auto_balance, run.place) = (None, None, None, None, None);
-        }
-        if given.plan.is_some() {
-            (run.chunks, run.schedule, run.recompute, run.place) = (None, None, None, None);
-        }
-        if given.sortquant == Some(true) {
-            run.codec = None;
-        }
-        if given.data.is_some_and(|data| data != DataName::Synthetic) {
-            run.samples = None;
-        }
-        if given.optimizer.is_some() && given.optimizer != run.optimizer {
-            run.momentum = None;
-        }
-        let mut flags = run.overlaid(given)?;
+        let mut flags = self.run.clone().overlaid(given)?;
         if flags.weights.is_some() && self.starts_from.is_some() && flags.init_missing.is_none() {
             // The classifier is a new one in each of them.
             flags.init_missing = Some(true);

@@ -6,7 +6,7 @@ use crate::args::TrainFlags;
 use distgpipe::engine::Device;
 
 /// Flags that change where things are or how the run is watched, and those that have a sentence of their own.
-const SILENT: [&str; 18] = [
+const SILENT: [&str; 23] = [
     "weights",
     "init-missing",
     "data-dir",
@@ -22,6 +22,11 @@ const SILENT: [&str; 18] = [
     "threads",
     "seed",
     "epochs",
+    "checkpoint",
+    "checkpoint-every",
+    "keep",
+    "resume",
+    "save",
     "log",
     "trace",
     "json",
