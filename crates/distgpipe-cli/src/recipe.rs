@@ -136,6 +136,7 @@ pub fn find(name: &str) -> anyhow::Result<Recipe> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::DataName;
     use crate::config::RunConfig;
     use distgpipe::engine::Device;
     use std::collections::BTreeSet;
