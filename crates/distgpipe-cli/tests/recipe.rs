@@ -43,6 +43,9 @@ fn a_recipe_is_listed_and_shown_anywhere() {
     for part in ["78.59±0.21 %", "78.33±0.31", "62.19/s", "0.8×", "2 GPUs", "distgpipe train --model roberta"] {
         assert!(shown.contains(part), "{part} is not in: {shown}");
     }
+    for part in ["Weights: there presumably RoBERTa-base's", "--tokenizer PATH", "`distgpipe data get rte`"] {
+        assert!(shown.contains(part), "{part} is not in: {shown}");
+    }
     let shown = json(&["recipe", "show", "cifar10-sort8", "--json"]);
     assert_eq!(shown["recipe"]["seed"]["accuracy"], "95.7±0.03");
     assert!(shown["command"].as_str().is_some_and(|command| command.contains("--codec sort:8")), "{shown}");
