@@ -68,7 +68,7 @@ fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
     )
 }
 
-/// What both started from, where the seed did not start at random.
+/// What both started from, where the seed presumably did not start at random.
 pub fn weights(recipe: &Recipe, run: &TrainFlags) -> Option<String> {
     let from = recipe.starts_from.as_ref()?;
     Some(match &run.weights {
