@@ -37,7 +37,10 @@ impl FormatError {
 }
 
 /// What to do with a file that ends too soon.
-const COPY_AGAIN: &str = "was it copied to its end?";
+pub const COPY_AGAIN: &str = "was it copied to its end?";
+
+/// What to do with an archive of another form.
+pub const SAVE_AGAIN: &str = "write it with torch.save of PyTorch 1.6 or later";
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident $name:literal $size:literal)*) => {

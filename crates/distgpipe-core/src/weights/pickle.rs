@@ -30,8 +30,13 @@ const KEY_BYTES_MAX: usize = 20;
 /// The keys under which training scripts keep the tensors, beside numbers of epochs and the like.
 const KEYS: [&str; 2] = ["state_dict", "model"];
 
-const TENSORS_ONLY: &str =
-    "save the tensors alone: python -c \"import torch; m = torch.load('OLD', weights_only=False); torch.save(m.state_dict(), 'NEW')\"";
+/// For what only running the pickle would make. Whoever wrote it decides what else that does.
+const NOT_RUN: &str = "only if you trust the file: load it with PyTorch and save its state_dict()";
+const UNDER_A_KEY: &str =
+    "save that one alone: python -c \"import torch; torch.save(torch.load('OLD', weights_only=True)['KEY'], 'NEW')\"";
+const AMONG_OTHERS: &str = "save the tensors alone: python -c \"import torch; d = torch.load('OLD', weights_only=True); \
+     torch.save({str(k): v for k, v in d.items() if torch.is_tensor(v)}, 'NEW')\"";
+const DICTIONARY: &str = "save a dictionary from names to tensors, as state_dict() gives it";
 const NO_PICKLE: &str = "is this a file of torch.save?";
 const CONTIGUOUS: &str = "save its .contiguous() instead";
 
@@ -262,7 +267,7 @@ impl<'a> Machine<'a> {
                 b'Q' => self.storage()?,
                 other => {
                     let got = format!("instruction {other:#04x}");
-                    return Err(self.wrong("tensors only", got, TENSORS_ONLY));
+                    return Err(self.wrong("tensors only", got, NOT_RUN));
                 }
             }
         }
@@ -386,7 +391,7 @@ impl<'a> Machine<'a> {
         let (module, name) = (self.line()?, self.line()?);
         let known = Global::named(module, name);
         let known =
-            known.ok_or_else(|| self.wrong("tensors only", short(&format!("{module}.{name}")), TENSORS_ONLY))?;
+            known.ok_or_else(|| self.wrong("tensors only", short(&format!("{module}.{name}")), NOT_RUN))?;
         self.stack.push(Value::Global(known));
         Ok(())
     }
@@ -396,7 +401,7 @@ impl<'a> Machine<'a> {
         let (arguments, function) = (self.pop()?, self.pop()?);
         let (Value::Tuple(tuple), Value::Global(function)) = (arguments, function) else {
             let got = format!("{} of {}", self.described(Some(function)), self.described(Some(arguments)));
-            return Err(self.wrong("a call", got, TENSORS_ONLY));
+            return Err(self.wrong("a call", got, NOT_RUN));
         };
         match (function, &self.tuples[tuple][..]) {
             (Global::OrderedDict, []) => self.push_dict(),
@@ -414,7 +419,7 @@ impl<'a> Machine<'a> {
             }
             (function, _) => {
                 let got = format!("{function:?} with other arguments");
-                return Err(self.wrong("tensors as torch.save writes them", got, TENSORS_ONLY));
+                return Err(self.wrong("tensors as torch.save writes them", got, NOT_RUN));
             }
         }
         Ok(())
@@ -461,7 +466,7 @@ impl<'a> Machine<'a> {
         self.pop()?;
         match self.stack.last() {
             Some(Value::Dict(_)) => Ok(()),
-            other => Err(self.wrong("tensors only", self.described(other.copied()), TENSORS_ONLY)),
+            other => Err(self.wrong("tensors only", self.described(other.copied()), NOT_RUN)),
         }
     }
 
@@ -493,12 +498,12 @@ impl<'a> Machine<'a> {
     /// The tensors of the dictionary that the pickle is, or of the one in it.
     fn listed(&self, top: Value) -> Result<Vec<PickledTensor>, FormatError> {
         let Value::Dict(top) = top else {
-            return Err(self.wrong("a dictionary of tensors", self.described(Some(top)), TENSORS_ONLY));
+            return Err(self.wrong("a dictionary of tensors", self.described(Some(top)), DICTIONARY));
         };
         let outer = &self.dicts[top];
         let has_tensors = outer.iter().any(|(_, value)| matches!(value, Value::Tensor(_)));
         if has_tensors || outer.is_empty() {
-            return self.of_dict(top);
+            return self.of_dict(top, AMONG_OTHERS);
         }
         let named = |(key, value): &(Value, Value)| match (key, value) {
             (Value::Text(key), Value::Dict(dict)) if KEYS.contains(&self.texts[*key]) => Some(*dict),
@@ -506,30 +511,30 @@ impl<'a> Machine<'a> {
         };
         let found: Vec<usize> = outer.iter().filter_map(named).collect();
         match found[..] {
-            [inner] => self.of_dict(inner),
+            [inner] => self.of_dict(inner, UNDER_A_KEY),
             _ => {
                 let keys: Vec<String> = outer.iter().take(16).map(|(key, _)| self.described(Some(*key))).collect();
                 let expected = "tensors, or one dictionary of them under `state_dict` or `model`";
-                Err(self.wrong(expected, format!("the keys {}", keys.join(", ")), TENSORS_ONLY))
+                Err(self.wrong(expected, format!("the keys {}", keys.join(", ")), UNDER_A_KEY))
             }
         }
     }
 
-    fn of_dict(&self, dict: usize) -> Result<Vec<PickledTensor>, FormatError> {
+    fn of_dict(&self, dict: usize, remedy: &'static str) -> Result<Vec<PickledTensor>, FormatError> {
         let pairs = &self.dicts[dict];
         let mut names = HashSet::new();
         let mut found = Vec::with_capacity(pairs.len());
         for &(key, value) in pairs {
             let Value::Text(name) = key else {
-                return Err(self.wrong("names of tensors", self.described(Some(key)), TENSORS_ONLY));
+                return Err(self.wrong("names of tensors", self.described(Some(key)), remedy));
             };
             let name = self.texts[name];
             let Value::Tensor(tensor) = value else {
                 let got = format!("{} as `{}`", self.described(Some(value)), short(name));
-                return Err(self.wrong("tensors only", got, TENSORS_ONLY));
+                return Err(self.wrong("tensors only", got, remedy));
             };
             if !names.insert(name) {
-                return Err(self.wrong("each name once", format!("`{}` twice", short(name)), TENSORS_ONLY));
+                return Err(self.wrong("each name once", format!("`{}` twice", short(name)), remedy));
             }
             found.push((name, &self.tensors[tensor]));
         }
