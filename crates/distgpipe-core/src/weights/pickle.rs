@@ -21,8 +21,12 @@ use super::{Dtype, FormatError};
 use crate::wire::DIMS_MAX;
 use std::collections::{HashMap, HashSet};
 
-/// The longest pickle that is worth reading: some 400,000 tensors.
+/// The longest pickle that is worth reading.
 pub const PICKLE_BYTES_MAX: u64 = 64 << 20;
+
+/// The most values that are made of a pickle, those that it keeps for later counted twice: some 130,000 tensors. A value
+/// takes up to 200 bytes and may come from a single one, so that this and not the pickle's length bounds memory.
+const VALUES_MAX: usize = 1 << 22;
 
 /// The longest name of a storage; they are numbers.
 const KEY_BYTES_MAX: usize = 20;
@@ -34,7 +38,8 @@ const KEYS: [&str; 2] = ["state_dict", "model"];
 const NOT_RUN: &str = "only if you trust the file: load it with PyTorch and save its state_dict()";
 const UNDER_A_KEY: &str =
     "save that one alone: python -c \"import torch; torch.save(torch.load('OLD', weights_only=True)['KEY'], 'NEW')\"";
-const AMONG_OTHERS: &str = "save the tensors alone: python -c \"import torch; d = torch.load('OLD', weights_only=True); \
+const AMONG_OTHERS: &str =
+    "save the tensors alone: python -c \"import torch; d = torch.load('OLD', weights_only=True); \
      torch.save({str(k): v for k, v in d.items() if torch.is_tensor(v)}, 'NEW')\"";
 const DICTIONARY: &str = "save a dictionary from names to tensors, as state_dict() gives it";
 const NO_PICKLE: &str = "is this a file of torch.save?";
@@ -165,6 +170,8 @@ struct Machine<'a> {
     at: usize,
     /// Where the instruction that runs began.
     began: usize,
+    /// How many values there have been.
+    made: usize,
     stack: Vec<Value>,
     memo: HashMap<u32, Value>,
     texts: Vec<&'a str>,
@@ -187,10 +194,10 @@ impl<'a> Machine<'a> {
                     [other] => return Err(self.wrong("protocol 2", format!("protocol {other}"), NO_PICKLE)),
                 },
                 b'.' => return self.pop(),
-                b'(' => self.stack.push(Value::Mark),
-                b'N' => self.stack.push(Value::None),
+                b'(' => self.push(Value::Mark)?,
+                b'N' => self.push(Value::None)?,
                 // NEWTRUE, NEWFALSE
-                0x88 | 0x89 => self.stack.push(Value::Bool),
+                0x88 | 0x89 => self.push(Value::Bool)?,
                 // BININT, BININT1, BININT2
                 b'J' => self.push_int(|m| Ok(i64::from(i32::from_le_bytes(*m.take()?))))?,
                 b'K' => self.push_int(|m| Ok(i64::from(u8::from_le_bytes(*m.take()?))))?,
@@ -199,12 +206,12 @@ impl<'a> Machine<'a> {
                 0x8a => {
                     let [length] = *self.take::<1>()?;
                     let bytes = self.slice(usize::from(length))?;
-                    self.stack.push(long(bytes));
+                    self.push(long(bytes))?;
                 }
                 // BINFLOAT
                 b'G' => {
                     self.take::<8>()?;
-                    self.stack.push(Value::Number);
+                    self.push(Value::Number)?;
                 }
                 // BINUNICODE, SHORT_BINUNICODE
                 b'X' => {
@@ -239,10 +246,10 @@ impl<'a> Machine<'a> {
                 0x85..=0x87 => self.tuple(usize::from(code - 0x84))?,
                 b't' => {
                     let items = self.pop_marked()?;
-                    self.push_tuple(items);
+                    self.push_tuple(items)?;
                 }
                 // EMPTY_LIST, APPEND, APPENDS
-                b']' => self.stack.push(Value::List),
+                b']' => self.push(Value::List)?,
                 b'a' => {
                     self.pop()?;
                     self.top_list()?;
@@ -252,7 +259,7 @@ impl<'a> Machine<'a> {
                     self.top_list()?;
                 }
                 // EMPTY_DICT, SETITEM, SETITEMS
-                b'}' => self.push_dict(),
+                b'}' => self.push_dict()?,
                 b's' => {
                     let (value, key) = (self.pop()?, self.pop()?);
                     self.set(&[key, value])?;
@@ -303,6 +310,16 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(bytes).map_err(|_| self.wrong("text in UTF-8", "other bytes", NO_PICKLE))
     }
 
+    /// All that takes memory comes through here.
+    fn push(&mut self, value: Value) -> Result<(), FormatError> {
+        if self.made == VALUES_MAX {
+            return Err(self.wrong(format!("at most {VALUES_MAX} values"), "more", "split the model"));
+        }
+        self.made += 1;
+        self.stack.push(value);
+        Ok(())
+    }
+
     fn pop(&mut self) -> Result<Value, FormatError> {
         match self.stack.pop() {
             Some(Value::Mark) | None => Err(self.wrong("a value on the stack", "none", NO_PICKLE)),
@@ -321,21 +338,19 @@ impl<'a> Machine<'a> {
 
     fn push_int(&mut self, read: impl FnOnce(&mut Self) -> Result<i64, FormatError>) -> Result<(), FormatError> {
         let value = read(self)?;
-        self.stack.push(Value::Int(value));
-        Ok(())
+        self.push(Value::Int(value))
     }
 
     fn text(&mut self, length: usize) -> Result<(), FormatError> {
         let bytes = self.slice(length)?;
         let text = self.utf8(bytes)?;
         self.texts.push(text);
-        self.stack.push(Value::Text(self.texts.len() - 1));
-        Ok(())
+        self.push(Value::Text(self.texts.len() - 1))
     }
 
     fn put(&mut self, slot: u32) -> Result<(), FormatError> {
         let value = self.pop()?;
-        self.stack.push(value);
+        self.push(value)?;
         self.memo.insert(slot, value);
         Ok(())
     }
@@ -343,8 +358,7 @@ impl<'a> Machine<'a> {
     fn get(&mut self, slot: u32) -> Result<(), FormatError> {
         let value = self.memo.get(&slot).copied();
         let value = value.ok_or_else(|| self.wrong("a value that was kept", format!("slot {slot}"), NO_PICKLE))?;
-        self.stack.push(value);
-        Ok(())
+        self.push(value)
     }
 
     fn tuple(&mut self, length: usize) -> Result<(), FormatError> {
@@ -353,18 +367,17 @@ impl<'a> Machine<'a> {
             items.push(self.pop()?);
         }
         items.reverse();
-        self.push_tuple(items);
-        Ok(())
+        self.push_tuple(items)
     }
 
-    fn push_tuple(&mut self, items: Vec<Value>) {
+    fn push_tuple(&mut self, items: Vec<Value>) -> Result<(), FormatError> {
         self.tuples.push(items);
-        self.stack.push(Value::Tuple(self.tuples.len() - 1));
+        self.push(Value::Tuple(self.tuples.len() - 1))
     }
 
-    fn push_dict(&mut self) {
+    fn push_dict(&mut self) -> Result<(), FormatError> {
         self.dicts.push(Vec::new());
-        self.stack.push(Value::Dict(self.dicts.len() - 1));
+        self.push(Value::Dict(self.dicts.len() - 1))
     }
 
     /// What is appended to lists is forgotten: no tensor that counts is in one.
@@ -390,10 +403,8 @@ impl<'a> Machine<'a> {
     fn global(&mut self) -> Result<(), FormatError> {
         let (module, name) = (self.line()?, self.line()?);
         let known = Global::named(module, name);
-        let known =
-            known.ok_or_else(|| self.wrong("tensors only", short(&format!("{module}.{name}")), NOT_RUN))?;
-        self.stack.push(Value::Global(known));
-        Ok(())
+        let known = known.ok_or_else(|| self.wrong("tensors only", short(&format!("{module}.{name}")), NOT_RUN))?;
+        self.push(Value::Global(known))
     }
 
     /// A call, of one of the few functions that there are.
@@ -404,10 +415,10 @@ impl<'a> Machine<'a> {
             return Err(self.wrong("a call", got, NOT_RUN));
         };
         match (function, &self.tuples[tuple][..]) {
-            (Global::OrderedDict, []) => self.push_dict(),
-            (Global::Size, &[Value::Tuple(dims)]) => self.stack.push(Value::Tuple(dims)),
+            (Global::OrderedDict, []) => self.push_dict()?,
+            (Global::Size, &[Value::Tuple(dims)]) => self.push(Value::Tuple(dims))?,
             (Global::RebuildParameter, &[Value::Tensor(tensor), Value::Bool, Value::Dict(_)]) => {
-                self.stack.push(Value::Tensor(tensor));
+                self.push(Value::Tensor(tensor))?;
             }
             (
                 Global::RebuildTensor,
@@ -415,7 +426,7 @@ impl<'a> Machine<'a> {
             ) => {
                 let rebuilt = self.rebuilt(storage, offset, dims, strides)?;
                 self.tensors.push(rebuilt);
-                self.stack.push(Value::Tensor(self.tensors.len() - 1));
+                self.push(Value::Tensor(self.tensors.len() - 1))?;
             }
             (function, _) => {
                 let got = format!("{function:?} with other arguments");
@@ -491,8 +502,7 @@ impl<'a> Machine<'a> {
             return Err(self.wrong("a storage", "something else", NO_PICKLE));
         };
         self.storages.push(Storage { dtype, key, elements });
-        self.stack.push(Value::Storage(self.storages.len() - 1));
-        Ok(())
+        self.push(Value::Storage(self.storages.len() - 1))
     }
 
     /// The tensors of the dictionary that the pickle is, or of the one in it.
