@@ -368,6 +368,36 @@ fn a_slow_link_is_cut_where_it_is_narrow() {
     assert_eq!(split.balance.sizes()[1], 10, "{}", split.balance);
 }
 
+/// Each layer's output is wanted again seven layers on, so almost every cut connects other partitions and needs a plan of
+/// its own.
+fn entangled(workers: usize, micro_batches: usize) -> Problem {
+    let mut problem = waisted();
+    problem.skips = (0..13).map(|stash| SkipSpan { stash, pop: stash + 7 }).collect();
+    for sizes in [&mut problem.in_memory, &mut problem.sent.forward, &mut problem.sent.backward] {
+        sizes.skips = vec![1 << 10; 13];
+    }
+    let placement = Placement::one_worker_each(workers);
+    Problem { placement, micro_batches, ..problem }
+}
+
+/// Making a plan is most of the work where there are skips, and was not counted.
+#[test]
+fn all_cuts_are_tried_only_if_their_plans_are_soon_made() {
+    let many_plans = entangled(6, 32);
+    assert_eq!(many_plans.search().unwrap().method, Method::Descent);
+    assert_eq!(Problem { micro_batches: 1, ..many_plans }.search().unwrap().method, Method::Exhaustive);
+    let one_plan = Problem { placement: Placement::one_worker_each(6), micro_batches: 32, ..waisted() };
+    assert_eq!(one_plan.search().unwrap().method, Method::Exhaustive);
+}
+
+/// Every one of some seventy starts was scored once, whatever that took.
+#[test]
+fn a_descent_whose_time_is_spent_scores_no_more_starts() {
+    let found = entangled(12, 1000).search_by(Method::Descent).unwrap();
+    assert!((2..40).contains(&found.tried), "{}", found.tried);
+    assert!(found.estimate.step_s <= found.even_estimate.step_s);
+}
+
 #[test]
 fn a_limit_that_no_cut_meets_says_what_the_best_needs() {
     let by_memory = Problem { objective: Objective::Memory, ..waisted() };
