@@ -6,7 +6,7 @@
 use distgpipe_core::balance::{
     BalanceError, LayerCost, Link, Method, Objective, Problem, Sent, Sizes, SkipSpan, WorkerEstimate,
 };
-use distgpipe_core::partition::Balance;
+use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{simulate, Costs, LinkCost, Op, Pass, Plan, Recompute, Request, Schedule};
 use distgpipe_core::skip::{SkipLayout, SkipUse};
@@ -419,7 +419,12 @@ fn what_does_not_fit_together_is_refused() {
         problem.search().unwrap_err()
     };
     assert!(matches!(refused(|p| p.layers.truncate(1)), BalanceError::Partition(_)));
-    assert!(matches!(refused(|p| p.layers[3].forward_s = f64::NAN), BalanceError::Partition(_)));
+    for cost in [f64::NAN, -1.0, f64::INFINITY] {
+        let mut problem = waisted();
+        problem.layers[3].forward_s = cost;
+        let error = problem.search().unwrap_err();
+        assert!(matches!(error, BalanceError::Partition(PartitionError::BadCost { layer: 3, .. })), "{error}");
+    }
     assert!(matches!(refused(|p| p.micro_batches = 0), BalanceError::Schedule(_)));
     assert!(matches!(
         refused(|p| p.sent.backward.outputs.truncate(3)),

@@ -29,13 +29,6 @@ pub struct LayerCost {
     pub held_bytes: u64,
 }
 
-impl LayerCost {
-    /// Forward and backward together.
-    pub fn seconds(&self) -> f64 {
-        self.forward_s + self.backward_s
-    }
-}
-
 /// How to measure.
 pub struct Options {
     /// Where.
