@@ -56,7 +56,7 @@ impl Saving {
         }
         let (from, mut flags) = match (given.resume, newest) {
             (None, None) if damaged.is_empty() => (None, otherwise.clone()),
-            (None, _) => {
+            (None, Some(_)) => {
                 return Err(usage(format!(
                     "{}: it holds checkpoints already: add --resume to go on from the newest, or name another folder",
                     flag()
@@ -67,9 +67,15 @@ impl Saving {
                 (Some(checkpoint), flags)
             }
             (Some(ResumeName::IfAny), None) if damaged.is_empty() => (None, otherwise.clone()),
-            (Some(_), None) => {
+            (Some(_), None) if damaged.is_empty() => {
                 return Err(usage(format!(
-                    "{}: no whole checkpoint to resume from is there: start without --resume",
+                    "{}: there is no checkpoint to resume from: start without --resume",
+                    flag()
+                )));
+            }
+            (_, None) => {
+                return Err(usage(format!(
+                    "{}: none of its checkpoints can be used, for the reasons above: see to them, or name another folder",
                     flag()
                 )));
             }

@@ -186,7 +186,7 @@ impl RunConfig {
             BuildError::Failed(failure) => failure.into(),
             BuildError::Scenario(e) => usage(format!("--faults: {e}")),
             BuildError::Balance(e) => usage(format!("--balance: {e}")),
-            BuildError::AutoBalance(e) => no_cut("--auto-balance", e),
+            BuildError::AutoBalance(e) => no_cut("--auto-balance", *e),
             BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
             BuildError::Plan(e) => usage(format!("--plan: {e}")),
             BuildError::Codecs(e) => usage(format!("--codec-link: {e}")),

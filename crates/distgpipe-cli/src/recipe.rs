@@ -74,7 +74,7 @@ pub struct Recipe {
     pub replicas: Option<usize>,
     /// The pipeline's row beside a data-parallel one, if there is any.
     pub beside: Option<String>,
-    /// The weights that the seed's run started from, in words; its user has to bring them.
+    /// The weights that the run of the row presumably started from, in words; the user has to bring them.
     pub starts_from: Option<String>,
     /// What is not as in the seed, whoever runs it.
     pub differs: Vec<String>,
@@ -136,6 +136,7 @@ pub fn find(name: &str) -> anyhow::Result<Recipe> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::DataName;
     use crate::config::RunConfig;
     use distgpipe::engine::Device;
     use std::collections::BTreeSet;

@@ -166,12 +166,16 @@ pub fn check_save(path: &Path) -> anyhow::Result<()> {
             "--save {got}: expected a name that ends in .safetensors, which is what is written"
         )));
     }
-    Ok(())
+    // The name that it is written under until it is whole; see `SafetensorsWriter`.
+    SafetensorsWriter::create(path, Vec::new(), &BTreeMap::new())
+        .map(drop)
+        .map_err(|e| usage(format!("--save: {e}: name a place that can be written to")))
 }
 
 /// Writes the model as it is now, tensor by tensor.
 pub fn save(path: &Path, model: &Model, pipeline: &mut Pipeline) -> anyhow::Result<()> {
     let specs = pipeline.state_specs();
+    // `state_each` vouches for the order.
     let entries = specs.iter().map(|spec| Entry::new(public_name(model, &spec.name), spec.kind, &spec.dims)).collect();
     let write = || -> anyhow::Result<()> {
         let mut writer = SafetensorsWriter::create(path, entries, &BTreeMap::new())?;

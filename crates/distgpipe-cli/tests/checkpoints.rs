@@ -95,7 +95,29 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
     let folder = directory("flags");
     let saved = folder.to_str().unwrap();
     let small = ["--set", "hidden=[16,16]", "--batch", "128", "--limit", "512", "--keep", "1"];
-    let (first, said) = train(&[&small[..], &["--partitions", "2", "--epochs", "1", "--checkpoint", saved]].concat());
+    let (first, said) = train(
+        &[
+            &small[..],
+            &[
+                "--auto-balance",
+                "2",
+                "--link-rate",
+                "1gbit",
+                "--lr-decay",
+                "polynomial",
+                "--lr-power",
+                "3",
+                "--sortquant",
+                "--quant",
+                "6",
+                "--epochs",
+                "1",
+                "--checkpoint",
+                saved,
+            ],
+        ]
+        .concat(),
+    );
     assert!(first.status.success() && said.contains("saved step 4"), "{said}");
 
     let (again, said) = train(&["--checkpoint", saved]);
@@ -106,11 +128,17 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
     let (longer, said) = train(&["--checkpoint", saved, "--resume", "--balance", "1,1,1", "--epochs", "2", "--json"]);
     assert!(longer.status.success(), "{said}");
     assert!(said.contains("going on after step 4") && said.contains("--epochs 2 (was 1)"), "{said}");
+    assert!(said.contains("--auto-balance not given (was 2)"), "{said}");
     let report: Value = serde_json::from_slice(&longer.stdout).unwrap();
     assert_eq!((&report["resumed_at"], &report["steps"]), (&4.into(), &4.into()));
     assert_eq!((report["epochs"].as_array().unwrap().len(), report["balance"].as_array().unwrap().len()), (2, 3));
     let kept: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(kept.len() == 2 && kept.contains(&"step-00000008".into()), "{kept:?}");
+
+    // What a flag excludes does not come back from the checkpoint.
+    let other = ["--resume", "--partitions", "3", "--codec", "tile:4", "--lr-decay", "cosine", "--epochs", "3"];
+    let (changed, said) = train(&[&["--checkpoint", saved], &other[..]].concat());
+    assert!(changed.status.success() && said.contains("--codec \"tile:4\""), "{said}");
 
     let resume = |more: &[&str]| {
         let (refused, said) = train(&[&["--checkpoint", saved, "--resume"], more].concat());
@@ -137,5 +165,12 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on() {
     let (resumed, said) = train(&["--checkpoint", saved, "--resume"]);
     assert!(resumed.status.success(), "{said}");
     assert!(said.contains("left out") && said.contains("going on after step 5"), "{said}");
-    assert!(train(&["--checkpoint", saved, "--resume"]).0.status.success(), "the damaged one was replaced");
+    assert!(folder.join("unused-step-00000010").is_dir() && folder.join("step-00000010").is_dir());
+    for step in ["step-00000005", "step-00000010"] {
+        std::fs::write(folder.join(step).join("checkpoint.json"), "{}").unwrap();
+    }
+    for resume in [&["--resume"][..], &["--resume=if-any"], &[]] {
+        let (refused, said) = train(&[&["--checkpoint", saved], resume].concat());
+        assert!(refused.status.code() == Some(2) && said.contains("none of its checkpoints can be used"), "{said}");
+    }
 }

@@ -43,6 +43,9 @@ fn a_recipe_is_listed_and_shown_anywhere() {
     for part in ["78.59±0.21 %", "78.33±0.31", "62.19/s", "0.8×", "2 GPUs", "distgpipe train --model roberta"] {
         assert!(shown.contains(part), "{part} is not in: {shown}");
     }
+    for part in ["Weights: there presumably RoBERTa-base's", "--tokenizer PATH", "`distgpipe data get rte`"] {
+        assert!(shown.contains(part), "{part} is not in: {shown}");
+    }
     let shown = json(&["recipe", "show", "cifar10-sort8", "--json"]);
     assert_eq!(shown["recipe"]["seed"]["accuracy"], "95.7±0.03");
     assert!(shown["command"].as_str().is_some_and(|command| command.contains("--codec sort:8")), "{shown}");
@@ -166,8 +169,50 @@ fn a_codec_recipe_measures_ratio_bandwidth_and_accuracy() {
     assert!(line("accuracy")["value"].as_f64().is_some_and(|share| (0.0..=100.0).contains(&share)), "{run}");
     assert!(line("bandwidth")["ours"].as_str().is_some_and(|links| links.contains("client → server")), "{run}");
     assert!(line("memory")["value"].as_f64().is_some_and(|bytes| bytes > 1e5), "{run}");
+    let has_matthews = |line: &Value| line["metric"] == "matthews";
+    assert!(!run["beside"].as_array().is_some_and(|lines| lines.iter().any(has_matthews)), "{run}");
+    let each = line("memory")["ours"].to_string();
+    assert!(each.contains(": client ") && each.contains(", server "), "{each}");
     let differs = run["differs"].to_string();
     assert!(differs.contains("here random ones, because --weights is not given"), "{differs}");
     assert!(differs.contains("--data synthetic instead of cifar10"), "{differs}");
     assert_eq!(run["run"]["model"], "mobilenet_v2");
+}
+
+/// The seed's table has the parts and no sum; a name such as "of it the model's" had nothing to refer to.
+#[test]
+fn memory_of_the_model_is_counted_and_says_so() {
+    let shown = fine(&["recipe", "show", "amoebanet-memory-pipeline-2"]);
+    assert!(shown.contains("memory of the model    6.07 GiB"), "{shown}");
+    let run = json(&[
+        "recipe",
+        "run",
+        "amoebanet-memory-pipeline-2",
+        "--set",
+        "layers=3",
+        "--set",
+        "filters=16",
+        "--set",
+        "image=64",
+        "--balance",
+        "4,5",
+        "--batch",
+        "4",
+        "--chunks",
+        "2",
+        "--samples",
+        "8",
+        "--device",
+        "cpu",
+        "--json",
+    ]);
+    let lines = run["beside"].as_array().expect("lines");
+    let model = lines.iter().find(|line| line["metric"] == "model_memory").expect("the seed has it");
+    let parameters = run["run"]["parameters"].as_u64().expect("a count");
+    // Parameters, gradients and what RMSprop keeps, of four bytes each.
+    assert_eq!(model["value"].as_f64(), Some((parameters * 4 * 3) as f64), "{model}");
+    assert!(
+        model["ours"].as_str().is_some_and(|text| text.ends_with(", counted as 3 copies of the parameters")),
+        "{model}"
+    );
 }

@@ -5,8 +5,8 @@
 //! and the last partition pays for both. So a cut is judged here by what a step would take with it, simulated, or by
 //! what its fullest worker would hold.
 //!
-//! Where all cuts can be tried, they are. Otherwise ([`starts`]) a dynamic programme gives cuts to begin from, and
-//! ([`descent`]) each of them is improved by moving its borders for as long as that helps.
+//! Where all cuts can be tried, they are. Otherwise (`starts`) a dynamic programme gives cuts to begin from, and
+//! (`descent`) each of them is improved by moving its borders for as long as that helps.
 //!
 //! What is not counted: the time of coding, the headers of messages, and memory that lives within one layer's backward.
 

@@ -293,8 +293,11 @@ mod tests {
             settings: models::default_settings("unet").unwrap(),
         });
         let problem = made(&unet.unwrap(), &Codecs::default());
-        assert!(!problem.skips.is_empty());
-        assert!(problem.in_memory.skips.iter().all(|&bytes| bytes > 0));
+        // One at each depth, innermost first; twice as large with every step outwards.
+        assert_eq!(problem.skips.len(), 5);
+        assert!(problem.skips.iter().all(|skip| skip.stash < skip.pop));
+        let sizes = &problem.in_memory.skips;
+        assert!(sizes[0] > 0 && sizes.windows(2).all(|pair| pair[1] == 2 * pair[0]), "{sizes:?}");
         assert_eq!(problem.sent.backward, problem.in_memory);
         let roberta = models::build(&crate::model::Recipe {
             name: "roberta".to_owned(),
@@ -303,7 +306,7 @@ mod tests {
         let problem = made(&roberta.unwrap(), &Codecs::default());
         // The mask goes along with every activation, and has no gradient.
         let (forward, backward) = (problem.sent.forward.outputs[3], problem.sent.backward.outputs[3]);
-        assert!(backward > 0 && forward >= backward, "{forward} {backward}");
+        assert_eq!((forward - backward, backward), (6 * 128 * 8, 6 * 128 * 768 * 4));
     }
 
     fn measured(model: &Model, precision: Precision, codec: &str) -> Problem {

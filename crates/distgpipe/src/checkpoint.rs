@@ -14,25 +14,31 @@
 //! order of the data, which the seed and the epoch decide. What codecs remember is not saved either: they forget it at
 //! each checkpoint, at both ends, so that a run that goes on from one and a run that only passed it compute the same.
 
-use crate::layer::TensorSpec;
+use crate::failure::{Failure, Fault};
+use crate::layer::{Role, TensorSpec};
 use crate::model::Recipe;
 use crate::optim::Optim;
 use crate::pipeline::{Pipeline, StepError};
 use crate::trainer::Progress;
 use crate::weights::{self, Entry, SafetensorsWriter, Source, WeightsError};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
-use xxhash_rust::xxh3::Xxh3Default;
+use xxhash_rust::xxh3::{xxh3_64, Xxh3Default};
 
 /// The version of the layout above.
 const FORMAT: u32 = 1;
 const ABOUT: &str = "checkpoint.json";
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// The field of checkpoint.json that has the checksum of all others.
+const SEAL: &str = "xxh3";
+/// Of a folder that is being written, and of one that is in its way.
+const PARTIAL: &str = ".partial";
+const OLD: &str = ".old";
 /// The most bytes of a checkpoint.json; it grows with the epochs by some hundreds.
 const ABOUT_BYTES_MAX: u64 = 64 << 20;
 
@@ -66,6 +72,23 @@ pub enum CheckpointError {
         /// What is there.
         got: String,
     },
+    /// It was written by another version.
+    #[error("{}: expected a checkpoint of format {FORMAT}, got {got}: use the version of distgpipe that wrote it", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What it says.
+        got: String,
+    },
+    /// The parameters are no numbers any more.
+    #[error("`{name}` is not finite, so nothing was saved: lower the learning rate (--lr) or clip gradients (--clip-norm), and go on from the checkpoint before")]
+    NotFinite {
+        /// The tensor.
+        name: String,
+    },
+    /// Gradients wait for more.
+    #[error("an update of several batches was begun: finish it before saving")]
+    InUpdate,
     /// The checkpoint is of another run.
     #[error("the checkpoint is of a run with {what} {expected}, this run has {got}: go on with the same, or start anew without the checkpoint")]
     Differs {
@@ -151,12 +174,16 @@ impl Checkpoint {
         let mut text = Vec::new();
         let opened = File::open(&file).map_err(on_disk("opening", &file))?;
         opened.take(ABOUT_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", &file))?;
-        let value: serde_json::Value = serde_json::from_slice(&text)
+        let mut value: serde_json::Value = serde_json::from_slice(&text)
             .map_err(|e| damaged(&file, "what a checkpoint says of itself", e.to_string()))?;
         // Asked first: another format may have other fields.
         if value.get("format") != Some(&FORMAT.into()) {
             let got = value.get("format").map_or_else(|| "none".to_owned(), ToString::to_string);
-            return Err(damaged(&file, &format!("format {FORMAT}"), got));
+            return Err(CheckpointError::Format { path: file, got });
+        }
+        let sealed = value.as_object_mut().and_then(|fields| fields.remove(SEAL));
+        if sealed != Some(seal(&value).into()) {
+            return Err(damaged(&file, "its own checksum", "another".to_owned()));
         }
         let about: About = serde_json::from_value(value)
             .map_err(|e| damaged(&file, "what a checkpoint says of itself", e.to_string()))?;
@@ -232,9 +259,18 @@ impl Checkpoints {
             Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { directory: directory.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(on_disk("locking", &path)(source)),
         }
-        for name in names(directory)?.iter().filter(|name| name.starts_with(".step-")) {
-            let path = directory.join(name);
-            fs::remove_dir_all(&path).map_err(on_disk("removing", &path))?;
+        for name in names(directory)? {
+            let (path, hidden) = (directory.join(&name), name.strip_prefix('.'));
+            if let Some(step) = hidden.and_then(|name| step_of(name.strip_suffix(OLD)?)) {
+                // It was moved out of the way of one that did not come.
+                let whole = directory.join(name_of(step));
+                match whole.exists() {
+                    true => remove_if_there(&path)?,
+                    false => fs::rename(&path, &whole).map_err(on_disk("moving", &path))?,
+                }
+            } else if hidden.and_then(|name| step_of(name.strip_suffix(PARTIAL)?)).is_some() {
+                remove_if_there(&path)?;
+            }
         }
         Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), _lock: lock })
     }
@@ -268,6 +304,17 @@ impl Checkpoints {
         Ok((None, damaged))
     }
 
+    /// Moves those of later steps aside, under another name: the run that goes on from an earlier one comes to these steps
+    /// again, and must not count them among those that are kept.
+    pub fn set_aside_after(&self, step: u64) -> Result<(), CheckpointError> {
+        for later in self.steps()?.into_iter().filter(|&later| later > step) {
+            let (path, aside) = (self.path(later), self.directory.join(format!("unused-{}", name_of(later))));
+            remove_if_there(&aside)?;
+            fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
+        }
+        Ok(())
+    }
+
     /// Saves a pipeline and how far its run is. The codecs forget; see [`Pipeline::forget`]. Older checkpoints go when
     /// this one is on the disk.
     pub fn save(
@@ -276,19 +323,30 @@ impl Checkpoints {
         progress: &Progress,
         settings: &serde_json::Value,
     ) -> Result<PathBuf, CheckpointError> {
+        if pipeline.in_update() {
+            return Err(CheckpointError::InUpdate);
+        }
         pipeline.forget()?;
         let path = self.path(progress.step);
-        let partial = self.directory.join(format!(".{}.partial", name_of(progress.step)));
+        let partial = self.directory.join(format!(".{}{PARTIAL}", name_of(progress.step)));
         remove_if_there(&partial)?;
         fs::create_dir(&partial).map_err(on_disk("making", &partial))?;
-        let mut writer = writer(&partial.join(MODEL), &pipeline.state_specs())?;
-        pipeline.state_each(|_, tensor| writer.write(&tensor).map_err(CheckpointError::from))?;
+        let specs = pipeline.state_specs();
+        let parameters: BTreeSet<&str> =
+            specs.iter().filter(|spec| spec.role == Role::Parameter).map(|spec| &spec.name[..]).collect();
+        let mut writer = writer(&partial.join(MODEL), &specs)?;
+        pipeline.state_each(|name, tensor| {
+            if parameters.contains(name) && !is_finite(&tensor).map_err(StepError::from)? {
+                return Err(CheckpointError::NotFinite { name: name.to_owned() });
+            }
+            Ok(writer.write(&tensor)?)
+        })?;
         writer.finish()?;
         let mut writer = self::writer(&partial.join(OPTIMIZER), &pipeline.optimizer_specs())?;
         pipeline.optimizer_each(|_, tensor| writer.write(&tensor).map_err(CheckpointError::from))?;
         writer.finish()?;
         let facts = |name: &str| Ok((name.to_owned(), Facts::of(&partial.join(name))?));
-        let about = About {
+        let mut about = serde_json::to_value(About {
             format: FORMAT,
             model: pipeline.model().recipe.clone(),
             seed: pipeline.seed(),
@@ -297,11 +355,13 @@ impl Checkpoints {
             progress: progress.clone(),
             settings: settings.clone(),
             files: [MODEL, OPTIMIZER].into_iter().map(facts).collect::<Result<_, CheckpointError>>()?,
-        };
+        })
+        .map_err(|e| on_disk("writing", &partial)(e.into()))?;
+        about[SEAL] = seal(&about).into();
         write_durably(&partial.join(ABOUT), &about)?;
         sync_directory(&partial)?;
         // A damaged one of this step may be in the way.
-        let aside = self.directory.join(format!(".{}.old", name_of(progress.step)));
+        let aside = self.directory.join(format!(".{}{OLD}", name_of(progress.step)));
         if path.exists() {
             remove_if_there(&aside)?;
             fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
@@ -331,7 +391,6 @@ fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, Weight
 
 /// A file whose tensors are asked for by name.
 struct Named {
-    path: PathBuf,
     source: Box<dyn Source>,
     places: BTreeMap<String, usize>,
 }
@@ -340,17 +399,27 @@ impl Named {
     fn open(path: &Path) -> Result<Self, CheckpointError> {
         let source = weights::open(path)?;
         let places = source.entries().iter().enumerate().map(|(i, entry)| (entry.name.clone(), i)).collect();
-        Ok(Named { path: path.to_owned(), source, places })
+        Ok(Named { source, places })
     }
 
     fn read(&mut self, name: &str) -> Result<Tensor, CheckpointError> {
-        let place = self.places.get(name).ok_or_else(|| CheckpointError::Damaged {
-            path: self.path.clone(),
-            expected: format!("a tensor `{name}`"),
-            got: "none".to_owned(),
+        let place = self.places.get(name).ok_or_else(|| CheckpointError::Differs {
+            what: "a model",
+            expected: format!("without `{name}`"),
+            got: "one with it".to_owned(),
         })?;
         Ok(self.source.read(*place)?)
     }
+}
+
+fn is_finite(tensor: &Tensor) -> Result<bool, Failure> {
+    let finite = || -> Result<bool, Fault> { Ok(i64::try_from(tensor.f_isfinite()?.f_all()?)? != 0) };
+    finite().map_err(|fault| Failure::new("the driver", "saving", fault))
+}
+
+/// The checksum of what a checkpoint says of itself.
+fn seal(about: &serde_json::Value) -> String {
+    format!("{:016x}", xxh3_64(about.to_string().as_bytes()))
 }
 
 fn name_of(step: u64) -> String {

@@ -3,8 +3,14 @@
 //! Each micro-batch is normalised by its own statistics, as anywhere. The running statistics, though, must be what one
 //! pass over the whole batch would have left, whatever the number of micro-batches: so they are gathered per
 //! micro-batch and committed once a step. Mean and variance are merged from (count, mean, variance) per micro-batch
-//! as Chan, Golub and LeVeque do, in double precision; the mean of squares minus the square of the mean would cancel.
-//! Recomputation gathers nothing.
+//! as Chan, Golub and LeVeque do, one after the other, in double precision; the mean of squares minus the square of the mean
+//! would cancel. Recomputation gathers nothing.
+//!
+//! ```text
+//!   micro-batches   0 … 15 │ 16 … 31 │ 32 33     gathered as libtorch leaves them
+//!   merged                 ▲         ▲       ▲   all norms at once: what is gathered stays small,
+//!                                        commit   and an operation for each norm would cost more than the norm
+//! ```
 
 use crate::failure::Fault;
 use crate::layer::Passing;
@@ -44,9 +50,23 @@ struct Norm {
     running_var: Tensor,
     batches: Tensor,
     momentum: f64,
+    /// Merged before, in the order of micro-batches.
+    merged: Option<Merged>,
     // Ordered by micro-batch, so that the result does not depend on the schedule.
     gathered: BTreeMap<MicroBatchId, Gathered>,
 }
+
+/// The statistics of the first micro-batches of a step.
+struct Merged {
+    micro_batches: u32,
+    count: f64,
+    mean: Tensor,
+    /// Of the differences from the mean, summed.
+    squares: Tensor,
+}
+
+/// How many micro-batches are gathered before they are merged.
+const GATHERED_MAX: usize = 16;
 
 /// The batch norms of a partition, by (layer, nth in that layer).
 #[derive(Default)]
@@ -70,6 +90,9 @@ impl DeferredBatchNorm {
         if passing == Passing::Evaluate {
             return Ok(normalise(running_mean, running_var, false)?);
         }
+        if passing == Passing::Train && self.norms.get(&place).is_some_and(|norm| norm.gathered.len() >= GATHERED_MAX) {
+            self.merge_before(micro_batch)?;
+        }
         // With momentum 1 libtorch leaves this micro-batch's own statistics in the scratch tensors.
         let (mean, var) = tch::no_grad(|| Ok::<_, Fault>((running_mean.f_zeros_like()?, running_var.f_zeros_like()?)))?;
         let y = normalise(&mean, &var, true)?;
@@ -81,6 +104,7 @@ impl DeferredBatchNorm {
                 running_var: running_var.shallow_clone(),
                 batches: batches.shallow_clone(),
                 momentum,
+                merged: None,
                 gathered: BTreeMap::new(),
             });
             // A single value has no variance of its own; libtorch says NaN, but it adds nothing.
@@ -90,15 +114,20 @@ impl DeferredBatchNorm {
         Ok(y)
     }
 
+    /// Merges what no earlier micro-batch can come before any more: all that there are up to this one.
+    fn merge_before(&mut self, next: MicroBatchId) -> Result<(), Fault> {
+        let whole = |norm: &&mut Norm| {
+            let first = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
+            norm.gathered.keys().map(|m| m.0).eq(first..next.0)
+        };
+        merge_alike(self.norms.values_mut().filter(whole))
+    }
+
     /// Brings what has been gathered into the running statistics, and starts anew.
     pub fn commit(&mut self) -> Result<(), Fault> {
-        // All norms that saw the same micro-batches are one vector of channels: a model has dozens of norms, and an
-        // operation on all of them costs as much as one on a single norm.
-        let mut alike: BTreeMap<Vec<MicroBatchId>, Vec<&mut Norm>> = BTreeMap::new();
-        for norm in self.norms.values_mut().filter(|n| !n.gathered.is_empty()) {
-            alike.entry(norm.gathered.keys().copied().collect()).or_default().push(norm);
-        }
-        alike.into_values().try_for_each(|mut norms| tch::no_grad(|| commit_together(&mut norms)))
+        merge_alike(self.norms.values_mut().filter(|norm| !norm.gathered.is_empty()))?;
+        let mut norms: Vec<&mut Norm> = self.norms.values_mut().filter(|norm| norm.merged.is_some()).collect();
+        tch::no_grad(|| commit_together(&mut norms))
     }
 
     /// Forgets what has been gathered.
@@ -107,49 +136,115 @@ impl DeferredBatchNorm {
     }
 }
 
-/// Commits norms that saw the same micro-batches. Sums run over micro-batches in their order, value by value, so that
-/// no result depends on which other norms are here.
-fn commit_together(norms: &mut [&mut Norm]) -> Result<(), Fault> {
-    let device = norms[0].running_mean.device();
-    let join = |of: &dyn Fn(&Norm) -> &Tensor| -> Result<Tensor, Fault> {
-        let parts: Vec<&Tensor> = norms.iter().map(|n| of(n)).collect();
+/// All norms that saw the same micro-batches are one vector of channels: a model has dozens of norms, and an operation on
+/// all of them costs as much as one on a single norm.
+fn merge_alike<'a>(norms: impl Iterator<Item = &'a mut Norm>) -> Result<(), Fault> {
+    let mut alike: BTreeMap<(u32, Vec<MicroBatchId>), Vec<&mut Norm>> = BTreeMap::new();
+    for norm in norms {
+        let merged = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
+        alike.entry((merged, norm.gathered.keys().copied().collect())).or_default().push(norm);
+    }
+    alike
+        .into_iter()
+        .try_for_each(|((_, micro_batches), mut norms)| tch::no_grad(|| merge_together(&mut norms, &micro_batches)))
+}
+
+/// The channels of several norms as one vector of doubles.
+struct Joined {
+    /// The norm of each channel.
+    owner: Tensor,
+}
+
+impl Joined {
+    fn new(norms: &[&mut Norm]) -> Result<Self, Fault> {
+        let channels = norms.iter().map(|norm| norm.running_mean.numel());
+        let owner: Vec<i64> = (0..).zip(channels).flat_map(|(i, channels)| std::iter::repeat_n(i, channels)).collect();
+        Ok(Joined { owner: Tensor::f_from_slice(&owner)?.f_to_device(norms[0].running_mean.device())? })
+    }
+
+    /// A tensor of each norm.
+    fn tensors<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> Result<Tensor, Fault> {
+        let parts: Vec<&Tensor> = tensors.collect();
         Ok(Tensor::f_cat(&parts, 0)?.f_to_kind(Kind::Double)?)
+    }
+
+    /// A number of each norm, for all its channels.
+    fn numbers(&self, numbers: impl Iterator<Item = f64>) -> Result<Tensor, Fault> {
+        let numbers: Vec<f64> = numbers.collect();
+        let numbers = Tensor::f_from_slice(&numbers)?.f_to_device(self.owner.device())?;
+        Ok(numbers.f_index_select(0, &self.owner)?)
+    }
+}
+
+/// Merges norms that saw the same micro-batches, in their order, value by value, so that no result depends on which other
+/// norms are here or how many micro-batches are merged at once.
+fn merge_together(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Result<(), Fault> {
+    let joined = Joined::new(norms)?;
+    let mut counts: Vec<f64> = norms.iter().map(|n| n.merged.as_ref().map_or(0.0, |merged| merged.count)).collect();
+    let mut merged = match norms.iter().map(|n| n.merged.as_ref()).collect::<Option<Vec<_>>>() {
+        Some(merged) => Some((
+            joined.tensors(merged.iter().map(|merged| &merged.mean))?,
+            joined.tensors(merged.iter().map(|merged| &merged.squares))?,
+        )),
+        None => None,
     };
-    let per_channel = |of: &dyn Fn(&Norm) -> f64| -> Result<Tensor, Fault> {
-        let values: Vec<f64> = norms.iter().flat_map(|n| vec![of(n); n.running_mean.numel()]).collect();
-        Ok(Tensor::f_from_slice(&values)?.f_to_device(device)?)
-    };
-    let micro_batches: Vec<MicroBatchId> = norms[0].gathered.keys().copied().collect();
-    let mut shares = Vec::new();
-    for m in &micro_batches {
-        let count = per_channel(&|n| n.gathered[m].count)?;
-        let mean = join(&|n| &n.gathered[m].mean)?;
-        let within = join(&|n| &n.gathered[m].var)?.f_mul(&count.f_sub_scalar(1.0)?)?;
-        shares.push((count, mean, within));
+    for m in micro_batches {
+        let gathered = || norms.iter().map(|norm| &norm.gathered[m]);
+        let own_mean = joined.tensors(gathered().map(|g| &g.mean))?;
+        let own_squares =
+            joined.tensors(gathered().map(|g| &g.var))?.f_mul(&joined.numbers(gathered().map(|g| g.count - 1.0))?)?;
+        merged = Some(match merged {
+            None => (own_mean, own_squares),
+            Some((mean, squares)) => {
+                let pairs = || counts.iter().zip(gathered().map(|g| g.count));
+                let step = joined.numbers(pairs().map(|(n, own)| own / (n + own)))?;
+                let between = joined.numbers(pairs().map(|(n, own)| n * own / (n + own)))?;
+                let gap = own_mean.f_sub(&mean)?;
+                let squares = squares.f_add(&own_squares)?.f_add(&gap.f_square()?.f_mul(&between)?)?;
+                (mean.f_add(&gap.f_mul(&step)?)?, squares)
+            }
+        });
+        let own: Vec<f64> = gathered().map(|g| g.count).collect();
+        counts.iter_mut().zip(own).for_each(|(count, own)| *count += own);
     }
-    let total = per_channel(&|n| n.gathered.values().map(|g| g.count).sum())?;
-    let mut sum = total.f_zeros_like()?;
-    for (count, mean, _) in &shares {
-        sum = sum.f_add(&mean.f_mul(count)?)?;
+    let Some((mean, squares)) = merged else { return Ok(()) };
+    let mut start = 0;
+    for (norm, count) in norms.iter_mut().zip(counts) {
+        let channels = norm.running_mean.size()[0];
+        let before = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
+        norm.merged = Some(Merged {
+            micro_batches: before + u32::try_from(micro_batches.len()).unwrap_or(u32::MAX),
+            count,
+            mean: mean.f_narrow(0, start, channels)?,
+            squares: squares.f_narrow(0, start, channels)?,
+        });
+        norm.gathered.clear();
+        start += channels;
     }
-    let mean = sum.f_div(&total)?;
-    let mut spread = total.f_zeros_like()?;
-    for (count, own_mean, within) in &shares {
-        let between = own_mean.f_sub(&mean)?.f_square()?.f_mul(count)?;
-        spread = spread.f_add(within)?.f_add(&between)?;
+    Ok(())
+}
+
+/// Brings what was merged into the running statistics.
+fn commit_together(norms: &mut [&mut Norm]) -> Result<(), Fault> {
+    let mut merged: Vec<Merged> = norms.iter_mut().filter_map(|norm| norm.merged.take()).collect();
+    if merged.is_empty() {
+        return Ok(());
     }
-    let var = spread.f_div(&total.f_sub_scalar(1.0)?.f_clamp_min(1.0)?)?;
-    let momentum = per_channel(&|n| n.momentum)?;
+    let joined = Joined::new(norms)?;
+    let divisors = joined.numbers(merged.iter().map(|merged| (merged.count - 1.0).max(1.0)))?;
+    let momentum = joined.numbers(norms.iter().map(|norm| norm.momentum))?;
     let blend = |old: Tensor, new: &Tensor| old.f_add(&new.f_sub(&old)?.f_mul(&momentum)?);
-    let mean = blend(join(&|n| &n.running_mean)?, &mean)?;
-    let var = blend(join(&|n| &n.running_var)?, &var)?;
+    let var = joined.tensors(merged.iter().map(|merged| &merged.squares))?.f_div(&divisors)?;
+    let var = blend(joined.tensors(norms.iter().map(|norm| &norm.running_var))?, &var)?;
+    let mean = joined.tensors(merged.iter().map(|merged| &merged.mean))?;
+    let mean = blend(joined.tensors(norms.iter().map(|norm| &norm.running_mean))?, &mean)?;
+    merged.clear();
     let mut start = 0;
     for norm in norms {
         let channels = norm.running_mean.size()[0];
         norm.running_mean.f_copy_(&mean.f_narrow(0, start, channels)?)?;
         norm.running_var.f_copy_(&var.f_narrow(0, start, channels)?)?;
         let _ = norm.batches.f_add_scalar_(1)?;
-        norm.gathered.clear();
         start += channels;
     }
     Ok(())

@@ -151,7 +151,12 @@ pub enum Command {
         scale: Exact,
     },
     /// Send tensors; answered by their names, then the tensors one by one.
-    Collect(Which),
+    Collect {
+        /// What they are.
+        which: Which,
+        /// Which of them; absent for all.
+        names: Option<Vec<String>>,
+    },
     /// Take over tensors of these names, which follow one by one; answered by an empty report.
     Load {
         /// What they are: [`Which::State`] or [`Which::Optimizer`].

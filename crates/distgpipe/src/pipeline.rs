@@ -227,9 +227,15 @@ impl Pipeline {
         self.learned
     }
 
-    /// Goes on with random streams as if it had learned from so many batches.
+    /// Goes on with random streams as if it had learned from so many batches. An update that was begun is given up.
     pub fn set_learned(&mut self, batches: u64) {
         self.learned = batches;
+        self.begun = None;
+    }
+
+    /// Whether an update of several batches was begun and not finished.
+    pub fn in_update(&self) -> bool {
+        self.begun.is_some()
     }
 
     /// Changes the learning rate from the next step on.
@@ -278,7 +284,12 @@ impl Pipeline {
 
     /// Copies of all parameters and buffers, by name.
     pub fn state(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
-        self.collect(Which::State)
+        let mut all = BTreeMap::new();
+        self.state_each(|name, tensor| {
+            all.insert(name.to_owned(), tensor);
+            Ok::<(), StepError>(())
+        })?;
+        Ok(all)
     }
 
     /// Has the next step keep copies of all that it sends over links, for [`captured`](Self::captured).
@@ -486,15 +497,6 @@ impl Pipeline {
             expected: expected.join(" and "),
             got: format!("inputs {}, target {:?}", got.join(" and "), batch.target.size()),
         })
-    }
-
-    fn collect(&mut self, which: Which) -> Result<BTreeMap<String, Tensor>, StepError> {
-        let mut all = BTreeMap::new();
-        self.each(which, |name, tensor| {
-            all.insert(name.to_owned(), tensor);
-            Ok::<(), StepError>(())
-        })?;
-        Ok(all)
     }
 
     fn next_command(&mut self) -> u64 {

@@ -28,7 +28,7 @@ pub enum TrainError {
     #[error(transparent)]
     Step(#[from] StepError),
     /// The loss is no number any more.
-    #[error("the loss of step {step} is {loss}: lower the learning rate (--lr)")]
+    #[error("the loss or the gradients' norm of step {step} is {loss}: lower the learning rate (--lr), or clip gradients (--clip-norm)")]
     Diverged {
         /// The step.
         step: u64,
@@ -424,6 +424,9 @@ impl<'a> Trainer<'a> {
     /// Trains, tests after every epoch, and sums up.
     pub fn run(mut self, observer: &mut dyn Observer) -> Result<RunSummary, TrainError> {
         let start = Instant::now();
+        if let (Some(saving), Some(step)) = (&self.saving, self.resumed_at) {
+            saving.checkpoints.set_aside_after(step)?;
+        }
         let mut gathered = Gathered::new(&self);
         let accumulation = self.accumulation();
         self.pipeline.set_clip_norm(self.options.clip_norm);
@@ -446,8 +449,10 @@ impl<'a> Trainer<'a> {
                 if capture {
                     observer.on(&Event::Captured { step, tensors: &self.pipeline.captured()? })?;
                 }
-                if !outcome.loss.is_finite() {
-                    return Err(TrainError::Diverged { step, loss: outcome.loss });
+                // What clipping saw is no number before the loss is none.
+                let norm = outcome.gradient_norm.filter(|norm| !norm.is_finite());
+                if let Some(loss) = norm.or(Some(outcome.loss)).filter(|figure| !figure.is_finite()) {
+                    return Err(TrainError::Diverged { step, loss });
                 }
                 let seconds = asked.elapsed().as_secs_f64();
                 now.totals.add(&outcome, seconds);
@@ -474,6 +479,9 @@ impl<'a> Trainer<'a> {
             // The next epoch's first batches are loaded while this one is tested.
             batches = (now.step < self.steps).then(|| self.batches(&next));
             let test = self.test(&mut gathered, observer)?;
+            if let Some(loss) = test.as_ref().map(Totals::loss).filter(|loss| !loss.is_finite()) {
+                return Err(TrainError::Diverged { step: now.step.saturating_sub(1), loss });
+            }
             let summary = now.totals.epoch(now.epoch, test);
             observer.on(&Event::EpochDone(&summary))?;
             let whole = now.batch == now.epoch_batches;
@@ -627,7 +635,7 @@ impl Gathered {
             epochs: Vec::new(),
             resumed_at: trainer.resumed_at,
             steps: 0,
-            warm_up_steps: trainer.options.warm_up_steps.min(trainer.steps),
+            warm_up_steps: trainer.options.warm_up_steps.min(trainer.steps.saturating_sub(trainer.progress.step)),
             samples_per_s_median: None,
             samples_per_s_mean: None,
             seconds: 0.0,

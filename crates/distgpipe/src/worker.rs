@@ -18,7 +18,7 @@ use distgpipe_core::schedule::Plan;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
@@ -189,7 +189,9 @@ impl Active {
                     let report = self.late_update(learning_rate, scale).map_err(failed("updating its parameters"))?;
                     self.report(number, &report).map_err(failed("reporting"))?;
                 }
-                Command::Collect(which) => self.collect(number, which).map_err(failed("collecting its tensors"))?,
+                Command::Collect { which, names } => {
+                    self.collect(number, which, names).map_err(failed("collecting its tensors"))?;
+                }
                 Command::Load { which, names } => {
                     self.load(number, which, &names).map_err(failed("loading tensors"))?;
                 }
@@ -317,25 +319,28 @@ impl Active {
         self.stage.driver.send(Message::text(Tag::control(Kind::Report, number, self.stage.id), text))
     }
 
-    fn collect(&mut self, number: u64, which: Which) -> Result<(), Fault> {
+    fn collect(&mut self, number: u64, which: Which, wanted: Option<Vec<String>>) -> Result<(), Fault> {
+        let wanted: Option<BTreeSet<String>> = wanted.map(|names| names.into_iter().collect());
+        let wants = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted.contains(name));
         let captured = match which {
             Which::Captured => std::mem::take(&mut self.stage.captured),
             _ => Vec::new(),
         };
         let (mut names, mut tensors): (Vec<_>, Vec<_>) = captured.into_iter().unzip();
         for (spec, tensor) in self.stage.partitions.values().flat_map(Partition::tensors) {
-            let wanted = match which {
+            let found = match which {
+                _ if !wants(&spec.name) => None,
                 Which::State => Some(tensor.f_detach()?),
                 Which::Gradients if spec.role == Role::Parameter => engine::grad(tensor),
                 Which::Gradients | Which::Captured | Which::Optimizer => None,
             };
-            if let Some(tensor) = wanted {
+            if let Some(tensor) = found {
                 names.push(spec.name.clone());
                 tensors.push(tensor);
             }
         }
         if which == Which::Optimizer {
-            for (index, slot, parameter, spec) in self.remembered() {
+            for (index, slot, parameter, spec) in self.remembered().filter(|(_, _, _, spec)| wants(&spec.name)) {
                 names.push(spec.name);
                 tensors.push(self.optimizer.remembered(index, slot, parameter)?);
             }

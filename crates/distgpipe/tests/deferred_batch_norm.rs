@@ -76,6 +76,10 @@ fn running_statistics_do_not_depend_on_the_number_of_micro_batches() {
             run((12, 4, 1000.0), micro_batches, recompute);
         }
     }
+    // More than are gathered before they are merged.
+    for micro_batches in [16, 17, 33, 40] {
+        run((40, 4, 1000.0), micro_batches, Recompute::Always);
+    }
 }
 
 /// A micro-batch of a single value per channel has no variance of its own; libtorch leaves NaN there.

@@ -1,11 +1,11 @@
 //! `distgpipe recipe`: the seeds' experiments, listed, shown, and run beside their figures.
 
-use crate::args::TrainFlags;
+use crate::args::{DataName, TrainFlags};
 use crate::cmd::train;
 use crate::config::RunConfig;
 use crate::exit::usage;
 use crate::recipe::beside::{self, Ran};
-use crate::recipe::differs::differences;
+use crate::recipe::differs::{differences, weights};
 use crate::recipe::{all, find, Method, Recipe};
 use crate::report;
 use crate::report::table::{Side, Table};
@@ -15,6 +15,8 @@ use serde_json::json;
 /// Flags of `distgpipe recipe`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
+A seed is a published table that the project was asked to reproduce, and a recipe is one of its rows.
+
 Examples:
   distgpipe recipe list
   distgpipe recipe show cifar10-sort8
@@ -95,9 +97,6 @@ fn show(recipe: &Recipe) -> anyhow::Result<String> {
     put("table", &recipe.table);
     put("row", &recipe.seed.row);
     put("hardware", &recipe.seed.hardware);
-    if let Some(epochs) = recipe.seed.epochs {
-        put("epochs", &epochs.to_string());
-    }
     if let Some(activations) = &recipe.seed.activations {
         put("over the links", activations);
     }
@@ -109,22 +108,45 @@ fn show(recipe: &Recipe) -> anyhow::Result<String> {
     for other in &recipe.seed.also {
         put("also", other);
     }
-    if let Some(from) = &recipe.starts_from {
-        put("starts from", from);
-    }
     let replica = match recipe.method {
-        Method::Pipeline => "The same as",
-        Method::DataParallel => "Data parallelism is not there yet. One replica is",
+        Method::Pipeline => format!("`distgpipe recipe run {}` is the same as", recipe.name),
+        Method::DataParallel => "Data parallelism is not there yet. One replica is".to_owned(),
     };
     let mut text = format!("{}\n\n{}\n", recipe.title, row.render().trim_start());
-    if !recipe.differs.is_empty() {
-        text.push_str(&format!("What differs here, beside the hardware:\n{}\n", bullets(&recipe.differs)));
+    let mut differs: Vec<String> = weights(recipe, &recipe.run).into_iter().collect();
+    differs.extend(recipe.differs.iter().cloned());
+    if !differs.is_empty() {
+        text.push_str(&format!("What differs here, besides the hardware:\n{}\n", bullets(&differs)));
     }
     text.push_str(&format!("{replica}:\n\n  {}\n", recipe.run.to_command()?));
-    if recipe.starts_from.is_some() {
-        text.push_str("\nwith --weights FILE.safetensors --init-missing to start from weights that you have.\n");
+    let bring = to_bring(recipe);
+    if !bring.is_empty() {
+        text.push_str(&format!("\nYou bring:\n{}", bullets(&bring)));
     }
     Ok(text)
+}
+
+/// What the command does not have, because it is somewhere else on every machine.
+fn to_bring(recipe: &Recipe) -> Vec<String> {
+    let mut all = Vec::new();
+    match recipe.run.data {
+        None | Some(DataName::Digits | DataName::Synthetic) => {}
+        Some(DataName::ImageFolder) => all.push("--data-dir DIR: where your images are.".to_owned()),
+        Some(data) => all.push(format!("The data: `distgpipe data get {}`.", data.name())),
+    }
+    if let Some(DataName::Rte | DataName::Cola) = recipe.run.data {
+        all.push(
+            "--tokenizer PATH: RoBERTa's tokenizer.json, or the folder with vocab.json and merges.txt.".to_owned(),
+        );
+    }
+    if recipe.starts_from.is_some() {
+        all.push(
+            "--weights FILE --init-missing, to start from weights that you have: tensors that FILE lacks, and a last layer \
+             of another shape, are made anew."
+                .to_owned(),
+        );
+    }
+    all
 }
 
 fn bullets(sentences: &[String]) -> String {
@@ -182,6 +204,21 @@ fn not_yet(recipe: &Recipe) -> anyhow::Result<anyhow::Error> {
 mod tests {
     use super::*;
 
+    /// The command alone would be refused, or start from random weights.
+    #[test]
+    fn what_the_user_brings_is_shown() {
+        let shown = |name| show(&find(name).unwrap()).unwrap();
+        let rte = shown("rte-sort8");
+        for part in ["`distgpipe data get rte`", "--tokenizer PATH", "--weights FILE --init-missing"] {
+            assert!(rte.contains(part), "{part} is not in: {rte}");
+        }
+        let imagenet = shown("imagenet-resnet101-pipeline-256");
+        assert!(imagenet.contains("--data-dir DIR") && !imagenet.contains("--weights"), "{imagenet}");
+        assert!(!imagenet.contains("data get image-folder"), "{imagenet}");
+        let made_up = shown("unet-speed-pipeline-2");
+        assert!(!made_up.contains("You bring"), "{made_up}");
+    }
+
     #[test]
     fn every_recipe_can_be_listed_and_shown() {
         let recipes = all().unwrap();
@@ -198,6 +235,9 @@ mod tests {
             }
             for part in [&recipe.title, &recipe.table, &recipe.seed.row, &recipe.run.to_command().unwrap()] {
                 assert!(shown.contains(part.as_str()), "{shown}: {part}");
+            }
+            for sentence in &recipe.differs {
+                assert!(shown.contains(sentence.as_str()), "{shown}: {sentence}");
             }
             if recipe.method == Method::DataParallel {
                 let refused = not_yet(recipe).unwrap().to_string();

@@ -65,8 +65,8 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     if let Some(directory) = &config.capture {
         capture::prepare(directory)?;
     }
-    let mut log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
-    let summary = {
+    let (mut log, summary);
+    {
         let mut trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
         if let Some(saving) = &config.saving {
             trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings.clone());
@@ -74,19 +74,20 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
                 trainer = trainer.resume(checkpoint).context("--resume")?;
             }
         }
+        // After the checkpoint was taken: a run that is refused leaves the log of the one before it as it is.
+        log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
         let mut progress = Progress::new(trainer.steps(), config.options.epochs);
-        trainer.run(&mut |event: &Event<'_>| {
+        summary = trainer.run(&mut |event: &Event<'_>| {
             progress.on(event)?;
             if let (Event::Captured { step, tensors }, Some(directory)) = (event, &config.capture) {
                 progress.say(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
             }
             log.as_mut().map_or(Ok(()), |log| log.on(event))
-        })
-    };
-    let summary = summary.map_err(unwrapped)?;
-    if let Some(path) = &config.flags.save {
-        crate::weights::save(path, &config.model, &mut pipeline)?;
+        });
     }
+    let summary = summary.map_err(unwrapped)?;
+    // The log and the figures are there even if this cannot be written.
+    let saved = config.flags.save.as_ref().map(|path| crate::weights::save(path, &config.model, &mut pipeline));
     // Goodbye to the workers first: what they say comes before what we print.
     drop(pipeline);
     let report = RunReport {
@@ -101,6 +102,10 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     };
     if let Some(log) = log {
         log.finish(&report)?;
+    }
+    if let Some(Err(error)) = saved {
+        report::note(&report.epochs());
+        return Err(error);
     }
     Ok((report, plan))
 }

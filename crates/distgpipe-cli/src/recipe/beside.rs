@@ -1,5 +1,5 @@
 //! What a run here reached beside what the seed's row says, metric by metric. A metric that was not measured says why;
-//! none is estimated.
+//! none is estimated. The model's part of the memory is counted, as it is there, and says so.
 
 use super::Recipe;
 use crate::args::{OptimizerName, TrainFlags};
@@ -78,8 +78,8 @@ impl Metric {
             Metric::Compression => "bytes sent to raw bytes",
             Metric::Bandwidth => "bandwidth of links",
             Metric::Memory => "peak memory, all workers",
-            Metric::ModelMemory => "of it the model's",
-            Metric::ActivationMemory => "of it the activations'",
+            Metric::ModelMemory => "memory of the model",
+            Metric::ActivationMemory => "memory of activations",
             Metric::Parameters => "parameters",
             Metric::BatchTime => "time of a batch",
             Metric::TransferTime => "of it moving data",
@@ -93,8 +93,11 @@ impl Metric {
             Metric::Error => "error",
             Metric::Matthews => "Matthews",
             Metric::Compression => "ratio",
+            Metric::Memory => "memory",
             Metric::ModelMemory => "model",
             Metric::ActivationMemory => "activations",
+            Metric::Parameters => "parameters",
+            Metric::BatchTime => "batch",
             Metric::TransferTime => "moving",
             Metric::BackwardTime => "backward",
             _ => "",
@@ -174,6 +177,8 @@ fn ours(metric: Metric, recipe: &Recipe, ran: &Ran<'_>, report: &Value) -> Ours 
         Metric::Accuracy => share(tested("test_accuracy")),
         Metric::Error if recipe.seed.error.is_none() => Ours::Not(String::new()),
         Metric::Error => share(tested("test_accuracy").map(|right| 1.0 - right)),
+        // Of two classes, and not of ten; the run's own report has it whatever the row.
+        Metric::Matthews if recipe.seed.matthews.is_none() => Ours::Not(String::new()),
         Metric::Matthews => match tested("test_matthews") {
             Some(value) => Ours::number(100.0 * value, format!("{:.2}", 100.0 * value)),
             None => Ours::Not(String::new()),
@@ -235,18 +240,31 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
     let peaks = workers.iter().map(|worker| worker.peak_bytes);
     let peak: u64 = if shared { peaks.max().unwrap_or(0) } else { peaks.sum() };
     // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
-    let model = ran.report.parameters * NUMBER_BYTES * copies(ran.flags);
+    let copies = copies(ran.flags);
+    let model = ran.report.parameters * NUMBER_BYTES * copies;
     let bytes = match metric {
         Metric::Memory => peak,
         Metric::ModelMemory => model,
         _ => peak.saturating_sub(model),
     };
-    // Large amounts in the unit of the seeds.
-    let text = match bytes as f64 {
-        bytes if bytes >= GIB => format!("{:.2} GiB", bytes / GIB),
-        bytes => units::bytes(bytes),
+    let text = match metric {
+        // Some rows have the memory of each GPU.
+        Metric::Memory if !shared && workers.len() > 1 => {
+            let each = workers.iter().map(|worker| format!("{} {}", worker.name, amount(worker.peak_bytes)));
+            format!("{}: {}", amount(bytes), each.collect::<Vec<_>>().join(", "))
+        }
+        Metric::ModelMemory => format!("{}, counted as {copies} copies of the parameters", amount(bytes)),
+        _ => amount(bytes),
     };
     Ours::number(bytes as f64, text)
+}
+
+/// Large amounts in the unit of the seeds.
+fn amount(bytes: u64) -> String {
+    match bytes as f64 {
+        bytes if bytes >= GIB => format!("{:.2} GiB", bytes / GIB),
+        bytes => units::bytes(bytes),
+    }
 }
 
 /// Parameters, their gradients, and the tensors of that size which the optimizer keeps.

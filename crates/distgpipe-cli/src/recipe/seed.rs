@@ -11,9 +11,6 @@ pub struct Seed {
     pub row: String,
     /// On what, as far as it is said.
     pub hardware: String,
-    /// Passes over the data, if they are said.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub epochs: Option<u64>,
     /// What crosses the links, as it is said.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub activations: Option<String>,

@@ -6,7 +6,7 @@ use distgpipe::trace::{write_chrome, write_jsonl, Span};
 use distgpipe::trainer::{Event, Observer, StepDone};
 use serde::Serialize;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// The most events that go into the trace for browsers, which is held in memory until the end; trace.jsonl has all.
@@ -54,20 +54,29 @@ impl Log {
         let flag = || format!("--log {}", directory.display());
         std::fs::create_dir_all(directory).with_context(flag)?;
         let mut flags = config.flags.clone();
-        // A run repeated from this file must not write over this one's log and checkpoints.
+        // A run repeated from this file must not write over what this one wrote.
         (flags.log, flags.trace, flags.json) = (None, None, None);
         (flags.checkpoint, flags.checkpoint_every, flags.keep) = (None, None, None);
+        (flags.save, flags.capture, flags.capture_step) = (None, None, None);
         std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
-        let file = |name: &str| File::create(directory.join(name)).map(BufWriter::new).with_context(flag);
+        let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
+        let path = directory.join("steps.jsonl");
+        match resumed {
+            Some(from) => keep_before(&path, from.about().progress.step),
+            None => File::create(&path).map(drop),
+        }
+        .with_context(flag)?;
+        let file = |name: &str, append: bool| {
+            let mut options = File::options();
+            options.create(true).write(true).append(append).truncate(!append);
+            options.open(directory.join(name)).map(BufWriter::new).with_context(flag)
+        };
         let trace = match config.trace {
-            true => Some(Trace { lines: file("trace.jsonl")?, spans: Vec::new(), names }),
+            // Events of before did happen, whatever became of their steps.
+            true => Some(Trace { lines: file("trace.jsonl", resumed.is_some())?, spans: Vec::new(), names }),
             false => None,
         };
-        let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
-        let kept = resumed.map(|from| before(&directory.join("steps.jsonl"), from.about().progress.step));
-        let mut steps = file("steps.jsonl")?;
-        steps.write_all(kept.transpose().with_context(flag)?.unwrap_or_default().as_bytes()).with_context(flag)?;
-        Ok(Log { directory: directory.to_owned(), steps, trace })
+        Ok(Log { directory: directory.to_owned(), steps: file("steps.jsonl", true)?, trace })
     }
 
     /// Writes the result.
@@ -134,15 +143,22 @@ impl Observer for Log {
     }
 }
 
-/// The lines of a log that a resumed run leaves as they are: those of steps before the one it goes on with.
-fn before(path: &Path, step: u64) -> std::io::Result<String> {
-    let text = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(String::new()),
-        read => read?,
+/// Leaves those lines of a log that are of steps before this one: the others' steps are made again. The file has either all of
+/// its lines or these, whenever the run is killed.
+fn keep_before(path: &Path, step: u64) -> std::io::Result<()> {
+    let old = match File::open(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        opened => BufReader::new(opened?),
     };
-    let earlier = |line: &&str| {
-        let line: Option<serde_json::Value> = serde_json::from_str(line).ok();
-        line.and_then(|line| line.get("step")?.as_u64()).is_some_and(|at| at < step)
-    };
-    Ok(text.lines().filter(earlier).flat_map(|line| [line, "\n"]).collect())
+    let part = path.with_extension("jsonl.part");
+    let mut kept = BufWriter::new(File::create(&part)?);
+    for line in old.lines() {
+        let line = line?;
+        let at = serde_json::from_str::<serde_json::Value>(&line).ok().and_then(|line| line.get("step")?.as_u64());
+        if at.is_some_and(|at| at < step) {
+            writeln!(kept, "{line}")?;
+        }
+    }
+    kept.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
+    std::fs::rename(&part, path)
 }

@@ -31,7 +31,7 @@ pub enum BuildError {
     Balance(#[from] PartitionError),
     /// No cut can be found by measuring.
     #[error("auto-balance: {0}")]
-    AutoBalance(#[from] BalanceError),
+    AutoBalance(#[from] Box<BalanceError>),
     /// The placement is not one.
     #[error("placement: {0}")]
     Placement(#[from] PlacementError),
@@ -384,6 +384,6 @@ impl Builder {
         }
         let profile = profile::measure(&self.model, &how.sample, &profile::Options::of(&self.job))?;
         let problem = how.problem(&self.model, &profile, run)?;
-        Ok(problem.search()?)
+        Ok(problem.search().map_err(Box::new)?)
     }
 }

@@ -113,29 +113,78 @@ impl Pipeline {
         Ok(())
     }
 
-    pub(super) fn each<E: From<StepError>>(
+    /// Tensors that the driver knows by name, a share of one worker after the other: one is taken before the next is asked
+    /// for, so that a slow `take` holds no more than that up.
+    fn each<E: From<StepError>>(
         &mut self,
         which: Which,
         mut take: impl FnMut(&str, Tensor) -> Result<(), E>,
     ) -> Result<(), E> {
-        let number = self.next_command();
-        let mut taken = Ok(());
-        // One worker after the other: together they would fill the driver's mailbox with what it does not take yet.
-        for worker in self.plan.placement().worker_ids() {
-            self.command(number, worker, &Command::Collect(which)).map_err(StepError::from)?;
-            let message = self.wait(&Tag::control(Kind::Report, number, worker)).map_err(StepError::from)?;
-            let names: Vec<String> = serde_json::from_slice(&message.text).map_err(|e| {
-                StepError::from(self.failed("collecting tensors", Fault::protocol("names", e.to_string())))
-            })?;
-            for (i, name) in names.iter().enumerate() {
-                // Whatever `take` says, the worker sends what it was asked for.
-                let message = self.wait(&Tag::part(Kind::State, number, worker, i)).map_err(StepError::from)?;
-                if let (Some(tensor), Ok(())) = (message.tensors.into_iter().flatten().next(), &taken) {
-                    taken = take(name, tensor);
-                }
+        let mut owned = self.owned(which).into_iter().peekable();
+        while let Some(&(worker, _)) = owned.peek() {
+            let (mut share, mut bytes) = (Vec::new(), 0);
+            while let Some((_, spec)) = owned.next_if(|(w, spec)| *w == worker && fits(spec, bytes, share.len())) {
+                bytes += spec_bytes(&spec);
+                share.push(spec.name);
+            }
+            let number = self.next_command();
+            let mut taken = Ok(());
+            let mut order = share.iter();
+            for one in self.plan.placement().worker_ids() {
+                let names = Some(if one == worker { share.clone() } else { Vec::new() });
+                self.collect_from(number, one, &Command::Collect { which, names }, &mut |name, tensor| {
+                    if order.next().map(String::as_str) != Some(name) {
+                        return Err(Fault::protocol("the tensors that were asked for", name));
+                    }
+                    if taken.is_ok() {
+                        taken = take(name, tensor);
+                    }
+                    Ok(())
+                })?;
+            }
+            taken?;
+            if let Some(name) = order.next() {
+                let fault = Fault::protocol(format!("{name} too"), "nothing more");
+                return Err(StepError::from(self.failed("collecting tensors", fault)).into());
             }
         }
-        taken
+        Ok(())
+    }
+
+    /// All that workers have of something, by name: gradients, or what they captured.
+    pub(super) fn collect(&mut self, which: Which) -> Result<BTreeMap<String, Tensor>, StepError> {
+        let number = self.next_command();
+        let mut all = BTreeMap::new();
+        // One worker after the other: together they would fill the driver's mailbox with what it does not take yet.
+        for worker in self.plan.placement().worker_ids() {
+            self.collect_from(number, worker, &Command::Collect { which, names: None }, &mut |name, tensor| {
+                all.insert(name.to_owned(), tensor);
+                Ok(())
+            })?;
+        }
+        Ok(all)
+    }
+
+    /// Gives a worker a command to collect, and hands over what it sends.
+    fn collect_from(
+        &mut self,
+        number: u64,
+        worker: WorkerId,
+        command: &Command,
+        take: &mut dyn FnMut(&str, Tensor) -> Result<(), Fault>,
+    ) -> Result<(), StepError> {
+        self.command(number, worker, command)?;
+        let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
+        let wrong = |fault: Fault| self.failed("collecting tensors", fault);
+        let names: Vec<String> =
+            serde_json::from_slice(&message.text).map_err(|e| wrong(Fault::protocol("names", e.to_string())))?;
+        for (i, name) in names.iter().enumerate() {
+            let message = self.wait(&Tag::part(Kind::State, number, worker, i))?;
+            let tensor = message.tensors.into_iter().flatten().next();
+            let tensor = tensor.ok_or_else(|| wrong(Fault::protocol(format!("the tensor {name}"), "none")))?;
+            take(name, tensor).map_err(wrong)?;
+        }
+        Ok(())
     }
 
     /// Tensors with their workers, in the order in which those send them.
