@@ -149,15 +149,17 @@ impl Crossing {
     /// What it takes on a link; at most, where that depends on its numbers.
     fn coded_bytes(&self, codec: &dyn Codec, pass: Pass) -> u64 {
         match (self.dtype, pass) {
-            (DType::F32 | DType::F16 | DType::BF16, _) => match codec.encoded_bytes(self.dtype, &self.dims) {
-                // A shape that the codec refuses goes raw.
-                usize::MAX => self.bytes,
+            (DType::F32 | DType::F16 | DType::BF16, _) if !codec.refuses_shape(&self.dims) => {
+                let bytes = codec.encoded_bytes(self.dtype, &self.dims) as u64;
                 // A bound beyond the tensor itself says little of what it will take.
-                bytes if codec.size_varies() => self.bytes.min(bytes as u64),
-                bytes => bytes as u64,
-            },
-            // Codecs refuse it, so it goes raw.
-            (DType::F64, _) | (_, Pass::Forward) => self.bytes,
+                if codec.size_varies() {
+                    bytes.min(self.bytes)
+                } else {
+                    bytes
+                }
+            }
+            // What codecs refuse goes raw.
+            (DType::F32 | DType::F16 | DType::BF16 | DType::F64, _) | (_, Pass::Forward) => self.bytes,
             // Whole numbers have no gradient.
             (_, Pass::Backward) => 0,
         }
@@ -342,7 +344,9 @@ mod tests {
         let larger = made(&model, &Codecs::all("svd:6".parse().unwrap()));
         assert!(larger.sent.forward.outputs[1] > raw.sent.forward.outputs[1]);
         // Of 6 rows there is no factor of 7.
-        assert_eq!(made(&model, &Codecs::all("svd:7".parse().unwrap())).sent, raw.sent);
+        for refusing in ["svd:7", "feedback(svd:7)"] {
+            assert_eq!(made(&model, &Codecs::all(refusing.parse().unwrap())).sent, raw.sent, "{refusing}");
+        }
     }
 
     #[test]

@@ -218,14 +218,15 @@ impl Codec for PowerSvd {
         CodecId::PowerSvd
     }
 
+    fn refuses_shape(&self, dims: &[usize]) -> bool {
+        dims.len() < 2 || self.has_too_few_rows(dims)
+    }
+
     fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
         // The order in memory swaps P and Q, which are as large together.
         let Some(Matrices { count, rows, columns }) = Matrices::of(dims, Layout::Contiguous) else {
             return usize::MAX;
         };
-        if self.has_too_few_rows(dims) {
-            return usize::MAX;
-        }
         rows.saturating_add(columns).saturating_mul(count).saturating_mul(4 * self.rank)
     }
 
