@@ -53,7 +53,7 @@ enum Command {
     Schedule(cmd::schedule::ScheduleArgs),
     /// List the models, or one's layers with shapes, parameters, times and memory
     Models(cmd::models::ModelsArgs),
-    /// Find the cut of a model whose slowest partition is quickest
+    /// Find the cut of a model with the quickest step or the least memory, links and limits counted
     Balance(cmd::balance::BalanceArgs),
     /// Try codecs on a tensor: bytes on the wire, errors and speeds
     Codecs(cmd::codecs::CodecsArgs),

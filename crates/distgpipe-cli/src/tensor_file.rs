@@ -6,9 +6,8 @@
 
 use crate::exit::usage;
 use crate::files::read_bytes;
-use distgpipe::core::weights::safetensors::{self as safetensors_header, header_bytes, LENGTH_BYTES};
-use distgpipe::core::weights::{self, FormatError};
-use safetensors::Dtype;
+use distgpipe::core::weights::safetensors::{self, header_bytes, LENGTH_BYTES};
+use distgpipe::core::weights::{Dtype, FormatError};
 use std::ops::Range;
 use std::path::Path;
 
@@ -67,30 +66,12 @@ fn entries(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
     let length = header_bytes(bytes, bytes.len() as u64)?;
     let (first, from) = (LENGTH_BYTES, |at: u64| usize::try_from(at).unwrap_or(usize::MAX));
     let header = bytes.get(first..from(first as u64 + length)).unwrap_or_default();
-    let found = safetensors_header::entries(header, bytes.len() as u64)?;
-    let entry = |entry: safetensors_header::Entry| Entry {
+    let found = safetensors::entries(header, bytes.len() as u64)?;
+    let entry = |entry: safetensors::Entry| Entry {
         name: entry.name,
-        dtype: dtype(entry.dtype),
+        dtype: entry.dtype,
         dims: entry.dims.iter().map(|&dim| from(dim)).collect(),
         range: from(entry.range.start)..from(entry.range.end),
     };
     Ok(found.into_iter().map(entry).collect())
-}
-
-fn dtype(dtype: weights::Dtype) -> Dtype {
-    match dtype {
-        weights::Dtype::Bool => Dtype::BOOL,
-        weights::Dtype::U8 => Dtype::U8,
-        weights::Dtype::I8 => Dtype::I8,
-        weights::Dtype::I16 => Dtype::I16,
-        weights::Dtype::U16 => Dtype::U16,
-        weights::Dtype::F16 => Dtype::F16,
-        weights::Dtype::BF16 => Dtype::BF16,
-        weights::Dtype::I32 => Dtype::I32,
-        weights::Dtype::U32 => Dtype::U32,
-        weights::Dtype::F32 => Dtype::F32,
-        weights::Dtype::F64 => Dtype::F64,
-        weights::Dtype::I64 => Dtype::I64,
-        weights::Dtype::U64 => Dtype::U64,
-    }
 }

@@ -125,3 +125,40 @@ fn costs_that_do_not_say_what_layers_hold_give_no_memory() {
     let (_, said) = ended(2, &[&costs[..], &["--balance-by", "memory"]].concat());
     assert!(said.contains("does not say what layers hold"), "{said}");
 }
+
+/// A report said fp32 of costs that were measured in bf16, and counted four bytes for values of two.
+#[test]
+fn costs_of_a_file_keep_the_precision_they_were_measured_in() {
+    let file = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("costs-in-bf16.json");
+    let sent = |precision: &str| {
+        let (costs, _) = ended(0, &["models", "mlp", "--profile", "--rows", "2", "--precision", precision, "--json"]);
+        std::fs::write(&file, costs).expect("written");
+        let name = file.to_str().expect("a plain path");
+        let value = json(&["balance", "mlp", "--partitions", "4", "--costs", name, "--json"]);
+        assert_eq!((&value["precision"], &value["rows"]), (&precision.into(), &2.into()));
+        let measured = ["balance", "mlp", "--partitions", "4", "--rows", "2", "--precision", precision, "--json"];
+        let bytes = |value: &Value| value["partitions"][0]["forward_bytes"].as_u64().expect("a number");
+        assert_eq!(bytes(&value), bytes(&json(&measured)), "{precision}");
+        bytes(&value)
+    };
+    assert_eq!(sent("fp32"), 2 * sent("bf16"));
+}
+
+#[test]
+fn costs_of_no_rows_or_of_more_than_can_be_counted_are_refused() {
+    let file = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("costs-of-odd-rows.json");
+    let layer = r#"{"forward_s":1,"backward_s":1,"held_bytes":1}"#;
+    let typed = r#"{"forward_s":1,"backward_s":1,"held_bytes":1,"output_types":["F33"]}"#;
+    for (rows, first, said) in [
+        (0, layer, "1 row or more, got 0"),
+        (u64::MAX, layer, "use fewer rows"),
+        (1 << 61, layer, "use fewer rows"),
+        (1, typed, "F32 or BF16, got `F33`"),
+    ] {
+        let text = format!(r#"{{"rows":{rows},"layers":[{first},{layer},{layer},{layer}]}}"#);
+        std::fs::write(&file, text).expect("written");
+        let name = file.to_str().expect("a plain path");
+        let (_, error) = ended(2, &["balance", "mlp", "--partitions", "2", "--costs", name]);
+        assert!(error.contains("--costs") && error.contains(said), "{rows}: expected `{said}` in: {error}");
+    }
+}

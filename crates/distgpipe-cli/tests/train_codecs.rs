@@ -140,6 +140,9 @@ fn a_captured_step_is_a_safetensors_file_of_what_crossed_the_links() {
     assert_eq!(names, expected);
     assert_eq!(file.tensor("activation.0-1.0.0").unwrap().shape(), [16, 256]);
     assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1, "nothing half-written is left");
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let about = header.metadata().as_ref().unwrap();
+    assert_eq!((&about["step"][..], &about["format"][..]), ("2", "pt"));
 }
 
 /// Encoding and decoding have lines of their own in the trace, beside the stage they overlap with.

@@ -1,9 +1,9 @@
 //! The best cut when links, memory and the schedule count too.
 //!
-//! [`Balance::optimal`] makes the slowest partition quick, which is all there is to say where links are free and every
-//! partition has a worker of its own. Over a slow link a cut at a narrow place is worth an uneven one, and a client
-//! with the first and the last partition pays for both. So a cut is judged here by what a step would take with it,
-//! simulated, or by what its fullest worker would hold.
+//! A pipeline is as fast as its slowest partition, which is all there is to say where links are free and every partition
+//! has a worker of its own. Over a slow link a cut at a narrow place is worth an uneven one, and a client with the first
+//! and the last partition pays for both. So a cut is judged here by what a step would take with it, simulated, or by
+//! what its fullest worker would hold.
 //!
 //! Where all cuts can be tried, they are. Otherwise (`starts`) a dynamic programme gives cuts to begin from, and
 //! (`descent`) each of them is improved by moving its borders for as long as that helps.
@@ -214,13 +214,25 @@ impl Problem {
     /// The best cut: among all if they can be tried quickly, otherwise the best of a descent.
     pub fn search(&self) -> Result<Found, BalanceError> {
         let mut search = Search::new(self)?;
-        let work = cut_count(self.layers.len(), self.placement.partitions()).saturating_mul(search.steps_a_cut());
+        let cuts = cut_count(self.layers.len(), self.placement.partitions());
+        let making = (PLAN_STEPS * search.plan_steps as u64).saturating_mul(self.plan_count_max(cuts));
+        let work = cuts.saturating_mul(search.steps_a_cut()).saturating_add(making);
         search.find(if work <= EXHAUSTIVE_STEPS_MAX { Method::Exhaustive } else { Method::Descent })
     }
 
     /// The best cut by one method, whatever that takes.
     pub fn search_by(&self, method: Method) -> Result<Found, BalanceError> {
         Search::new(self)?.find(method)
+    }
+
+    /// How many plans so many cuts need at most: one for each set of pairs, beyond neighbours, that skips can connect.
+    fn plan_count_max(&self, cuts: u64) -> u64 {
+        let partitions = self.placement.partitions();
+        match (partitions * (partitions - 1) / 2).saturating_sub(partitions - 1) {
+            _ if self.skips.is_empty() => 1,
+            pairs if pairs < 64 => cuts.min(1 << pairs),
+            _ => cuts,
+        }
     }
 
     fn check(&self) -> Result<(), BalanceError> {

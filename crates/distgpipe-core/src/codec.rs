@@ -146,6 +146,11 @@ pub trait Codec: Send {
     /// [`size_varies`](Codec::size_varies). `usize::MAX` if there is no such number.
     fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize;
 
+    /// Whether it [refuses](CodecError::refuses_tensor) tensors of these dimensions, whatever their numbers.
+    fn refuses_shape(&self, _dims: &[usize]) -> bool {
+        false
+    }
+
     /// Whether the size depends on more than the shape.
     fn size_varies(&self) -> bool {
         false

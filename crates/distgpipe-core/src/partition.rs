@@ -1,9 +1,4 @@
-//! Which layers run together, and the best cut for given costs.
-//!
-//! A pipeline is as fast as its slowest partition, so the best cut has the smallest largest cost
-//! among all cuts into consecutive runs. torchgpipe's "block partition" finds it too; a greedy cut
-//! does not. The search here is a dynamic programme over prefix sums: exact, and quick enough to run
-//! at every start (ResNet-style models flatten to thousands of layers).
+//! Which layers run together: a model cut into consecutive runs. Which cut is best is [`crate::balance`]'s to say.
 
 use crate::PartitionId;
 use serde::{Deserialize, Serialize};
@@ -70,7 +65,7 @@ pub enum PartitionError {
 /// let balance: Balance = "1,18,2".parse()?;
 /// assert_eq!(balance.range(PartitionId(1)), 1..19);
 /// assert_eq!(balance.partition_of(19), PartitionId(2));
-/// assert_eq!(Balance::optimal(&[1.0, 1.0, 1.0, 5.0], 2)?.to_string(), "3,1");
+/// assert_eq!(Balance::even(5, 2)?.to_string(), "3,2");
 /// # Ok::<(), distgpipe_core::partition::PartitionError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -113,24 +108,6 @@ impl Balance {
         }
         let (size, longer) = (layers / partitions, layers % partitions);
         Self::new((0..partitions).map(|index| size + usize::from(index < longer)).collect())
-    }
-
-    /// The cut whose largest partition cost is smallest among all cuts of `costs` into `partitions`
-    /// consecutive runs. Among equals the more even one wins: the smallest sum of squared costs, then
-    /// of squared layer counts, then longer runs first.
-    pub fn optimal(costs: &[f64], partitions: usize) -> Result<Self, PartitionError> {
-        if partitions == 0 {
-            return Err(PartitionError::NoPartitions);
-        }
-        if partitions > costs.len() {
-            return Err(PartitionError::TooManyPartitions { layers: costs.len(), partitions });
-        }
-        if let Some((layer, &got)) = costs.iter().enumerate().find(|(_, cost)| !(cost.is_finite() && **cost >= 0.0)) {
-            return Err(PartitionError::BadCost { layer, got });
-        }
-        let sums = prefix_sums(costs);
-        let limit = smallest_largest(&sums, partitions);
-        Self::new(most_even_within(&sums, partitions, limit))
     }
 
     /// Whether this balance covers exactly a model of `layers` layers.
@@ -176,97 +153,6 @@ impl Balance {
     }
 }
 
-/// `sums[j] - sums[i]` is the cost of layers `i..j`, in units of a power of two.
-///
-/// Whole numbers, because sums of floats round: seven layers of 0.1 would not cost the same at every
-/// place, and rounding would decide what is a tie. The unit is such that the sum is below 2^52, so
-/// costs keep 40 bits in a model of 4096 layers.
-fn prefix_sums(costs: &[f64]) -> Vec<u64> {
-    let largest = costs.iter().copied().fold(0.0, f64::max);
-    let bits = 51 - (costs.len() as f64).log2().ceil() as i32;
-    let exponent = if largest > 0.0 { bits - 1 - largest.log2().floor() as i32 } else { 0 };
-    // In two steps: for the smallest floats the factor alone would be beyond the largest.
-    let (half, rest) = (2f64.powi(exponent / 2), 2f64.powi(exponent - exponent / 2));
-    let mut sums = Vec::with_capacity(costs.len() + 1);
-    sums.push(0);
-    let mut sum = 0u64;
-    for cost in costs {
-        sum += (cost * half * rest).round() as u64;
-        sums.push(sum);
-    }
-    sums
-}
-
-/// The smallest largest cost over all cuts.
-///
-/// Legend: best[j] is the answer for the first j layers and k partitions. Over the last partition's
-/// start i, best[i] grows and the cost of i..j shrinks, so the minimum of their maximum is where they
-/// cross; a binary search finds it.
-fn smallest_largest(sums: &[u64], partitions: usize) -> u64 {
-    let layers = sums.len() - 1;
-    let mut best = sums.to_vec();
-    for k in 2..=partitions {
-        let mut next = vec![u64::MAX; layers + 1];
-        for j in k..=layers {
-            let (mut low, mut high) = (k - 1, j - 1);
-            while low < high {
-                let middle = low + (high - low) / 2;
-                if best[middle] >= sums[j] - sums[middle] {
-                    high = middle;
-                } else {
-                    low = middle + 1;
-                }
-            }
-            let at = |i: usize| best[i].max(sums[j] - sums[i]);
-            next[j] = if low > k - 1 { at(low).min(at(low - 1)) } else { at(low) };
-        }
-        best = next;
-    }
-    best[layers]
-}
-
-/// The most even cut whose partitions all cost at most `limit`, as sizes.
-fn most_even_within(sums: &[u64], partitions: usize, limit: u64) -> Vec<usize> {
-    const NONE: (u128, u64) = (u128::MAX, u64::MAX);
-    let layers = sums.len() - 1;
-    // best[j] and, per k, the start of the last partition that reaches it.
-    let mut best = vec![NONE; layers + 1];
-    best[0] = (0, 0);
-    let mut choice = vec![vec![0u32; layers + 1]; partitions];
-    for (k, chosen) in choice.iter_mut().enumerate() {
-        let mut next = vec![NONE; layers + 1];
-        // Later partitions need a layer each.
-        for j in k + 1..=layers - (partitions - 1 - k) {
-            for i in (k..j).rev() {
-                let cost = sums[j] - sums[i];
-                if cost > limit {
-                    break;
-                }
-                if best[i] == NONE {
-                    continue;
-                }
-                let size = (j - i) as u64;
-                let candidate = (best[i].0 + u128::from(cost) * u128::from(cost), best[i].1 + size * size);
-                // Starts are tried from the last one down, and only a better one replaces: of equal
-                // cuts the one with longer runs first stays.
-                if candidate < next[j] {
-                    next[j] = candidate;
-                    chosen[j] = i as u32;
-                }
-            }
-        }
-        best = next;
-    }
-    let mut sizes = vec![0; partitions];
-    let mut end = layers;
-    for k in (0..partitions).rev() {
-        let start = choice[k][end] as usize;
-        sizes[k] = end - start;
-        end = start;
-    }
-    sizes
-}
-
 /// Layer counts separated by commas.
 impl FromStr for Balance {
     type Err = PartitionError;
@@ -308,60 +194,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn costs_of(balance: &Balance, costs: &[f64]) -> Vec<f64> {
-        (0..balance.partitions()).map(|p| costs[balance.range(PartitionId::new(p))].iter().sum()).collect()
-    }
-
-    /// (largest cost, sum of squared costs) of the best cut, by trying all of them.
-    fn brute_force(costs: &[f64], partitions: usize) -> (f64, f64) {
-        if partitions == 1 {
-            let sum: f64 = costs.iter().sum();
-            return (sum, sum * sum);
-        }
-        let mut best = (f64::INFINITY, f64::INFINITY);
-        for first in 1..=costs.len() - (partitions - 1) {
-            let sum: f64 = costs[..first].iter().sum();
-            // The smallest largest cost of the rest is not enough: the even one among those within
-            // the overall limit counts, so all cuts are listed.
-            for rest in all_cuts(&costs[first..], partitions - 1) {
-                let largest = rest.0.max(sum);
-                let squares = rest.1 + sum * sum;
-                if (largest, squares) < best {
-                    best = (largest, squares);
-                }
-            }
-        }
-        best
-    }
-
-    fn all_cuts(costs: &[f64], partitions: usize) -> Vec<(f64, f64)> {
-        if partitions == 1 {
-            let sum: f64 = costs.iter().sum();
-            return vec![(sum, sum * sum)];
-        }
-        let mut cuts = Vec::new();
-        for first in 1..=costs.len() - (partitions - 1) {
-            let sum: f64 = costs[..first].iter().sum();
-            for (largest, squares) in all_cuts(&costs[first..], partitions - 1) {
-                cuts.push((largest.max(sum), squares + sum * sum));
-            }
-        }
-        cuts
-    }
-
     proptest! {
-        #[test]
-        fn optimal_equals_brute_force(costs in prop::collection::vec(0u32..20, 1..11), partitions in 1usize..6) {
-            prop_assume!(partitions <= costs.len());
-            let costs: Vec<f64> = costs.iter().map(|&cost| f64::from(cost)).collect();
-            let balance = Balance::optimal(&costs, partitions).unwrap();
-            prop_assert_eq!(balance.partitions(), partitions);
-            prop_assert!(balance.check(costs.len()).is_ok());
-            let parts = costs_of(&balance, &costs);
-            let got = (parts.iter().copied().fold(0.0, f64::max), parts.iter().map(|cost| cost * cost).sum::<f64>());
-            prop_assert_eq!(got, brute_force(&costs, partitions));
-        }
-
         #[test]
         fn text_and_serde_round_trip(sizes in prop::collection::vec(1usize..100, 1..9)) {
             let balance = Balance::new(sizes).unwrap();
@@ -380,29 +213,6 @@ mod tests {
     }
 
     #[test]
-    fn equal_costs_give_the_even_balance() {
-        for layers in 1..20 {
-            for partitions in 1..=layers {
-                let even = Balance::even(layers, partitions).unwrap();
-                // With sums of floats, 1e300 gave 3,4 for seven layers and 1.0 gave 4,3.
-                for cost in [1.0, 0.0, 0.1, 1e300, f64::MAX, f64::MIN_POSITIVE, 5e-324] {
-                    assert_eq!(Balance::optimal(&vec![cost; layers], partitions).unwrap(), even, "{cost}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn large_models_are_cut_at_once() {
-        // The worst case: one layer so dear that every other cut is within the limit.
-        let mut costs = vec![1.0; 2133];
-        costs[1000] = 1e6;
-        let balance = Balance::optimal(&costs, 8).unwrap();
-        assert_eq!(balance.layers(), 2133);
-        assert_eq!(balance.sizes()[balance.partition_of(1000).index()], 1);
-    }
-
-    #[test]
     fn errors_name_the_remedy() {
         let error = Balance::new(vec![1, 18, 2]).unwrap().check(20).unwrap_err();
         assert_eq!(
@@ -414,14 +224,8 @@ mod tests {
         assert!(matches!(Balance::new(vec![1, 0]), Err(PartitionError::EmptyPartition { partition: 1 })));
         assert!(matches!(Balance::new(vec![]), Err(PartitionError::NoPartitions)));
         assert!(matches!(Balance::new(vec![usize::MAX, 1]), Err(PartitionError::TooManyLayers)));
-        assert!(matches!(
-            Balance::optimal(&[1.0], 2),
-            Err(PartitionError::TooManyPartitions { layers: 1, partitions: 2 })
-        ));
-        assert!(matches!(Balance::optimal(&[1.0], 0), Err(PartitionError::NoPartitions)));
-        for bad in [f64::NAN, -1.0, f64::INFINITY] {
-            assert!(matches!(Balance::optimal(&[1.0, bad], 1), Err(PartitionError::BadCost { layer: 1, .. })));
-        }
+        assert!(matches!(Balance::even(1, 2), Err(PartitionError::TooManyPartitions { layers: 1, partitions: 2 })));
+        assert!(matches!(Balance::even(1, 0), Err(PartitionError::NoPartitions)));
         for bad in ["", "a", "1,,2", "1.5", "-1", "1 2"] {
             assert!(matches!(bad.parse::<Balance>(), Err(PartitionError::Text { .. })), "{bad}");
         }

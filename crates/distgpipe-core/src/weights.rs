@@ -7,8 +7,8 @@
 //! | [`pickle`] | the list of tensors in that archive |
 //!
 //! The files may be anybody's. Nothing here is executed, panics, or takes more memory than a small multiple of the bytes
-//! it is given; whoever has the result need not check it against those bytes again. Opening files and reading tensors
-//! is left to the caller.
+//! it is given; a pickle, of which one byte can make a value of a hundred, takes at most a gigabyte. Whoever has the
+//! result need not check it against those bytes again. Opening files and reading tensors is left to the caller.
 
 pub mod pickle;
 pub mod safetensors;
@@ -37,7 +37,10 @@ impl FormatError {
 }
 
 /// What to do with a file that ends too soon.
-const COPY_AGAIN: &str = "was it copied to its end?";
+pub const COPY_AGAIN: &str = "was it copied to its end?";
+
+/// What to do with an archive of another form.
+pub const SAVE_AGAIN: &str = "write it with torch.save of PyTorch 1.6 or later";
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident $name:literal $size:literal)*) => {

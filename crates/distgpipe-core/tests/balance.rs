@@ -6,7 +6,7 @@
 use distgpipe_core::balance::{
     BalanceError, LayerCost, Link, Method, Objective, Problem, Sent, Sizes, SkipSpan, WorkerEstimate,
 };
-use distgpipe_core::partition::Balance;
+use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{simulate, Costs, LinkCost, Op, Pass, Plan, Recompute, Request, Schedule};
 use distgpipe_core::skip::{SkipLayout, SkipUse};
@@ -368,6 +368,36 @@ fn a_slow_link_is_cut_where_it_is_narrow() {
     assert_eq!(split.balance.sizes()[1], 10, "{}", split.balance);
 }
 
+/// Each layer's output is wanted again seven layers on, so almost every cut connects other partitions and needs a plan of
+/// its own.
+fn entangled(workers: usize, micro_batches: usize) -> Problem {
+    let mut problem = waisted();
+    problem.skips = (0..13).map(|stash| SkipSpan { stash, pop: stash + 7 }).collect();
+    for sizes in [&mut problem.in_memory, &mut problem.sent.forward, &mut problem.sent.backward] {
+        sizes.skips = vec![1 << 10; 13];
+    }
+    let placement = Placement::one_worker_each(workers);
+    Problem { placement, micro_batches, ..problem }
+}
+
+/// Making a plan is most of the work where there are skips, and was not counted.
+#[test]
+fn all_cuts_are_tried_only_if_their_plans_are_soon_made() {
+    let many_plans = entangled(6, 32);
+    assert_eq!(many_plans.search().unwrap().method, Method::Descent);
+    assert_eq!(Problem { micro_batches: 1, ..many_plans }.search().unwrap().method, Method::Exhaustive);
+    let one_plan = Problem { placement: Placement::one_worker_each(6), micro_batches: 32, ..waisted() };
+    assert_eq!(one_plan.search().unwrap().method, Method::Exhaustive);
+}
+
+/// Every one of some seventy starts was scored once, whatever that took.
+#[test]
+fn a_descent_whose_time_is_spent_scores_no_more_starts() {
+    let found = entangled(12, 1000).search_by(Method::Descent).unwrap();
+    assert!((2..40).contains(&found.tried), "{}", found.tried);
+    assert!(found.estimate.step_s <= found.even_estimate.step_s);
+}
+
 #[test]
 fn a_limit_that_no_cut_meets_says_what_the_best_needs() {
     let by_memory = Problem { objective: Objective::Memory, ..waisted() };
@@ -389,7 +419,12 @@ fn what_does_not_fit_together_is_refused() {
         problem.search().unwrap_err()
     };
     assert!(matches!(refused(|p| p.layers.truncate(1)), BalanceError::Partition(_)));
-    assert!(matches!(refused(|p| p.layers[3].forward_s = f64::NAN), BalanceError::Partition(_)));
+    for cost in [f64::NAN, -1.0, f64::INFINITY] {
+        let mut problem = waisted();
+        problem.layers[3].forward_s = cost;
+        let error = problem.search().unwrap_err();
+        assert!(matches!(error, BalanceError::Partition(PartitionError::BadCost { layer: 3, .. })), "{error}");
+    }
     assert!(matches!(refused(|p| p.micro_batches = 0), BalanceError::Schedule(_)));
     assert!(matches!(
         refused(|p| p.sent.backward.outputs.truncate(3)),

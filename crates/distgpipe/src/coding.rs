@@ -341,7 +341,7 @@ const KINDS: [(DType, tch::Kind); 10] = [
     (DType::I8, tch::Kind::Int8),
 ];
 
-fn dtype_of(kind: tch::Kind) -> Result<DType, Fault> {
+pub(crate) fn dtype_of(kind: tch::Kind) -> Result<DType, Fault> {
     let found = KINDS.iter().find(|(_, k)| *k == kind);
     found.map(|(d, _)| *d).ok_or_else(|| Fault::protocol("an element type that can be sent", format!("{kind:?}")))
 }

@@ -1,5 +1,6 @@
 //! What each layer costs, measured on a sample: the ground on which a balance stands.
 
+use crate::coding::dtype_of;
 use crate::engine::{self, Device, Precision, Stream};
 use crate::failure::{Failure, Fault};
 use crate::job::Job;
@@ -11,8 +12,9 @@ use crate::portal::Parcel;
 use crate::recompute::for_convolutions;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
+use distgpipe_core::wire::DType;
 use distgpipe_core::{MicroBatchId, PartitionId};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 use tch::Tensor;
 
@@ -27,13 +29,11 @@ pub struct LayerCost {
     pub backward_s: f64,
     /// The most bytes its forward pass holds for the backward pass, its output included.
     pub held_bytes: u64,
-}
-
-impl LayerCost {
-    /// Forward and backward together.
-    pub fn seconds(&self) -> f64 {
-        self.forward_s + self.backward_s
-    }
+    /// The element types of its outputs. They depend on the precision, which shapes do not know of. Where one is missing,
+    /// it is what the layer's shapes promise.
+    pub output_types: Vec<DType>,
+    /// The same of the skips that it stashes, by name.
+    pub stash_types: BTreeMap<String, DType>,
 }
 
 /// How to measure.
@@ -188,6 +188,9 @@ fn measure_one(
     let forward_s = start.elapsed().as_secs_f64();
     drop(casting);
     let held_bytes = engine::peak_bytes(device, METER).saturating_sub(before);
+    let output_types = output.iter().map(|t| dtype_of(t.kind())).collect::<Result<_, _>>()?;
+    let stash_types = skips.iter().map(|(name, t)| Ok((name.clone(), dtype_of(t.kind())?)));
+    let stash_types = stash_types.collect::<Result<_, Fault>>()?;
     let parcels =
         if partition.is_last() { vec![(PartitionId(u32::MAX), output)] } else { partition.pack(output, skips)? };
     let roots = parcels.iter().flat_map(|(_, tensors)| tensors).filter(|t| t.requires_grad());
@@ -202,7 +205,8 @@ fn measure_one(
     partition.norms().discard();
     let detached = |(to, tensors): &Parcel| Ok((*to, tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?));
     let parcels = parcels.iter().map(detached).collect::<Result<_, Fault>>()?;
-    Ok((LayerCost { name: name.to_owned(), forward_s, backward_s, held_bytes }, parcels))
+    let name = name.to_owned();
+    Ok((LayerCost { name, forward_s, backward_s, held_bytes, output_types, stash_types }, parcels))
 }
 
 fn synchronize(device: tch::Device) {

@@ -72,12 +72,18 @@ fn files_of_torch_save_hold_what_torch_load_finds_in_them() {
 fn anything_but_tensors_is_refused_by_name_and_with_a_remedy() {
     let refused = |file: &str| weights::open(&golden(file)).err().unwrap_or_else(|| panic!("{file}")).to_string();
     for (file, parts) in [
-        ("evil.pth", &["expected tensors only", "posix.system", "data.pkl", "at byte ", "torch.save"][..]),
-        ("beside.pth", &["expected tensors only", "the number 3 as `epoch`"]),
-        ("both_keys.pth", &["one dictionary of them", "`state_dict`, `model`"]),
-        ("whole_module.pth", &["expected tensors only", "torch.nn.modules.linear.Linear"]),
+        (
+            "evil.pth",
+            &["expected tensors only", "posix.system", "data.pkl", "at byte ", "only if you trust the file"][..],
+        ),
+        ("beside.pth", &["expected tensors only", "the number 3 as `epoch`", "if torch.is_tensor(v)"]),
+        ("both_keys.pth", &["one dictionary of them", "`state_dict`, `model`", "weights_only=True)['KEY']"]),
+        (
+            "whole_module.pth",
+            &["expected tensors only", "torch.nn.modules.linear.Linear", "only if you trust the file"],
+        ),
         ("expanded.pth", &["once", "[1000] with strides [0]", ".contiguous()"]),
-        ("list.pth", &["a dictionary of tensors", "a list"]),
+        ("list.pth", &["a dictionary of tensors", "a list", "as state_dict() gives it"]),
         ("legacy.pth", &["before 1.6", "python -c", "legacy.pth"]),
         ("compressed.pth", &["stored as they are", "compressed", "torch.save"]),
         ("expected.json", &["something else", "is this the right file?"]),
@@ -87,6 +93,8 @@ fn anything_but_tensors_is_refused_by_name_and_with_a_remedy() {
         for part in parts {
             assert!(text.contains(part), "{file}: {text} lacks {part}");
         }
+        // Nobody is told to run what was refused because it would run.
+        assert!(!text.contains("weights_only=False"), "{file}: {text}");
     }
 }
 

@@ -15,9 +15,11 @@ use distgpipe::core::codec::Spec;
 use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
 use distgpipe::core::schedule::{Recompute, Schedule};
+use distgpipe::core::wire::DType;
 use distgpipe::profile::LayerCost;
-use distgpipe::{BuildError, Model, Optim};
+use distgpipe::{BuildError, Model, Optim, Precision};
 use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a file of costs.
@@ -95,7 +97,15 @@ pub struct BalanceArgs {
 #[serde(untagged)]
 enum GivenCost {
     Total(f64),
-    Measured { forward_s: f64, backward_s: f64, held_bytes: Option<u64> },
+    Measured {
+        forward_s: f64,
+        backward_s: f64,
+        held_bytes: Option<u64>,
+        #[serde(default)]
+        output_types: Vec<String>,
+        #[serde(default)]
+        stash_types: BTreeMap<String, String>,
+    },
 }
 
 /// A file of costs.
@@ -103,7 +113,7 @@ enum GivenCost {
 #[serde(untagged)]
 enum GivenCosts {
     List(Vec<GivenCost>),
-    Models { rows: Option<usize>, layers: Vec<GivenCost> },
+    Models { rows: Option<usize>, precision: Option<Precision>, layers: Vec<GivenCost> },
 }
 
 /// What the layers cost, wherever that is from.
@@ -111,6 +121,8 @@ struct LayerCosts {
     layers: Vec<LayerCost>,
     /// For so many rows.
     rows: usize,
+    /// In this.
+    precision: Precision,
     memory_known: bool,
 }
 
@@ -127,8 +139,13 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
     Balance::even(model.layers.len(), args.partitions).map_err(|e| usage(format!("--partitions: {e}")))?;
     let placement = placement(args)?;
     let costs = match &args.costs {
-        Some(path) => read_costs(path, &model, args.sample.rows)?,
-        None => LayerCosts { layers: args.sample.measure(&model)?, rows: args.sample.rows, memory_known: true },
+        Some(path) => read_costs(path, &model, &args.sample)?,
+        None => LayerCosts {
+            layers: args.sample.measure(&model)?,
+            rows: args.sample.rows,
+            precision: args.sample.precision,
+            memory_known: true,
+        },
     };
     if !costs.memory_known && (judging.by == Objective::Memory || judging.memory_limit_bytes.is_some()) {
         return Err(usage(
@@ -156,6 +173,7 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
     };
     let mut problem = problem(&model, &costs.layers, costs.rows, run).map_err(|e| match e {
         BuildError::Schedule(e) => usage(format!("--chunks or --schedule: {e}")),
+        BuildError::Settings(e) => usage(format!("--rows or --costs: {e}")),
         other => other.into(),
     })?;
     problem.objective = judging.by;
@@ -174,7 +192,7 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
         let mut value = report.json();
         value["model"] = args.model.clone().into();
         value["rows"] = costs.rows.into();
-        value["precision"] = serde_json::to_value(args.sample.precision)?;
+        value["precision"] = serde_json::to_value(costs.precision)?;
         return report::print_json(&value);
     }
     report::print(&format!("{}\nuse it: --balance {}\n", report.text(), found.balance))
@@ -194,7 +212,7 @@ fn placement(args: &BalanceArgs) -> anyhow::Result<Placement> {
     Ok(placement)
 }
 
-fn read_costs(path: &Path, model: &Model, rows: usize) -> anyhow::Result<LayerCosts> {
+fn read_costs(path: &Path, model: &Model, sample: &SampleArgs) -> anyhow::Result<LayerCosts> {
     let flag = || format!("--costs {}", path.display());
     let text = read_text("--costs", path, COSTS_BYTES_MAX)?;
     let given: GivenCosts = serde_json::from_str(&text).map_err(|_| {
@@ -203,23 +221,53 @@ fn read_costs(path: &Path, model: &Model, rows: usize) -> anyhow::Result<LayerCo
             flag()
         ))
     })?;
-    let (costs, rows) = match given {
-        GivenCosts::List(costs) => (costs, rows),
-        GivenCosts::Models { rows: measured, layers } => (layers, measured.unwrap_or(rows)),
+    let (costs, rows, precision) = match given {
+        GivenCosts::List(costs) => (costs, None, None),
+        GivenCosts::Models { rows, precision, layers } => (layers, rows, precision),
     };
+    // What the file does not say, flags do.
+    let (rows, precision) = (rows.unwrap_or(sample.rows), precision.unwrap_or(sample.precision));
+    if rows == 0 {
+        return Err(usage(format!("--rows or {}: expected costs of 1 row or more, got 0", flag())));
+    }
     let layers = model.layers.len();
     if costs.len() != layers {
         return Err(usage(format!("{}: expected a cost for each of {layers} layers, got {}", flag(), costs.len())));
     }
     let memory_known = costs.iter().all(|cost| matches!(cost, GivenCost::Measured { held_bytes: Some(_), .. }));
-    // Backward passes take about twice as long where only the sum is known.
-    let split = |cost: GivenCost| match cost {
-        GivenCost::Total(cost) => (cost / 3.0, cost * 2.0 / 3.0, 0),
-        GivenCost::Measured { forward_s, backward_s, held_bytes } => (forward_s, backward_s, held_bytes.unwrap_or(0)),
-    };
     let layers = costs.into_iter().zip(&model.layers).map(|(cost, layer)| {
-        let (forward_s, backward_s, held_bytes) = split(cost);
-        LayerCost { name: layer.name().to_owned(), forward_s, backward_s, held_bytes }
+        let name = layer.name().to_owned();
+        Ok(match cost {
+            // Backward passes take about twice as long where only the sum is known.
+            GivenCost::Total(cost) => LayerCost {
+                name,
+                forward_s: cost / 3.0,
+                backward_s: cost * 2.0 / 3.0,
+                held_bytes: 0,
+                output_types: Vec::new(),
+                stash_types: BTreeMap::new(),
+            },
+            GivenCost::Measured { forward_s, backward_s, held_bytes, output_types, stash_types } => LayerCost {
+                name,
+                forward_s,
+                backward_s,
+                held_bytes: held_bytes.unwrap_or(0),
+                output_types: output_types.iter().map(|name| dtype(name)).collect::<Result<_, _>>()?,
+                stash_types: stash_types
+                    .into_iter()
+                    .map(|(skip, name)| Ok((skip, dtype(&name)?)))
+                    .collect::<Result<_, String>>()?,
+            },
+        })
     });
-    Ok(LayerCosts { layers: layers.collect(), rows, memory_known })
+    let layers = layers.collect::<Result<_, String>>().map_err(|e| usage(format!("{}: {e}", flag())))?;
+    Ok(LayerCosts { layers, rows, precision, memory_known })
+}
+
+fn dtype(name: &str) -> Result<DType, String> {
+    let found = DType::ALL.iter().find(|dtype| dtype.name() == name);
+    found.copied().ok_or_else(|| {
+        let got: String = name.chars().take(40).collect();
+        format!("expected element types such as F32 or BF16, got `{got}`")
+    })
 }

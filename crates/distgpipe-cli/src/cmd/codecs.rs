@@ -325,7 +325,7 @@ impl<'a> Trial<'a> {
                 json!({
                     "name": sample.name,
                     "shape": sample.dims,
-                    "dtype": format!("{:?}", sample.dtype),
+                    "dtype": sample.dtype.name(),
                     "codec": used,
                     "raw_bytes": sent.raw_bytes,
                     "wire_bytes": sent.wire_bytes,

@@ -199,6 +199,10 @@ fn layer_json(layer: &LayerSummary, cost: Option<&LayerCost>) -> serde_json::Val
         object.insert("forward_s".to_owned(), cost.forward_s.into());
         object.insert("backward_s".to_owned(), cost.backward_s.into());
         object.insert("held_bytes".to_owned(), cost.held_bytes.into());
+        let types: Vec<&str> = cost.output_types.iter().map(|dtype| dtype.name()).collect();
+        object.insert("output_types".to_owned(), types.into());
+        let stashed = cost.stash_types.iter().map(|(name, dtype)| (name.clone(), dtype.name().into()));
+        object.insert("stash_types".to_owned(), serde_json::Value::Object(stashed.collect()));
     }
     value
 }

@@ -5,7 +5,7 @@
 //! and so on; where there are few layers, a border tries every place. Skips make memory jump from one cut to the next, so
 //! some starts are drawn at random too, always the same.
 
-use super::{starts::starts, BalanceError, Score, Search};
+use super::{cuts_of, starts::starts, Balance, BalanceError, Score, Search};
 use std::collections::HashMap;
 
 /// Starts that are followed to the end, the best ones first.
@@ -23,9 +23,15 @@ const STEPS_MAX: u64 = 1 << 26;
 pub(super) fn descend(search: &mut Search<'_>) -> Result<(), BalanceError> {
     let mut known = Known { search, scores: HashMap::new() };
     let (layers, borders) = (known.search.layers(), known.search.partitions() - 1);
+    // Before all others: however little can be tried, what is found is no worse than this.
+    known.score(&cuts_of(&Balance::even(layers, borders + 1)?))?;
     for starts in [starts(known.search)?, random_starts(layers, borders)] {
         let mut ranked = Vec::new();
         for start in starts {
+            // With skips each of them may need a plan of its own.
+            if known.spent() {
+                break;
+            }
             ranked.push((known.score(&start)?, start));
         }
         ranked.sort_by(|(a, _), (b, _)| a.cmp(b));

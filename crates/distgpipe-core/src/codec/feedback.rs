@@ -113,6 +113,10 @@ impl Codec for Feedback {
         self.inner.encoded_bytes(dtype, dims)
     }
 
+    fn refuses_shape(&self, dims: &[usize]) -> bool {
+        self.inner.refuses_shape(dims)
+    }
+
     fn size_varies(&self) -> bool {
         self.inner.size_varies()
     }

@@ -29,6 +29,10 @@ impl Inner {
         self.encoder.encoded_bytes(dtype, dims)
     }
 
+    pub fn refuses_shape(&self, dims: &[usize]) -> bool {
+        self.encoder.refuses_shape(dims)
+    }
+
     pub fn size_varies(&self) -> bool {
         self.encoder.size_varies()
     }

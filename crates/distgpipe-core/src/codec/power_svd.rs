@@ -103,21 +103,23 @@ impl PowerSvd {
             expected: "two dimensions or more",
             got: dims.to_vec(),
         })?;
-        // Where rows of the batch are rows of the matrix, too few of them are no fault of whoever chose the rank.
-        if let &[rows, columns] = dims {
-            if (1..self.rank).contains(&rows) && columns >= self.rank {
-                return Err(CodecError::Shape {
-                    codec: CodecId::PowerSvd,
-                    expected: "at least as many rows as the rank",
-                    got: dims.to_vec(),
-                });
-            }
+        if self.has_too_few_rows(dims) {
+            return Err(CodecError::Shape {
+                codec: CodecId::PowerSvd,
+                expected: "at least as many rows as the rank",
+                got: dims.to_vec(),
+            });
         }
         let most = matrices.rows.min(matrices.columns);
         if matrices.count > 0 && self.rank > most {
             return Err(CodecError::Rank { rank: self.rank, most, dims: dims.to_vec() });
         }
         Ok(matrices)
+    }
+
+    /// Where rows of the batch are rows of the matrix, too few of them are no fault of whoever chose the rank.
+    fn has_too_few_rows(&self, dims: &[usize]) -> bool {
+        matches!(*dims, [rows, columns] if (1..self.rank).contains(&rows) && columns >= self.rank)
     }
 
     /// The factors of all matrices, one after the other; Q of each also into `right`.
@@ -214,6 +216,10 @@ impl Work {
 impl Codec for PowerSvd {
     fn id(&self) -> CodecId {
         CodecId::PowerSvd
+    }
+
+    fn refuses_shape(&self, dims: &[usize]) -> bool {
+        dims.len() < 2 || self.has_too_few_rows(dims)
     }
 
     fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {

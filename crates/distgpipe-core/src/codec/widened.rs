@@ -44,6 +44,10 @@ impl Codec for Widened {
         self.inner.encoded_bytes(wide(dtype), dims)
     }
 
+    fn refuses_shape(&self, dims: &[usize]) -> bool {
+        self.inner.refuses_shape(dims)
+    }
+
     fn size_varies(&self) -> bool {
         self.inner.size_varies()
     }

@@ -21,8 +21,12 @@ use super::{Dtype, FormatError};
 use crate::wire::DIMS_MAX;
 use std::collections::{HashMap, HashSet};
 
-/// The longest pickle that is worth reading: some 400,000 tensors.
+/// The longest pickle that is worth reading.
 pub const PICKLE_BYTES_MAX: u64 = 64 << 20;
+
+/// The most values that are made of a pickle, those that it keeps for later counted twice: some 130,000 tensors. A value
+/// takes up to 200 bytes and may come from a single one, so that this and not the pickle's length bounds memory.
+const VALUES_MAX: usize = 1 << 22;
 
 /// The longest name of a storage; they are numbers.
 const KEY_BYTES_MAX: usize = 20;
@@ -30,8 +34,14 @@ const KEY_BYTES_MAX: usize = 20;
 /// The keys under which training scripts keep the tensors, beside numbers of epochs and the like.
 const KEYS: [&str; 2] = ["state_dict", "model"];
 
-const TENSORS_ONLY: &str =
-    "save the tensors alone: python -c \"import torch; m = torch.load('OLD', weights_only=False); torch.save(m.state_dict(), 'NEW')\"";
+/// For what only running the pickle would make. Whoever wrote it decides what else that does.
+const NOT_RUN: &str = "only if you trust the file: load it with PyTorch and save its state_dict()";
+const UNDER_A_KEY: &str =
+    "save that one alone: python -c \"import torch; torch.save(torch.load('OLD', weights_only=True)['KEY'], 'NEW')\"";
+const AMONG_OTHERS: &str =
+    "save the tensors alone: python -c \"import torch; d = torch.load('OLD', weights_only=True); \
+     torch.save({str(k): v for k, v in d.items() if torch.is_tensor(v)}, 'NEW')\"";
+const DICTIONARY: &str = "save a dictionary from names to tensors, as state_dict() gives it";
 const NO_PICKLE: &str = "is this a file of torch.save?";
 const CONTIGUOUS: &str = "save its .contiguous() instead";
 
@@ -160,6 +170,8 @@ struct Machine<'a> {
     at: usize,
     /// Where the instruction that runs began.
     began: usize,
+    /// How many values there have been.
+    made: usize,
     stack: Vec<Value>,
     memo: HashMap<u32, Value>,
     texts: Vec<&'a str>,
@@ -182,10 +194,10 @@ impl<'a> Machine<'a> {
                     [other] => return Err(self.wrong("protocol 2", format!("protocol {other}"), NO_PICKLE)),
                 },
                 b'.' => return self.pop(),
-                b'(' => self.stack.push(Value::Mark),
-                b'N' => self.stack.push(Value::None),
+                b'(' => self.push(Value::Mark)?,
+                b'N' => self.push(Value::None)?,
                 // NEWTRUE, NEWFALSE
-                0x88 | 0x89 => self.stack.push(Value::Bool),
+                0x88 | 0x89 => self.push(Value::Bool)?,
                 // BININT, BININT1, BININT2
                 b'J' => self.push_int(|m| Ok(i64::from(i32::from_le_bytes(*m.take()?))))?,
                 b'K' => self.push_int(|m| Ok(i64::from(u8::from_le_bytes(*m.take()?))))?,
@@ -194,12 +206,12 @@ impl<'a> Machine<'a> {
                 0x8a => {
                     let [length] = *self.take::<1>()?;
                     let bytes = self.slice(usize::from(length))?;
-                    self.stack.push(long(bytes));
+                    self.push(long(bytes))?;
                 }
                 // BINFLOAT
                 b'G' => {
                     self.take::<8>()?;
-                    self.stack.push(Value::Number);
+                    self.push(Value::Number)?;
                 }
                 // BINUNICODE, SHORT_BINUNICODE
                 b'X' => {
@@ -234,10 +246,10 @@ impl<'a> Machine<'a> {
                 0x85..=0x87 => self.tuple(usize::from(code - 0x84))?,
                 b't' => {
                     let items = self.pop_marked()?;
-                    self.push_tuple(items);
+                    self.push_tuple(items)?;
                 }
                 // EMPTY_LIST, APPEND, APPENDS
-                b']' => self.stack.push(Value::List),
+                b']' => self.push(Value::List)?,
                 b'a' => {
                     self.pop()?;
                     self.top_list()?;
@@ -247,7 +259,7 @@ impl<'a> Machine<'a> {
                     self.top_list()?;
                 }
                 // EMPTY_DICT, SETITEM, SETITEMS
-                b'}' => self.push_dict(),
+                b'}' => self.push_dict()?,
                 b's' => {
                     let (value, key) = (self.pop()?, self.pop()?);
                     self.set(&[key, value])?;
@@ -262,7 +274,7 @@ impl<'a> Machine<'a> {
                 b'Q' => self.storage()?,
                 other => {
                     let got = format!("instruction {other:#04x}");
-                    return Err(self.wrong("tensors only", got, TENSORS_ONLY));
+                    return Err(self.wrong("tensors only", got, NOT_RUN));
                 }
             }
         }
@@ -298,6 +310,16 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(bytes).map_err(|_| self.wrong("text in UTF-8", "other bytes", NO_PICKLE))
     }
 
+    /// All that takes memory comes through here.
+    fn push(&mut self, value: Value) -> Result<(), FormatError> {
+        if self.made == VALUES_MAX {
+            return Err(self.wrong(format!("at most {VALUES_MAX} values"), "more", "split the model"));
+        }
+        self.made += 1;
+        self.stack.push(value);
+        Ok(())
+    }
+
     fn pop(&mut self) -> Result<Value, FormatError> {
         match self.stack.pop() {
             Some(Value::Mark) | None => Err(self.wrong("a value on the stack", "none", NO_PICKLE)),
@@ -316,21 +338,19 @@ impl<'a> Machine<'a> {
 
     fn push_int(&mut self, read: impl FnOnce(&mut Self) -> Result<i64, FormatError>) -> Result<(), FormatError> {
         let value = read(self)?;
-        self.stack.push(Value::Int(value));
-        Ok(())
+        self.push(Value::Int(value))
     }
 
     fn text(&mut self, length: usize) -> Result<(), FormatError> {
         let bytes = self.slice(length)?;
         let text = self.utf8(bytes)?;
         self.texts.push(text);
-        self.stack.push(Value::Text(self.texts.len() - 1));
-        Ok(())
+        self.push(Value::Text(self.texts.len() - 1))
     }
 
     fn put(&mut self, slot: u32) -> Result<(), FormatError> {
         let value = self.pop()?;
-        self.stack.push(value);
+        self.push(value)?;
         self.memo.insert(slot, value);
         Ok(())
     }
@@ -338,8 +358,7 @@ impl<'a> Machine<'a> {
     fn get(&mut self, slot: u32) -> Result<(), FormatError> {
         let value = self.memo.get(&slot).copied();
         let value = value.ok_or_else(|| self.wrong("a value that was kept", format!("slot {slot}"), NO_PICKLE))?;
-        self.stack.push(value);
-        Ok(())
+        self.push(value)
     }
 
     fn tuple(&mut self, length: usize) -> Result<(), FormatError> {
@@ -348,18 +367,17 @@ impl<'a> Machine<'a> {
             items.push(self.pop()?);
         }
         items.reverse();
-        self.push_tuple(items);
-        Ok(())
+        self.push_tuple(items)
     }
 
-    fn push_tuple(&mut self, items: Vec<Value>) {
+    fn push_tuple(&mut self, items: Vec<Value>) -> Result<(), FormatError> {
         self.tuples.push(items);
-        self.stack.push(Value::Tuple(self.tuples.len() - 1));
+        self.push(Value::Tuple(self.tuples.len() - 1))
     }
 
-    fn push_dict(&mut self) {
+    fn push_dict(&mut self) -> Result<(), FormatError> {
         self.dicts.push(Vec::new());
-        self.stack.push(Value::Dict(self.dicts.len() - 1));
+        self.push(Value::Dict(self.dicts.len() - 1))
     }
 
     /// What is appended to lists is forgotten: no tensor that counts is in one.
@@ -385,10 +403,8 @@ impl<'a> Machine<'a> {
     fn global(&mut self) -> Result<(), FormatError> {
         let (module, name) = (self.line()?, self.line()?);
         let known = Global::named(module, name);
-        let known =
-            known.ok_or_else(|| self.wrong("tensors only", short(&format!("{module}.{name}")), TENSORS_ONLY))?;
-        self.stack.push(Value::Global(known));
-        Ok(())
+        let known = known.ok_or_else(|| self.wrong("tensors only", short(&format!("{module}.{name}")), NOT_RUN))?;
+        self.push(Value::Global(known))
     }
 
     /// A call, of one of the few functions that there are.
@@ -396,13 +412,13 @@ impl<'a> Machine<'a> {
         let (arguments, function) = (self.pop()?, self.pop()?);
         let (Value::Tuple(tuple), Value::Global(function)) = (arguments, function) else {
             let got = format!("{} of {}", self.described(Some(function)), self.described(Some(arguments)));
-            return Err(self.wrong("a call", got, TENSORS_ONLY));
+            return Err(self.wrong("a call", got, NOT_RUN));
         };
         match (function, &self.tuples[tuple][..]) {
-            (Global::OrderedDict, []) => self.push_dict(),
-            (Global::Size, &[Value::Tuple(dims)]) => self.stack.push(Value::Tuple(dims)),
+            (Global::OrderedDict, []) => self.push_dict()?,
+            (Global::Size, &[Value::Tuple(dims)]) => self.push(Value::Tuple(dims))?,
             (Global::RebuildParameter, &[Value::Tensor(tensor), Value::Bool, Value::Dict(_)]) => {
-                self.stack.push(Value::Tensor(tensor));
+                self.push(Value::Tensor(tensor))?;
             }
             (
                 Global::RebuildTensor,
@@ -410,11 +426,11 @@ impl<'a> Machine<'a> {
             ) => {
                 let rebuilt = self.rebuilt(storage, offset, dims, strides)?;
                 self.tensors.push(rebuilt);
-                self.stack.push(Value::Tensor(self.tensors.len() - 1));
+                self.push(Value::Tensor(self.tensors.len() - 1))?;
             }
             (function, _) => {
                 let got = format!("{function:?} with other arguments");
-                return Err(self.wrong("tensors as torch.save writes them", got, TENSORS_ONLY));
+                return Err(self.wrong("tensors as torch.save writes them", got, NOT_RUN));
             }
         }
         Ok(())
@@ -461,7 +477,7 @@ impl<'a> Machine<'a> {
         self.pop()?;
         match self.stack.last() {
             Some(Value::Dict(_)) => Ok(()),
-            other => Err(self.wrong("tensors only", self.described(other.copied()), TENSORS_ONLY)),
+            other => Err(self.wrong("tensors only", self.described(other.copied()), NOT_RUN)),
         }
     }
 
@@ -486,19 +502,18 @@ impl<'a> Machine<'a> {
             return Err(self.wrong("a storage", "something else", NO_PICKLE));
         };
         self.storages.push(Storage { dtype, key, elements });
-        self.stack.push(Value::Storage(self.storages.len() - 1));
-        Ok(())
+        self.push(Value::Storage(self.storages.len() - 1))
     }
 
     /// The tensors of the dictionary that the pickle is, or of the one in it.
     fn listed(&self, top: Value) -> Result<Vec<PickledTensor>, FormatError> {
         let Value::Dict(top) = top else {
-            return Err(self.wrong("a dictionary of tensors", self.described(Some(top)), TENSORS_ONLY));
+            return Err(self.wrong("a dictionary of tensors", self.described(Some(top)), DICTIONARY));
         };
         let outer = &self.dicts[top];
         let has_tensors = outer.iter().any(|(_, value)| matches!(value, Value::Tensor(_)));
         if has_tensors || outer.is_empty() {
-            return self.of_dict(top);
+            return self.of_dict(top, AMONG_OTHERS);
         }
         let named = |(key, value): &(Value, Value)| match (key, value) {
             (Value::Text(key), Value::Dict(dict)) if KEYS.contains(&self.texts[*key]) => Some(*dict),
@@ -506,30 +521,30 @@ impl<'a> Machine<'a> {
         };
         let found: Vec<usize> = outer.iter().filter_map(named).collect();
         match found[..] {
-            [inner] => self.of_dict(inner),
+            [inner] => self.of_dict(inner, UNDER_A_KEY),
             _ => {
                 let keys: Vec<String> = outer.iter().take(16).map(|(key, _)| self.described(Some(*key))).collect();
                 let expected = "tensors, or one dictionary of them under `state_dict` or `model`";
-                Err(self.wrong(expected, format!("the keys {}", keys.join(", ")), TENSORS_ONLY))
+                Err(self.wrong(expected, format!("the keys {}", keys.join(", ")), UNDER_A_KEY))
             }
         }
     }
 
-    fn of_dict(&self, dict: usize) -> Result<Vec<PickledTensor>, FormatError> {
+    fn of_dict(&self, dict: usize, remedy: &'static str) -> Result<Vec<PickledTensor>, FormatError> {
         let pairs = &self.dicts[dict];
         let mut names = HashSet::new();
         let mut found = Vec::with_capacity(pairs.len());
         for &(key, value) in pairs {
             let Value::Text(name) = key else {
-                return Err(self.wrong("names of tensors", self.described(Some(key)), TENSORS_ONLY));
+                return Err(self.wrong("names of tensors", self.described(Some(key)), remedy));
             };
             let name = self.texts[name];
             let Value::Tensor(tensor) = value else {
                 let got = format!("{} as `{}`", self.described(Some(value)), short(name));
-                return Err(self.wrong("tensors only", got, TENSORS_ONLY));
+                return Err(self.wrong("tensors only", got, remedy));
             };
             if !names.insert(name) {
-                return Err(self.wrong("each name once", format!("`{}` twice", short(name)), TENSORS_ONLY));
+                return Err(self.wrong("each name once", format!("`{}` twice", short(name)), remedy));
             }
             found.push((name, &self.tensors[tensor]));
         }

@@ -4,7 +4,7 @@
 //! The archive's checksums are not looked at: a tensor is read piecemeal, and a damaged one has no other form than a
 //! sound one.
 
-use super::{FormatError, COPY_AGAIN};
+use super::{FormatError, COPY_AGAIN, SAVE_AGAIN};
 use std::ops::Range;
 
 /// How a zip archive begins.
@@ -16,8 +16,6 @@ pub const TAIL_BYTES: u64 = 22 + 0xffff + 20 + 56;
 
 /// Bytes of the header in front of an entry's data, whose name and padding come in between.
 pub const LOCAL_BYTES: usize = 30;
-
-const SAVE_AGAIN: &str = "write it with torch.save of PyTorch 1.6 or later";
 
 /// An entry of the archive.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -254,11 +254,7 @@ impl Builder {
         engine::start();
         let placement = self.placement.as_deref().map(str::parse::<Placement>).transpose()?;
         let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.as_ref().map(Placement::partitions));
-        let auto_balanced = self.measured_cut(placement.as_ref())?;
-        let balance = match &auto_balanced {
-            Some(found) => found.balance.clone(),
-            None => self.cut(partitions)?,
-        };
+        let (balance, auto_balanced) = self.cut(partitions, placement.as_ref())?;
         let uses: Vec<SkipUse> = self.model.layers.iter().map(|l| l.skips()).collect();
         let skips = SkipLayout::new(&uses, &balance)?.edges();
         let beyond_neighbours: Vec<_> = skips.into_iter().filter(|(from, to)| to.0 > from.0 + 1).collect();
@@ -338,21 +334,27 @@ impl Builder {
         Ok(())
     }
 
-    fn cut(&self, partitions: Option<usize>) -> Result<Balance, BuildError> {
+    /// The cut, and what was found with it if it is a measured one.
+    fn cut(
+        &self,
+        partitions: Option<usize>,
+        placement: Option<&Placement>,
+    ) -> Result<(Balance, Option<Found>), BuildError> {
         let layers = self.model.layers.len();
-        let balance = match &self.cut {
-            Cut::Even => Balance::even(layers, partitions.unwrap_or(1))?,
-            Cut::Given(sizes) => Balance::new(sizes.clone())?,
-            // Found before; see `measured_cut`.
-            Cut::Measured(how) => Balance::even(layers, how.partitions)?,
+        let (balance, found) = match &self.cut {
+            Cut::Even => (Balance::even(layers, partitions.unwrap_or(1))?, None),
+            Cut::Given(sizes) => (Balance::new(sizes.clone())?, None),
+            Cut::Measured(how) => {
+                let found = self.measured_cut(how, placement)?;
+                (found.balance.clone(), Some(found))
+            }
         };
         balance.check(layers)?;
-        Ok(balance)
+        Ok((balance, found))
     }
 
-    /// Measures the layers and finds the cut, if that is how the model is to be cut.
-    fn measured_cut(&self, placement: Option<&Placement>) -> Result<Option<Found>, BuildError> {
-        let Cut::Measured(how) = &self.cut else { return Ok(None) };
+    /// Measures the layers and finds the cut.
+    fn measured_cut(&self, how: &AutoBalance, placement: Option<&Placement>) -> Result<Found, BuildError> {
         let placement = self.plan.as_ref().map(Plan::placement).or(placement);
         // A given plan fits the skips of one cut only. Others are judged by the schedule, as far as the plan says how.
         let recompute = self.plan.as_ref().map_or(self.recompute, |plan| {
@@ -382,6 +384,6 @@ impl Builder {
         }
         let profile = profile::measure(&self.model, &how.sample, &profile::Options::of(&self.job))?;
         let problem = how.problem(&self.model, &profile, run)?;
-        Ok(Some(problem.search().map_err(Box::new)?))
+        Ok(problem.search().map_err(Box::new)?)
     }
 }

@@ -3,15 +3,13 @@
 
 use super::{Entry, Opened, Source, WeightsError};
 use distgpipe_core::weights::pickle::{self, PickledTensor, PICKLE_BYTES_MAX};
-use distgpipe_core::weights::{zip, FormatError};
+use distgpipe_core::weights::{zip, FormatError, COPY_AGAIN, SAVE_AGAIN};
 use std::collections::HashMap;
 use std::ops::Range;
 use tch::Tensor;
 
 /// The longest directory that is read: some 500,000 entries.
 const DIRECTORY_BYTES_MAX: u64 = 64 << 20;
-
-const SAVE_AGAIN: &str = "write it with torch.save of PyTorch 1.6 or later";
 
 /// An open file of `torch.save`.
 #[derive(Debug)]
@@ -63,7 +61,7 @@ impl PthFile {
             if bytes.is_none_or(|bytes| bytes > range.end - range.start) {
                 let expected = format!("{} {} for `{}`", tensor.storage_elements, tensor.dtype.name(), tensor.name);
                 let got = format!("{} bytes", range.end - range.start);
-                return Err(wrong(&file, range.start, expected, got, "was it copied to its end?"));
+                return Err(wrong(&file, range.start, expected, got, COPY_AGAIN));
             }
             known.insert(&tensor.storage, range.clone());
             storages.push(range);

@@ -5,8 +5,8 @@ use super::sample::Sample;
 use anyhow::Context as _;
 use distgpipe::core::codec::half::{f32_from_bf16, f32_from_f16};
 use distgpipe::core::codec::{Alone, Codec, CodecError, Context, Spec, TensorView};
+use distgpipe::core::weights::Dtype;
 use distgpipe::core::wire::{DType, Shape, TensorMeta, HEADER_BYTES};
-use safetensors::Dtype;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -248,7 +248,7 @@ impl Link {
     /// Encodes into `body` and decodes into `decoded`; or says why the tensor has to go raw.
     fn send(&mut self, slot: usize, sample: &Sample<'_>) -> Result<Result<Times, String>, CodecError> {
         let Some(dtype) = taken(sample.dtype) else {
-            return Ok(Err(format!("{:?}, codecs take F32, F16 and BF16", sample.dtype)));
+            return Ok(Err(format!("{}, codecs take F32, F16 and BF16", sample.dtype.name())));
         };
         let shape = match Shape::new(sample.dims) {
             Ok(shape) => shape,

@@ -4,10 +4,10 @@ use super::measure::taken;
 use crate::exit::usage;
 use crate::report::listed;
 use crate::tensor_file::{Entry, TensorFile};
+use distgpipe::core::weights::Dtype;
 use distgpipe::core::wire::{Layout, Limits, Shape};
 use distgpipe::engine::Stream;
 use distgpipe::tch::{Device, Kind, Tensor};
-use safetensors::Dtype;
 use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
@@ -80,22 +80,26 @@ impl<'a> Sample<'a> {
     pub fn channels_last(self) -> Self {
         match *self.dims {
             [n, c, h, w] if taken(self.dtype).is_some() => {
-                let bytes = transposed(&self.bytes, self.dtype.size(), [n, c, h * w]).into();
+                let bytes = transposed(&self.bytes, self.element_bytes(), [n, c, h * w]).into();
                 Sample { layout: Layout::ChannelsLast, bytes, ..self }
             }
             _ => self,
         }
     }
 
+    fn element_bytes(&self) -> usize {
+        self.dtype.size_bytes() as usize
+    }
+
     /// How many values it has.
     pub fn elements(&self) -> usize {
-        self.bytes.len() / self.dtype.size()
+        self.bytes.len() / self.element_bytes()
     }
 
     /// Elements in the order of this sample, in the order of its file.
     pub fn in_file_order<'b>(&self, decoded: &'b [u8]) -> Cow<'b, [u8]> {
         match (self.layout, self.dims) {
-            (Layout::ChannelsLast, &[n, c, h, w]) => transposed(decoded, self.dtype.size(), [n, h * w, c]).into(),
+            (Layout::ChannelsLast, &[n, c, h, w]) => transposed(decoded, self.element_bytes(), [n, h * w, c]).into(),
             _ => decoded.into(),
         }
     }

@@ -1,0 +1,101 @@
+//! A pickle of somebody else's takes no more memory than is promised, however little of it makes a value.
+
+use distgpipe_core::weights::pickle::tensors;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+/// What [`distgpipe_core::weights`] promises.
+const BYTES_MAX: usize = 1 << 30;
+
+/// The system's allocator, which counts what this thread holds.
+struct Counting;
+
+thread_local! {
+    static HELD: Cell<usize> = const { Cell::new(0) };
+    static MOST: Cell<usize> = const { Cell::new(0) };
+}
+
+fn count(more: usize, less: usize) {
+    // A thread that ends may allocate when its counters are gone. What another thread made may be freed here.
+    let _ = HELD.try_with(|held| {
+        held.set((held.get() + more).saturating_sub(less));
+        MOST.try_with(|most| most.set(most.get().max(held.get())))
+    });
+}
+
+// SAFETY: every call is the system allocator's, with the same arguments.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size(), 0);
+        // SAFETY: the caller keeps the allocator's contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        count(0, layout.size());
+        // SAFETY: as above.
+        unsafe { System.dealloc(memory, layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // Both are there while one is copied into the other.
+        count(size, 0);
+        count(0, layout.size());
+        // SAFETY: as above.
+        unsafe { System.realloc(memory, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The most that reading a pickle holds at a time, and what it said.
+fn most(pickle: &[u8]) -> (usize, String) {
+    let before = HELD.get();
+    MOST.set(before);
+    let read = tensors(pickle);
+    let said = read.map(|found| format!("{} tensors", found.len())).unwrap_or_else(|error| error.to_string());
+    (MOST.get() - before, said)
+}
+
+/// One byte can make a tuple in a tuple, which takes 60: 64 MiB of them once took 4 GB.
+#[test]
+fn a_pickle_whose_every_byte_makes_a_value_is_refused_before_memory_is_full() {
+    let ways: [(&str, &[u8], &[u8]); 6] = [
+        ("nested tuples", b"N", &[0x85]),
+        ("values on the stack", b"", b"N"),
+        ("dictionaries", b"", b"}"),
+        ("items of one dictionary", b"}", b"NNs"),
+        ("values that are kept", b"N", &[0x94]),
+        ("values behind a mark", b"}(", b"N"),
+    ];
+    for (way, first, again) in ways {
+        let (bytes, said) = most(&[first, &again.repeat((16 << 20) / again.len())].concat());
+        println!("{way}: {bytes} bytes");
+        assert!(said.contains("at most 4194304 values") && said.contains("split the model"), "{way}: {said}");
+        assert!(bytes < BYTES_MAX, "{way}: {bytes} bytes");
+    }
+}
+
+/// Each name costs a few bytes of the pickle and a whole entry of what is made of it.
+#[test]
+fn one_tensor_under_many_names_takes_no_more_than_is_promised() {
+    let mut pickle = b"\x80\x02}ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n".to_vec();
+    pickle.extend(b"X\x01\0\0\x000X\x03\0\0\0cpuK\x01tQK\0");
+    // Eight dimensions and strides of 1, and what else a tensor has.
+    let ones: &[u8] = b"(K\x01K\x01K\x01K\x01K\x01K\x01K\x01K\x01t";
+    pickle.extend([ones, ones, b"\x89}tRq\x00"].concat());
+    // The tensor goes under its first name, and then under others.
+    pickle.splice(3..3, *b"X\x01\0\0\0t");
+    pickle.push(b's');
+    let names = (1u32 << 20) + (1 << 19);
+    for name in 0..names {
+        let name = format!("{name:07x}");
+        pickle.extend([b"X\x07\0\0\0", name.as_bytes(), b"h\0s"].concat());
+    }
+    pickle.push(b'.');
+    let (bytes, said) = most(&pickle);
+    println!("{bytes} bytes");
+    assert_eq!(said, format!("{} tensors", names + 1));
+    assert!(bytes < BYTES_MAX, "{bytes} bytes");
+}
