@@ -183,7 +183,8 @@ fn only_what_was_announced_can_be_written() {
     let float = |name: &str| Entry::new(name, Kind::Float, &[2]);
     let mut writer = create(vec![float("a")]).unwrap();
     assert_eq!(writer.expected(), Some(&float("a")));
-    for wrong in [Tensor::from_slice(&[1.0f32]), Tensor::from_slice(&[1.0f64, 2.0])] {
+    let turned = Tensor::from_slice(&[1.0f32, 2.0]).view([1, 2]);
+    for wrong in [Tensor::from_slice(&[1.0f32]), Tensor::from_slice(&[1.0f64, 2.0]), turned] {
         assert!(matches!(writer.write(&wrong), Err(WeightsError::Unannounced { .. })));
     }
     writer.write(&Tensor::from_slice(&[1.0f32, 2.0])).unwrap();

@@ -600,3 +600,46 @@ fn short(text: &str) -> String {
         None => text.to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What torch.save writes for `{"t": tensor}`: a view of a storage of 6 floats from this offset, with two dimensions and
+    /// two strides.
+    fn pickle(offset: u8, dims: [u8; 2], strides: [u8; 2]) -> Vec<u8> {
+        let text = |text: &str| [&[b'X', text.len() as u8, 0, 0, 0], text.as_bytes()].concat();
+        let pair = |[a, b]: [u8; 2]| vec![b'K', a, b'K', b, 0x86];
+        [
+            b"\x80\x02}".to_vec(),
+            text("t"),
+            b"ctorch._utils\n_rebuild_tensor_v2\n((".to_vec(),
+            text("storage"),
+            b"ctorch\nFloatStorage\n".to_vec(),
+            text("0"),
+            text("cpu"),
+            b"K\x06tQ".to_vec(),
+            vec![b'K', offset],
+            pair(dims),
+            pair(strides),
+            b"\x89ccollections\nOrderedDict\n)RtRs.".to_vec(),
+        ]
+        .concat()
+    }
+
+    #[test]
+    fn a_view_that_leaves_its_storage_is_refused() {
+        for (offset, dims, strides) in
+            [(0, [2, 3], [3, 1]), (0, [3, 2], [1, 3]), (5, [1, 1], [9, 9]), (2, [2, 2], [2, 1])]
+        {
+            let tensors = tensors(&pickle(offset, dims, strides)).unwrap();
+            assert_eq!((tensors.len(), tensors[0].elements()), (1, u64::from(dims[0]) * u64::from(dims[1])));
+        }
+        for (offset, dims, strides) in
+            [(1, [2, 3], [3, 1]), (0, [2, 3], [4, 1]), (6, [1, 1], [1, 1]), (3, [2, 2], [2, 2])]
+        {
+            let error = tensors(&pickle(offset, dims, strides)).unwrap_err().to_string();
+            assert!(error.contains("with strides"), "{error}");
+        }
+    }
+}
