@@ -13,6 +13,27 @@
 //! or device. Random streams need no file: they are named by the seed and the number of batches learned from. Nor does the
 //! order of the data, which the seed and the epoch decide. What codecs remember is not saved either: they forget it at
 //! each checkpoint, at both ends, so that a run that goes on from one and a run that only passed it compute the same.
+//!
+//! ```no_run
+//! # use distgpipe::data::{digits::Part, Digits, Loader, LoaderOptions};
+//! use distgpipe::checkpoint::Checkpoints;
+//! use distgpipe::trainer::{Event, SaveEvery, TrainOptions, Trainer};
+//! # use distgpipe::{models::Mlp, Pipeline};
+//! # use std::path::Path;
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let mut pipeline = Pipeline::builder(Mlp::default().model()?).build()?;
+//! # let digits = Digits::new(Part::Train, Default::default())?;
+//! # let data = Loader::new(std::sync::Arc::new(digits), LoaderOptions::training(64, 0))?;
+//! let checkpoints = Checkpoints::open(Path::new("saved"), 2)?;
+//! let mut trainer = Trainer::new(&mut pipeline, data, None, TrainOptions::default())?
+//!     .save_to(&checkpoints, SaveEvery::Steps(100), serde_json::Value::Null);
+//! if let (Some(newest), _) = checkpoints.newest()? {
+//!     trainer = trainer.resume(&newest)?;
+//! }
+//! trainer.run(&mut |_: &Event<'_>| Ok(()))?;
+//! # Ok(())
+//! # }
+//! ```
 
 use crate::failure::{Failure, Fault};
 use crate::layer::{Role, TensorSpec};
