@@ -46,7 +46,7 @@ const CUTS: [&str; 11] = [
 
 /// The same for flags whose value has to be another one for that.
 const DISPLACED_BY_ANOTHER: [(&str, &[&str]); 2] =
-    [("optimizer", &["momentum", "nesterov"]), ("data", &["data-dir", "samples"])];
+    [("optimizer", &["momentum", "nesterov", "lr", "weight-decay"]), ("data", &["data-dir", "samples"])];
 
 /// The data sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -451,7 +451,10 @@ impl TrainFlags {
 
     /// These flags, with those of `other` above them.
     pub fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
-        let mut set = self.set.clone();
+        let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
+        let changed: Vec<String> = other.set.iter().map(|setting| key(setting)).collect();
+        let mut set: Vec<String> =
+            self.set.iter().filter(|setting| !changed.contains(&key(setting))).cloned().collect();
         set.extend(other.set.iter().cloned());
         let (mut table, above) = (toml::Table::try_from(&self)?, toml::Table::try_from(other)?);
         for (given, displaced) in DISPLACED {
@@ -625,7 +628,7 @@ mod tests {
         let line = TrainFlags { batch: Some(16), set: vec!["classes=7".to_owned()], ..TrainFlags::default() };
         let flags = file.overlaid(&line).unwrap();
         assert_eq!((flags.batch, flags.chunks, flags.balance.as_deref()), (Some(16), Some(2), Some("1,2")));
-        assert_eq!(flags.set, ["classes=5", "hidden=[8,8]", "classes=7"]);
+        assert_eq!(flags.set, ["hidden=[8,8]", "classes=7"]);
         assert_eq!(flags.schedule, Some(Schedule::GPipe));
     }
 

@@ -21,8 +21,7 @@ pub struct Saving {
     pub every: SaveEvery,
     /// What it goes on from.
     pub from: Option<Checkpoint>,
-    /// The flags it was given, for whoever resumes.
-    pub settings: serde_json::Value,
+    flags: TrainFlags,
 }
 
 impl Saving {
@@ -90,8 +89,19 @@ impl Saving {
             Some(steps) => SaveEvery::Steps(steps),
             None => SaveEvery::Epoch,
         };
-        let settings = serde_json::to_value(&flags)?;
-        Ok((Some(Saving { checkpoints, every, from, settings }), flags))
+        Ok((Some(Saving { checkpoints, every, from, flags: flags.clone() }), flags))
+    }
+
+    /// The flags for whoever resumes. A cut that was measured is kept: measured again, it might be another, and what codecs
+    /// do with it.
+    pub fn settings(&self, balance: &[usize]) -> serde_json::Value {
+        let mut flags = self.flags.clone();
+        if flags.auto_balance.take().is_some() {
+            let sizes: Vec<String> = balance.iter().map(ToString::to_string).collect();
+            flags.balance = Some(sizes.join(","));
+            (flags.balance_by, flags.memory_limit, flags.link_rate, flags.link_latency) = (None, None, None, None);
+        }
+        serde_json::to_value(flags).unwrap_or_default()
     }
 }
 
@@ -118,7 +128,7 @@ fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainF
         let change = format!("--{name} {} (was {})", text(is), text(was));
         if DATA.contains(&name.as_str()) {
             return Err(usage(format!(
-                "{}: {change}: a run goes on with the data it began with: leave the flag out, or start anew in another folder",
+                "{}: {change}: a run goes on with the data and the updates it began with: leave the flag out, or start anew in another folder",
                 named()
             )));
         }

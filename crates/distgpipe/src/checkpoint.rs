@@ -68,14 +68,14 @@ const ABOUT_BYTES_MAX: u64 = 64 << 20;
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The file system said no.
-    #[error("{doing} {}: {source}", path.display())]
+    #[error("{doing} {}: {cause}", path.display())]
     Io {
         /// What was tried.
         doing: &'static str,
         /// With what.
         path: PathBuf,
         /// What it said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Two runs must not write into one folder.
     #[error("another run writes its checkpoints into {}: wait for it, or use another folder", directory.display())]
@@ -84,7 +84,7 @@ pub enum CheckpointError {
         directory: PathBuf,
     },
     /// A checkpoint is not what was written.
-    #[error("{}: expected {expected}, got {got}: it is damaged; remove it to go on from an earlier one", path.display())]
+    #[error("{}: expected {expected}, got {got}: it is damaged", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -106,6 +106,12 @@ pub enum CheckpointError {
     NotFinite {
         /// The tensor.
         name: String,
+    },
+    /// The run that was saved ended where this one is in the middle of an update.
+    #[error("the run was ended at step {step}, within what is now one update of several batches (--accumulate): go on from an earlier checkpoint, or start anew; end runs at whole updates")]
+    WithinUpdate {
+        /// Where it ended.
+        step: u64,
     },
     /// Gradients wait for more.
     #[error("an update of several batches was begun: finish it before saving")]
@@ -130,7 +136,7 @@ pub enum CheckpointError {
 
 fn on_disk(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     let path = path.to_owned();
-    move |source| CheckpointError::Io { doing, path, source }
+    move |cause| CheckpointError::Io { doing, path, cause }
 }
 
 /// What a checkpoint says of itself.
@@ -237,15 +243,12 @@ impl Checkpoint {
     /// it runs and what its links do need not.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
         let about = &self.about;
-        fn same<T: PartialEq + std::fmt::Debug>(
-            what: &'static str,
-            expected: &T,
-            got: &T,
-        ) -> Result<(), CheckpointError> {
+        fn same<T: PartialEq + Serialize>(what: &'static str, expected: &T, got: &T) -> Result<(), CheckpointError> {
             if expected == got {
                 return Ok(());
             }
-            Err(CheckpointError::Differs { what, expected: format!("{expected:?}"), got: format!("{got:?}") })
+            let text = |value: &T| serde_json::to_string(value).unwrap_or_default();
+            Err(CheckpointError::Differs { what, expected: text(expected), got: text(got) })
         }
         same("the model", &about.model, &pipeline.model().recipe)?;
         same("the seed", &about.seed, &pipeline.seed())?;

@@ -28,7 +28,7 @@ pub enum TrainError {
     #[error(transparent)]
     Step(#[from] StepError),
     /// The loss is no number any more.
-    #[error("the loss or the gradients' norm of step {step} is {loss}: lower the learning rate (--lr), or clip gradients (--clip-norm)")]
+    #[error("the loss or the gradients' norm of step {step} is {loss}: lower the learning rate (--lr) or clip gradients (--clip-norm); if it is the first step since weights or a checkpoint were loaded, go back to earlier ones")]
     Diverged {
         /// The step.
         step: u64,
@@ -52,7 +52,7 @@ pub enum TrainError {
         steps: u64,
     },
     /// A checkpoint could not be written or gone on from.
-    #[error("checkpoint: {0}")]
+    #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     /// An observer could not go on.
     #[error("writing what happened: {0}")]
@@ -395,11 +395,7 @@ impl<'a> Trainer<'a> {
         }
         // A shorter run may have ended, and been saved, where this one would be in the middle of an update.
         if was.step < self.steps && !self.accumulation().part(was.step).is_first() {
-            return Err(CheckpointError::Differs {
-                what: "an update that ended with step",
-                expected: was.step.to_string(),
-                got: "one that goes on".to_owned(),
-            });
+            return Err(CheckpointError::WithinUpdate { step: was.step });
         }
         checkpoint.load(self.pipeline)?;
         self.resumed_at = Some(was.step);

@@ -160,6 +160,9 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
     let given = given.with_config()?;
     // A run that goes on has the recipe's flags from its checkpoint, with what was changed in them.
     let config = RunConfig::resuming(&given, &recipe.with(&given)?)?;
+    if config.given.model != recipe.run.model && given.model.is_none() {
+        return Err(usage(format!("--resume: the checkpoint is not of a run of {}: name its own folder", recipe.name)));
+    }
     let (report, _) = train::execute(&config)?;
     let ran = Ran { report: &report, flags: &config.flags };
     let lines = beside::compare(recipe, &ran)?;

@@ -69,9 +69,15 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     {
         let mut trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
         if let Some(saving) = &config.saving {
-            trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings.clone());
+            trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance));
             if let Some(checkpoint) = &saving.from {
                 trainer = trainer.resume(checkpoint).context("--resume")?;
+                let (done, steps) = (checkpoint.about().progress.step, trainer.steps());
+                if done >= steps {
+                    report::note(&format!(
+                        "it has all of its {steps} steps behind it: nothing is trained; for more, raise --epochs or --steps"
+                    ));
+                }
             }
         }
         // After the checkpoint was taken: a run that is refused leaves the log of the one before it as it is.
