@@ -61,7 +61,12 @@ impl Fitted {
         names.sort_by_key(|name| self.found[name].0);
         let loaded = pipeline.load_from(&names, |name| {
             let (index, kind) = self.found[name];
-            anyhow::Ok(source.read(index)?.f_to_kind(kind)?)
+            let tensor = source.read(index)?.f_to_kind(kind)?;
+            // Told here, and not by a loss that is no number.
+            if i64::try_from(tensor.f_isfinite()?.f_all()?)? == 0 {
+                anyhow::bail!("expected numbers in `{name}`, got one that is not finite: was the training of this file broken off?");
+            }
+            Ok(tensor)
         });
         loaded.with_context(|| format!("--weights {}", self.path.display()))
     }

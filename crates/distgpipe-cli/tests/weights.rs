@@ -87,3 +87,17 @@ fn a_file_that_would_run_a_program_is_refused_by_name() {
         "{said}"
     );
 }
+
+#[test]
+fn weights_that_are_no_numbers_are_told_before_the_training() {
+    let path = directory("not-finite").join("model.safetensors");
+    let model = ["--set", "hidden=[4]", "--steps", "1", "--no-evaluate"];
+    fine(&[&model[..], &["--save", text(&path)]].concat());
+    let mut bytes = std::fs::read(&path).unwrap();
+    let last = bytes.len() - 4;
+    bytes[last..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let output = train(&[&model[..], &["--weights", text(&path)]].concat());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("model.safetensors") && said.contains("not finite"), "{said}");
+}

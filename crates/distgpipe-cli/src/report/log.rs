@@ -136,7 +136,9 @@ impl Log {
 impl Observer for Log {
     fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
-            Event::StepDone(done) => self.step(done),
+            Event::StepDone(done) => self
+                .step(done)
+                .map_err(|e| std::io::Error::new(e.kind(), format!("--log {}: {e}", self.directory.display()))),
             Event::EpochDone(_) => self.trace.as_mut().map_or(Ok(()), |trace| trace.lines.flush()),
             _ => Ok(()),
         }
