@@ -94,14 +94,14 @@ impl Saving {
 
     /// The flags for whoever resumes. A cut that was measured is kept: measured again, it might be another, and what codecs
     /// do with it.
-    pub fn settings(&self, balance: &[usize]) -> serde_json::Value {
+    pub fn settings(&self, balance: &[usize]) -> serde_json::Result<serde_json::Value> {
         let mut flags = self.flags.clone();
         if flags.auto_balance.take().is_some() {
             let sizes: Vec<String> = balance.iter().map(ToString::to_string).collect();
             flags.balance = Some(sizes.join(","));
             (flags.balance_by, flags.memory_limit, flags.link_rate, flags.link_latency) = (None, None, None, None);
         }
-        serde_json::to_value(flags).unwrap_or_default()
+        serde_json::to_value(flags)
     }
 }
 

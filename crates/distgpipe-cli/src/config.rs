@@ -68,7 +68,8 @@ pub struct RunConfig {
     cut: Cut,
     plan: Option<Plan>,
     workers: Workers,
-    optim: Optim,
+    /// How parameters are stepped.
+    pub optim: Optim,
     loss: Loss,
     codecs: Codecs,
     timeouts: Timeouts,

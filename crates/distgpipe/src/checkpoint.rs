@@ -4,7 +4,7 @@
 //! DIR/lock                       held by the run that writes here
 //! DIR/step-00000120/             whole: it got this name when everything in it was on the disk
 //!     checkpoint.json            what it is and how far the run was; length and checksum of the other two
-//!     model.safetensors          parameters and buffers under their public names: PyTorch loads it
+//!     model.safetensors          parameters and buffers under the model's names
 //!     optimizer.safetensors      steps.NAME, first.NAME and second.NAME of each parameter
 //! DIR/.step-00000130.partial/    being written, or left by a run that was killed
 //! ```

@@ -164,7 +164,7 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
         return Err(usage(format!("--resume: the checkpoint is not of a run of {}: name its own folder", recipe.name)));
     }
     let (report, _) = train::execute(&config)?;
-    let ran = Ran { report: &report, flags: &config.flags };
+    let ran = Ran { report: &report, flags: &config.flags, optim: config.optim };
     let lines = beside::compare(recipe, &ran)?;
     let differs = differences(recipe, &config.given)?;
     if config.json {

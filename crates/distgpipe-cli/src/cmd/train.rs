@@ -69,7 +69,7 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     {
         let mut trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
         if let Some(saving) = &config.saving {
-            trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance));
+            trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance)?);
             if let Some(checkpoint) = &saving.from {
                 trainer = trainer.resume(checkpoint).context("--resume")?;
                 let (done, steps) = (checkpoint.about().progress.step, trainer.steps());

@@ -2,10 +2,11 @@
 //! none is estimated. The model's part of the memory is counted, as it is there, and says so.
 
 use super::Recipe;
-use crate::args::{OptimizerName, TrainFlags};
+use crate::args::TrainFlags;
 use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
+use distgpipe::Optim;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -136,6 +137,8 @@ pub struct Ran<'a> {
     pub report: &'a RunReport,
     /// With every default filled in.
     pub flags: &'a TrainFlags,
+    /// How parameters were stepped.
+    pub optim: Optim,
 }
 
 /// Every metric that the seed has or that was measured here.
@@ -240,7 +243,7 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
     let peaks = workers.iter().map(|worker| worker.peak_bytes);
     let peak: u64 = if shared { peaks.max().unwrap_or(0) } else { peaks.sum() };
     // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
-    let copies = copies(ran.flags);
+    let copies = copies(ran.optim);
     let model = ran.report.parameters * NUMBER_BYTES * copies;
     let bytes = match metric {
         Metric::Memory => peak,
@@ -268,13 +271,8 @@ fn amount(bytes: u64) -> String {
 }
 
 /// Parameters, their gradients, and the tensors of that size which the optimizer keeps.
-fn copies(flags: &TrainFlags) -> u64 {
-    let momentum = u64::from(flags.momentum.is_some_and(|momentum| momentum > 0.0));
-    2 + match flags.optimizer.unwrap_or(OptimizerName::Sgd) {
-        OptimizerName::Adam | OptimizerName::Adamw => 2,
-        OptimizerName::Rmsprop => 1 + momentum,
-        OptimizerName::Sgd => momentum,
-    }
+fn copies(optim: Optim) -> u64 {
+    2 + optim.remembers() as u64
 }
 
 #[cfg(test)]
@@ -293,13 +291,8 @@ mod tests {
     /// AmoebaNet-D's table counts three copies of the parameters, U-Net's two.
     #[test]
     fn copies_of_the_parameters_are_those_that_the_optimizer_keeps() {
-        let with = |optimizer, momentum| {
-            copies(&TrainFlags { optimizer: Some(optimizer), momentum: Some(momentum), ..TrainFlags::default() })
-        };
-        assert_eq!(with(OptimizerName::Sgd, 0.0), 2);
-        assert_eq!(with(OptimizerName::Sgd, 0.9), 3);
-        assert_eq!(with(OptimizerName::Rmsprop, 0.0), 3);
-        assert_eq!(copies(&TrainFlags { optimizer: Some(OptimizerName::Adamw), ..TrainFlags::default() }), 4);
+        let optims = [Optim::sgd(0.0), Optim::sgd(0.9), Optim::rms_prop(0.0), Optim::adamw()];
+        assert_eq!(optims.map(copies), [2, 3, 3, 4]);
     }
 
     #[test]

@@ -154,11 +154,13 @@ fn keep_before(path: &Path, step: u64) -> std::io::Result<()> {
     };
     let part = path.with_extension("jsonl.part");
     let mut kept = BufWriter::new(File::create(&part)?);
-    for line in old.lines() {
+    // A kill may have left the last line torn, in the middle of a letter too.
+    for line in old.split(b'\n') {
         let line = line?;
-        let at = serde_json::from_str::<serde_json::Value>(&line).ok().and_then(|line| line.get("step")?.as_u64());
+        let at = serde_json::from_slice::<serde_json::Value>(&line).ok().and_then(|line| line.get("step")?.as_u64());
         if at.is_some_and(|at| at < step) {
-            writeln!(kept, "{line}")?;
+            kept.write_all(&line)?;
+            kept.write_all(b"\n")?;
         }
     }
     kept.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
