@@ -41,7 +41,7 @@ demo: setup ## train a small network in a pipeline, now
 	cargo run --locked --release --bin distgpipe -- demo
 
 test: setup ## all tests, and a short run of the fuzz targets
-	cargo test --locked --workspace
+	cargo test --locked --workspace --no-fail-fast
 	scripts/fuzz-smoke.sh
 
 fuzz-smoke: tools ## only the short run of the fuzz targets

@@ -18,11 +18,11 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+/// Worker processes that complain to nobody: what they say of the failures they are told to have is no news, and would
+/// hide the one that is.
 fn processes() -> Workers {
-    Workers::Processes(WorkerProgram {
-        program: PathBuf::from(env!("CARGO_BIN_EXE_distgpipe")),
-        arguments: vec!["worker".to_owned(), "--child".to_owned()],
-    })
+    let quietly = ["-c", r#"exec "$0" "$@" 2>/dev/null"#, env!("CARGO_BIN_EXE_distgpipe"), "worker", "--child"];
+    Workers::Processes(WorkerProgram { program: PathBuf::from("sh"), arguments: quietly.map(str::to_owned).to_vec() })
 }
 
 /// Tests here look at all children of this process, so they run one at a time.
@@ -32,15 +32,28 @@ fn alone() -> std::sync::MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(|e| e.into_inner())
 }
 
+/// The number of each process or thread in such a folder of /proc, its state, and its parent's number.
+fn tasks(folder: &str) -> Vec<(u32, String, String)> {
+    let all = std::fs::read_dir(folder).expect(folder).flatten();
+    let numbers = all.filter_map(|entry| entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
+    let task = |number: u32| {
+        let stat = std::fs::read_to_string(format!("{folder}/{number}/stat")).ok()?;
+        // After the name in brackets.
+        let mut words = stat.rsplit(')').next()?.split_whitespace().map(str::to_owned);
+        Some((number, words.next()?, words.next()?))
+    };
+    numbers.filter_map(task).collect()
+}
+
 /// Processes whose parent is this one, zombies included.
 fn children() -> Vec<u32> {
     let me = std::process::id().to_string();
-    let stat = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
-    let all = std::fs::read_dir("/proc").expect("/proc").flatten();
-    let pids = all.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse::<u32>().ok()));
-    // After the name in brackets: state, parent.
-    let parent = |s: &str| s.rsplit(')').next().and_then(|r| r.split_whitespace().nth(1).map(str::to_owned));
-    pids.filter(|&pid| stat(pid).and_then(|s| parent(&s)).is_some_and(|p| p == me)).collect()
+    tasks("/proc").into_iter().filter(|(_, _, parent)| *parent == me).map(|(number, ..)| number).collect()
+}
+
+/// The states of a process's threads.
+fn threads_of(process: u32) -> Vec<String> {
+    tasks(&format!("/proc/{process}/task")).into_iter().map(|(_, state, _)| state).collect()
 }
 
 #[test]
@@ -130,6 +143,12 @@ fn a_worker_process_that_is_stopped_is_given_up() {
     assert_eq!(server.len(), 1);
     let stopped = std::process::Command::new("kill").args(["-STOP", &server[0].to_string()]).status().expect("kill");
     assert!(stopped.success());
+    // The signal is on its way when `kill` returns; on a busy machine a step is over before it is there.
+    let patience = Instant::now();
+    while !threads_of(server[0]).iter().all(|state| state == "T") {
+        assert!(patience.elapsed() <= BOUND, "the process does not stop: {:?}", threads_of(server[0]));
+        std::thread::yield_now();
+    }
     let start = Instant::now();
     let failure = match pipeline.train_step(&batch()) {
         Err(StepError::Failed(failure)) => failure,

@@ -4,7 +4,7 @@
 use crate::deferred_batch_norm::NormTensors;
 use crate::failure::Fault;
 use crate::layer::{Context, Init, Own, Role, SampleShape, ShapeError, TensorSpec};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// A 2-D convolution, padded with zeros so that stride 1 keeps the size.
 #[derive(Clone, Debug)]
@@ -50,7 +50,14 @@ impl Conv2d {
     pub fn forward(&self, own: &mut Own<'_>, x: &Tensor) -> Result<Tensor, Fault> {
         let weight = own.next();
         let bias = self.bias.then(|| own.next());
-        Ok(x.f_conv2d(weight, bias, self.stride, self.padding(), [1, 1], self.groups)?)
+        let convolve = |x: &Tensor, stride| x.f_conv2d(weight, bias, stride, self.padding(), [1, 1], self.groups);
+        let [down, across] = self.stride;
+        // On processors with AVX2 and no AVX-512, the gradient of such a weight is written past its room by oneDNN
+        // (its issue 6035, open in libtorch 2.11.0). Picking the pixels first is the same sum.
+        if self.kernel == [1, 1] && down.max(across) > 1 && self.from < 8 && x.device() == Device::Cpu {
+            return Ok(convolve(&x.f_slice(2, None, None, down)?.f_slice(3, None, None, across)?, [1, 1])?);
+        }
+        Ok(convolve(x, self.stride)?)
     }
 
     /// The shape it makes of `[channels, height, width]`.

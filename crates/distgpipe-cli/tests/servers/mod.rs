@@ -21,6 +21,7 @@ impl Servers {
                 .args(["worker", "--listen", "127.0.0.1:0"])
                 .env("DISTGPIPE_TOKEN", TOKEN)
                 .stdout(Stdio::piped())
+                .stderr(Stdio::null())
                 .spawn()
                 .expect("the worker starts");
             let mut line = String::new();
