@@ -143,6 +143,8 @@ fn check_cuts(subjects: Vec<Subject>, workers: impl Fn(usize) -> Workers) {
 
 /// Ten steps of training have the losses of one device.
 pub fn check_ten_steps(workers: impl Fn(usize) -> Workers) {
+    // Batch norm over three rows of one pixel makes the small AmoebaNet-D chaotic; larger steps end in NaN on some processors.
+    const RATE: f64 = 0.002;
     for subject in subjects() {
         let mut device = OneDevice::new(&subject, SEED);
         let mut memory = BTreeMap::new();
@@ -152,7 +154,7 @@ pub fn check_ten_steps(workers: impl Fn(usize) -> Workers) {
             .schedule(Schedule::OneFOneB)
             .recompute(Recompute::ExceptLast)
             .loss(subject.loss)
-            .optimizer(Optim::sgd(0.9), 0.02)
+            .optimizer(Optim::sgd(0.9), RATE)
             .seed(SEED)
             .workers(workers(2))
             .build()
@@ -160,7 +162,7 @@ pub fn check_ten_steps(workers: impl Fn(usize) -> Workers) {
         for step in 0..10 {
             let batch = subject.batch(10, 100 + step % 3);
             let (expected, gradients) = device.gradients(&batch, 3, Schedule::OneFOneB);
-            device.sgd(&gradients, &mut memory, 0.02);
+            device.sgd(&gradients, &mut memory, RATE);
             let got = pipeline.train_step(&batch).unwrap().loss;
             let tolerance = 1e-6 * expected.abs().max(1e-3);
             // Evaluating and looking at gradients in between must change nothing.
