@@ -30,6 +30,7 @@ NAMES = [
     "torchgpipe-never",
     "pipelining-gpipe",
     "pipelining-1f1b",
+    "data-parallel",
 ]
 # Layers in the first of two partitions, of 23; bench/README.md says why 4.
 PIPELINING_CUT = 4
@@ -108,26 +109,52 @@ def torchgpipe(options, checkpoint):
     return timed(training_step(pipeline, options), options), [peak_rss_bytes()], balance
 
 
-def pipelining(options, schedule):
-    """torch.distributed.pipelining: a process per partition, Gloo between them. A step counts until both have finished it."""
+def in_two_processes(rank_of, options, *arguments):
+    """Both ranks of something, Gloo between them. A step counts until both have finished it."""
     import torch.multiprocessing as multiprocessing
 
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=pipelining_rank, args=(rank, options, schedule, os.path.join(folder, "meet"), results)) for rank in range(2)]
+        meeting_file = os.path.join(folder, "meet")
+        ranks = [context.Process(target=rank_of, args=(rank, options, meeting_file, results, *arguments)) for rank in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()
     if any(process.exitcode for process in ranks):
-        sys.exit(f"pipelining: the ranks ended with {[process.exitcode for process in ranks]}")
+        sys.exit(f"the ranks ended with {[process.exitcode for process in ranks]}")
     by_rank = dict(results.get() for _ in ranks)
     times = [max(pair) for pair in zip(by_rank[0]["times"], by_rank[1]["times"])]
     return times, [by_rank[rank]["peak"] for rank in range(2)], by_rank[0]["balance"]
 
 
-def pipelining_rank(rank, options, schedule, meeting_file, results):
+def data_parallel_rank(rank, options, meeting_file, results):
+    """DistributedDataParallel: each process has the model and half of the batch, without micro-batches."""
+    import torch
+    import torch.distributed as distributed
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(options.threads)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=2)
+    model = layers()
+    balance = [len(model)]
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    x, labels = (part.chunk(2)[rank] for part in batch_of(options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def step():
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+        distributed.barrier()
+
+    results.put((rank, {"times": timed(step, options), "peak": peak_rss_bytes(), "balance": balance}))
+    distributed.destroy_process_group()
+
+
+def pipelining_rank(rank, options, meeting_file, results, schedule):
+    """torch.distributed.pipelining: a process per partition."""
     import torch
     import torch.distributed as distributed
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -169,8 +196,10 @@ def measure(name, options):
         times, peaks, balance = one_process(options)
     elif name.startswith("torchgpipe-"):
         times, peaks, balance = torchgpipe(options, name[len("torchgpipe-"):])
+    elif name == "data-parallel":
+        times, peaks, balance = in_two_processes(data_parallel_rank, options)
     else:
-        times, peaks, balance = pipelining(options, name[len("pipelining-"):])
+        times, peaks, balance = in_two_processes(pipelining_rank, options, name[len("pipelining-"):])
     return {
         "name": name,
         "samples_per_s_median": options.batch / statistics.median(times),

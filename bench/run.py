@@ -36,6 +36,8 @@ OURS = {
     "ours, 2 threads, gpipe, always": "--place a,b --auto-balance 2 --chunks 4 --schedule gpipe --recompute always",
     "ours, 2 processes, 1f1b, never": "--place a,b --auto-balance 2 --chunks 4 --schedule 1f1b --recompute never --workers processes",
     "ours, 2 processes, gpipe, always": "--place a,b --auto-balance 2 --chunks 4 --schedule gpipe --recompute always --workers processes",
+    "ours, 2 replicas, threads": "--place a --replicas 2 --chunks 1",
+    "ours, 2 replicas, processes": "--place a --replicas 2 --chunks 1 --workers processes",
 }
 PEERS = {
     "PyTorch, one process, 1 thread": "--only one-process --threads 1",
@@ -44,6 +46,7 @@ PEERS = {
     "torchgpipe, except_last, 2 threads": "--only torchgpipe-except_last --threads 2",
     "torchgpipe, always": "--only torchgpipe-always --threads 1",
     "torch pipelining, 1F1B": "--only pipelining-1f1b --threads 1",
+    "torch DistributedDataParallel": "--only data-parallel --threads 1",
 }
 RATIOS = [
     # what, the figure, the figure it is compared with, at least
@@ -51,6 +54,9 @@ RATIOS = [
     ("… with both cores for its operators", "ours, 2 threads, gpipe, except-last", "torchgpipe, except_last, 2 threads", None),
     ("1F1B, never, against torch pipelining's (threads)", "ours, 2 threads, 1f1b, never", "torch pipelining, 1F1B", 1.3),
     ("1F1B, never, against torch pipelining's (processes)", "ours, 2 processes, 1f1b, never", "torch pipelining, 1F1B", 1.3),
+    ("2 replicas against DistributedDataParallel (threads)", "ours, 2 replicas, threads", "torch DistributedDataParallel", None),
+    ("2 replicas against DistributedDataParallel (processes)", "ours, 2 replicas, processes", "torch DistributedDataParallel", None),
+    ("2 replicas against 1F1B, never, in 2 partitions (threads)", "ours, 2 replicas, threads", "ours, 2 threads, 1f1b, never", None),
     ("one worker against PyTorch, 1 thread", "ours, 1 worker, 1 micro-batch", "PyTorch, one process, 1 thread", None),
 ]
 

@@ -221,7 +221,11 @@ pub struct TrainFlags {
     #[arg(long, value_name = "FILE", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_file: Option<PathBuf>,
-    /// Micro-batches per batch
+    /// Data parallelism: so many replicas of all workers share each batch, and add up their gradients before each update
+    #[arg(long, value_name = "N", help_heading = "Pipeline")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<usize>,
+    /// Micro-batches per batch, in each replica
     #[arg(long, aliases = ["micro-batches", "chunk"], value_name = "N", help_heading = "Pipeline")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunks: Option<usize>,
@@ -420,6 +424,7 @@ impl TrainFlags {
             model: Some("mlp".to_owned()),
             data: Some(DataName::Digits),
             workers: Some("threads".to_owned()),
+            replicas: Some(1),
             chunks: Some(4),
             schedule: Some(Schedule::OneFOneB),
             recompute: Some(Recompute::Never),

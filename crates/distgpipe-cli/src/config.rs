@@ -17,6 +17,7 @@ use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
 use distgpipe::core::schedule::{check, Plan};
 use distgpipe::data::{Loader, Pass};
+use distgpipe::job::REPLICAS_MAX;
 use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
@@ -97,15 +98,24 @@ impl RunConfig {
             let balance = models::cut(&model, text).map_err(|e| usage(format!("--cut: {e}")))?;
             flags.place = placement(balance.partitions()).map(str::to_owned);
         }
+        let replicas = flags.replicas.unwrap_or(1);
+        if !(1..=REPLICAS_MAX).contains(&replicas) {
+            return Err(usage(format!("--replicas {replicas}: expected 1 to {REPLICAS_MAX}")));
+        }
         let micro_batches = plan.as_ref().map_or(flags.chunks.unwrap_or(1), Plan::micro_batches);
         let (train, test, loss) = loaders(&flags, &model)?;
         let batch = flags.batch.unwrap_or_default();
-        if MicroBatches::split(batch, micro_batches).is_err() {
+        let needed = micro_batches.saturating_mul(replicas);
+        if MicroBatches::split(batch, needed).is_err() {
             let source = if plan.is_some() { "--plan has" } else { "--chunks asks for" };
+            let (each, fewer) = match replicas {
+                1 => (String::new(), String::new()),
+                _ => (format!(" in each of {replicas} replicas"), " or fewer --replicas".to_owned()),
+            };
             return Err(usage(format!(
-                "--batch {batch}: {source} {micro_batches} micro-batches, and each needs a row: use --batch \
-                 {micro_batches} or more, or between 1 and {} micro-batches",
-                batch.max(1)
+                "--batch {batch}: {source} {micro_batches} micro-batches{each}, and each needs a row: use --batch \
+                 {needed} or more, or between 1 and {} micro-batches{fewer}",
+                (batch / replicas).max(1)
             )));
         }
         let placement = flags.place.as_deref().map(str::parse::<Placement>).transpose();
@@ -117,7 +127,7 @@ impl RunConfig {
             Cut::Measured(partitions) => *partitions,
         };
         let worker_count = placement.as_ref().map_or(partitions, Placement::workers);
-        let workers = workers(&flags, worker_count)?;
+        let workers = workers(&flags, worker_count.saturating_mul(replicas))?;
         if flags.threads == Some(0) {
             return Err(usage("--threads 0: a worker needs at least 1"));
         }
@@ -203,6 +213,7 @@ impl RunConfig {
     fn builder(&self) -> anyhow::Result<Builder> {
         let flags = &self.flags;
         let mut builder = Pipeline::builder(self.model.clone())
+            .replicas(flags.replicas.unwrap_or(1))
             .micro_batches(flags.chunks.unwrap_or(1))
             .schedule(flags.schedule.unwrap_or_default())
             .recompute(flags.recompute.unwrap_or_default())
@@ -229,7 +240,8 @@ impl RunConfig {
             Cut::Measured(partitions) => {
                 // As large as a micro-batch will be.
                 let micro_batches = self.plan.as_ref().map_or(flags.chunks.unwrap_or(1), Plan::micro_batches);
-                let rows = (flags.batch.unwrap_or(1) / micro_batches.max(1)).max(1);
+                let all = micro_batches.saturating_mul(flags.replicas.unwrap_or(1)).max(1);
+                let rows = (flags.batch.unwrap_or(1) / all).max(1);
                 let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
                 let sample = self.train.data().batch(&rows, Pass::new(flags.seed.unwrap_or_default(), 0))?;
                 let Judging { by, memory_limit_bytes, link } = self.judging;
@@ -368,12 +380,13 @@ fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
     }
     if count == 1 {
         return Err(usage(
-            "--workers: there is one partition, and it is this process's: cut the model with --partitions or --balance",
+            "--workers: there is one partition, and it is this process's: cut the model with --partitions or --balance, or \
+             have --replicas of it",
         ));
     }
     if addresses.len() + 1 != count {
         return Err(usage(format!(
-            "--workers: expected {} address(es) for {count} workers, since the first is this process; got {}: see --place",
+            "--workers: expected {} address(es) for {count} workers, since the first is this process; got {}: see --place and --replicas",
             count.saturating_sub(1),
             addresses.len()
         )));

@@ -50,8 +50,6 @@ struct Written {
     title: String,
     table: String,
     method: Method,
-    replicas: Option<usize>,
-    beside: Option<String>,
     starts_from: Option<String>,
     #[serde(default)]
     differs: Vec<String>,
@@ -70,17 +68,13 @@ pub struct Recipe {
     pub table: String,
     /// How the work is spread.
     pub method: Method,
-    /// Of a data-parallel experiment.
-    pub replicas: Option<usize>,
-    /// The pipeline's row beside a data-parallel one, if there is any.
-    pub beside: Option<String>,
     /// The weights that the run of the row presumably started from, in words; the user has to bring them.
     pub starts_from: Option<String>,
     /// What is not as in the seed, whoever runs it.
     pub differs: Vec<String>,
     /// The row.
     pub seed: Seed,
-    /// The experiment as flags of `distgpipe train`; of one replica, if it is data-parallel.
+    /// The experiment as flags of `distgpipe train`.
     pub run: TrainFlags,
 }
 
@@ -94,8 +88,6 @@ impl Recipe {
             title: written.title,
             table: written.table,
             method: written.method,
-            replicas: written.replicas,
-            beside: written.beside,
             starts_from: written.starts_from,
             differs: written.differs,
             seed: written.seed,
@@ -215,10 +207,7 @@ mod tests {
             let other = |other: &Option<String>| {
                 other.as_ref().map(|other| recipes.iter().find(|r| r.name == *other).expect("a recipe's name"))
             };
-            if let Some(beside) = other(&recipe.beside) {
-                assert_eq!(beside.method, Method::Pipeline, "{name}");
-            }
-            assert_eq!(recipe.replicas.is_some(), recipe.method == Method::DataParallel, "{name}");
+            assert_eq!(recipe.run.replicas.is_some(), recipe.method == Method::DataParallel, "{name}");
             if let Some(first) = other(&recipe.seed.speed_up_to) {
                 assert_eq!(first.seed.speed_up, Some(1.0), "{name}");
                 // The seeds round to two or three figures.

@@ -90,6 +90,34 @@ fn a_run_that_is_killed_again_and_again_learns_what_one_learns_that_is_not() {
     assert!(newest(&killed) == newest(&whole), "the models differ");
 }
 
+/// Stopped in the middle of an epoch; the number of replicas is its own unless it is told another.
+#[test]
+fn a_run_of_replicas_goes_on_with_as_many_or_others() {
+    let folder = directory("replicas");
+    let run = |saved: &str, more: &[&str]| {
+        let (saved, log) = (folder.join(saved), folder.join(format!("{saved}-log")));
+        let to = ["--checkpoint", saved.to_str().unwrap(), "--log", log.to_str().unwrap()];
+        let (output, said) = train(&[&to[..], more].concat());
+        assert!(output.status.success(), "{more:?}: {said}");
+        (losses(&log), said)
+    };
+    let with = |more: &'static [&str]| [&RUN[..], &["--replicas", "2"], more].concat();
+    let (whole, said) = run("whole", &with(&[]));
+    assert!(said.contains("on client,server,client, in 2 replicas"), "{said}");
+    for (saved, more) in [("same", &["--workers", "processes"][..]), ("other", &["--replicas", "3"])] {
+        // Where the whole run saves too, since codecs forget there.
+        run(saved, &with(&["--steps", "6"]));
+        let (losses, _) = run(saved, &[&["--resume", "--steps", "33"], more].concat());
+        assert_eq!(losses.len(), whole.len());
+        for (step, bits) in losses {
+            let (got, expected) = (f64::from_bits(bits), f64::from_bits(whole[&step]));
+            // With others even the micro-batches that a codec sees are not the same.
+            let tolerance = if saved == "same" { 0.0 } else { 0.05 };
+            assert!((got - expected).abs() <= tolerance * expected, "{saved} step {step}: {got} {expected}");
+        }
+    }
+}
+
 #[test]
 fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
     let folder = directory("flags");

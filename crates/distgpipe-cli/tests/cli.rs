@@ -55,7 +55,7 @@ fn help_teaches_every_command() {
         assert!(fine(&[command, "--help"]).contains("Examples:"), "{command}");
     }
     let train = fine(&["train", "--help"]);
-    assert!(train.contains("Micro-batches per batch [default: 4]"), "{train}");
+    assert!(train.contains("Micro-batches per batch, in each replica [default: 4]"), "{train}");
     assert!(!train.contains("--faults"), "{train}");
 }
 
@@ -63,6 +63,16 @@ fn help_teaches_every_command() {
 fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
     let cases: &[(&[&str], &[&str])] = &[
         (&["train", "--batch", "4", "--chunks", "8"], &["--batch 4", "use --batch 8 or more"]),
+        (&["train", "--replicas", "0"], &["--replicas 0", "expected 1 to 4096"]),
+        (
+            &["train", "--replicas", "3", "--batch", "11"],
+            &["--batch 11", "4 micro-batches in each of 3 replicas", "use --batch 12 or more", "1 and 3 micro-batches"],
+        ),
+        (
+            &["train", "--replicas", "2", "--partitions", "2", "--workers", "h:1"],
+            &["expected 3 address(es) for 4 workers", "--replicas"],
+        ),
+        (&["train", "--workers", "h:1"], &["--workers", "one partition", "--replicas"]),
         (&["train", "--balance", "1,2"], &["--balance", "use for example 2,2"]),
         (&["train", "--balance", "1,3", "--place", "a,b,a"], &["--balance makes 2", "--place names workers for 3"]),
         (&["train", "--partitions", "9"], &["--partitions", "use fewer partitions"]),

@@ -10,7 +10,7 @@ use distgpipe::core::WorkerId;
 use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{Batch, Pipeline, StepError, WorkerProgram, Workers};
-use mishaps::{actions, assert_named, batch, plan, run_until_failure, BOUND, SILENCE_S};
+use mishaps::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S};
 use servers::Servers;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -65,6 +65,24 @@ fn a_worker_process_that_is_killed_panics_or_errs_is_named_and_nothing_is_left()
         let scenario = format!("{worker}:{fault}@{action}");
         let phase = (fault != "kill").then_some(action);
         assert_named(run_until_failure(processes(), &scenario), &scenario, &worker, phase);
+        assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+    }
+}
+
+/// Three processes beside the first worker, linked in pipelines and in rings.
+#[test]
+fn a_replica_process_that_fails_is_named_and_nothing_is_left() {
+    let _alone = alone();
+    for scenario in ["server/1:kill@1F1", "client/1:kill@0B2", "server/0:hang@1B0", "client/1:panic@2F1"] {
+        let (who, action) = (scenario.split(':').next().expect("a name"), scenario.rsplit('@').next());
+        let phase = action.filter(|_| !scenario.contains("kill")).map(|a| a.parse().expect("an action"));
+        assert_named(run_replicas_until_failure(processes(), scenario), scenario, who, phase);
+        assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
+    }
+    for scenario in ["server/1>server/0:stall@1", "client/0>client/1:cut@4", "client/1>client/0:corrupt@3"] {
+        let (failure, took) = run_replicas_until_failure(processes(), scenario);
+        assert!(failure.worker.contains("server/") || failure.worker.contains("client/"), "{scenario}: {failure}");
+        assert!(took <= BOUND + Duration::from_secs_f64(SILENCE_S), "{scenario}: took {took:?}: {failure}");
         assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
     }
 }

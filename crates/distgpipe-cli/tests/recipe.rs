@@ -71,16 +71,23 @@ fn a_name_that_is_none_suggests_the_nearest() {
 }
 
 #[test]
-fn a_data_parallel_row_is_refused_with_what_there_is_instead() {
-    let said = refused(&["recipe", "run", "cifar10-mobilenet-data-parallel-2"]);
-    for part in [
-        "data parallelism is not there yet",
-        "2 replicas with 32 rows each",
-        "the pipeline row beside it is `cifar10-mobilenet-pipeline-2`",
-        "`distgpipe train --model mobilenet_v2",
-    ] {
-        assert!(said.contains(part), "{part} is not in: {said}");
-    }
+fn a_data_parallel_row_has_the_times_of_a_batch() {
+    let small = ["--set", "image=32", "--data", "synthetic", "--samples", "96", "--batch", "12", "--device", "cpu"];
+    let run = json(
+        &[&["recipe", "run", "time-mobilenet-sgd-3", "--lr", "1e-5", "--epochs", "1", "--json"], &small[..]].concat(),
+    );
+    assert_eq!(run["run"]["replicas"], 3);
+    let names: Vec<&str> =
+        run["run"]["workers"].as_array().unwrap().iter().map(|w| w["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["w0/0", "w0/1", "w0/2"]);
+    let value = |metric: &str| {
+        let lines = run["beside"].as_array().unwrap();
+        let line = lines.iter().find(|line| line["metric"] == metric).unwrap_or_else(|| panic!("{metric}: {lines:?}"));
+        assert!(line["seed"].as_str().is_some(), "{line}");
+        line["value"].as_f64().unwrap_or_else(|| panic!("{line}"))
+    };
+    let (batch, moving, backward) = (value("batch_time"), value("transfer_time"), value("backward_time"));
+    assert!(moving > 0.0 && backward > 0.0 && moving + backward < batch, "{moving} {backward} {batch}");
 }
 
 #[test]

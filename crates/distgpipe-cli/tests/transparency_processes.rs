@@ -6,6 +6,8 @@ mod coded;
 mod matrix;
 #[path = "../../distgpipe/tests/one_device/mod.rs"]
 mod one_device;
+#[path = "../../distgpipe/tests/one_device/replicas.rs"]
+mod replicas;
 mod servers;
 
 use distgpipe::Workers;
@@ -63,6 +65,12 @@ fn every_model_in_bf16_may_be_cut_after_any_layer_between_processes() {
 fn ten_steps_between_processes_have_the_losses_of_one_device() {
     let servers = Servers::start(1);
     matrix::check_ten_steps(|_| -> Workers { servers.first(1) });
+}
+
+#[test]
+fn two_replicas_in_processes_are_two_devices_that_add_up_their_gradients() {
+    let servers = Servers::start(3);
+    replicas::check_two(|workers| servers.first(workers - 1));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::loss::Loss;
 use crate::metrics::ClassCounts;
 use crate::model::Recipe;
 use crate::optim::Optim;
+use crate::roster::Roster;
 use crate::trace::{PhaseTimes, Span};
 use crate::transport::{Timeouts, Traffic};
 use crate::update::{After, Exact};
@@ -25,8 +26,10 @@ pub struct Job {
     pub recipe: Option<Recipe>,
     /// Which layers run together.
     pub balance: Balance,
-    /// The training plan, as text.
+    /// The training plan of each replica, as text.
     pub plan: String,
+    /// How many replicas of the plan's workers there are.
+    pub replicas: usize,
     /// Of weights and dropout.
     pub seed: u64,
     /// How parameters are stepped.
@@ -54,8 +57,8 @@ pub struct Job {
 }
 
 impl Job {
-    /// The plan, if it and everything else that a peer may have sent wrongly is sound.
-    pub fn checked_plan(&self) -> Result<Plan, Fault> {
+    /// The members and their plan, if they and everything else that a peer may have sent wrongly are sound.
+    pub fn roster(&self) -> Result<Roster, Fault> {
         let plan: Plan = self.plan.parse().map_err(|e| Fault::protocol("a plan", format!("{e}")))?;
         check(&plan).map_err(|e| Fault::protocol("a sound plan", e.to_string()))?;
         if plan.mode() != Mode::Train {
@@ -69,7 +72,10 @@ impl Job {
         if !(1..=THREADS_MAX).contains(&self.threads) {
             return Err(Fault::protocol(format!("1 to {THREADS_MAX} threads"), self.threads.to_string()));
         }
-        Ok(plan)
+        if !(1..=REPLICAS_MAX).contains(&self.replicas) {
+            return Err(Fault::protocol(format!("1 to {REPLICAS_MAX} replicas"), self.replicas.to_string()));
+        }
+        Ok(Roster::new(plan, self.replicas))
     }
 }
 
@@ -82,6 +88,9 @@ pub fn forward_plan(plan: &Plan, micro_batches: usize) -> Result<Plan, ScheduleE
 
 /// More threads than any machine has cores; libtorch's pool ends the process at absurd numbers.
 pub const THREADS_MAX: usize = 1024;
+
+/// More replicas than batches have rows.
+pub const REPLICAS_MAX: usize = 4096;
 
 /// What a step is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,9 +115,13 @@ pub struct Step {
     pub learned: u64,
     /// What it is for.
     pub purpose: Purpose,
-    /// Rows of the batch.
+    /// Rows of the batch, over all replicas.
     pub rows: usize,
-    /// Into how many micro-batches they are cut.
+    /// Into how many micro-batches they are cut, over all replicas.
+    pub all_micro_batches: usize,
+    /// The first of them that is this replica's.
+    pub first: usize,
+    /// How many from there on are.
     pub micro_batches: usize,
     /// How many batches make the update; each counts for as much.
     pub batches: u64,
@@ -142,6 +155,8 @@ pub enum Which {
 pub enum Command {
     /// Run a step; answered by a [`StepReport`].
     Step(Step),
+    /// Sit out a step that has no rows for this replica; answered by a [`StepReport`].
+    Rest,
     /// Move the parameters by the gradients that the last step left and reported the norms of ([`After::Norms`]);
     /// answered by a [`StepReport`] of what that took.
     Update {

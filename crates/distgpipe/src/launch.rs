@@ -7,6 +7,7 @@ use crate::job::Job;
 use crate::link::{self, Credentials, Delivery, Peer, Token};
 use crate::mailbox::Mailbox;
 use crate::model::Model;
+use crate::roster::Roster;
 use crate::status::Status;
 use crate::transport::faulty::Scenario;
 use crate::transport::memory::Memory;
@@ -14,7 +15,6 @@ use crate::transport::recoded::{self, Recoded};
 use crate::transport::tcp::{join_until, Connection, Options};
 use crate::transport::{Counters, Outgoing};
 use crate::worker::{meter, Worker};
-use distgpipe_core::schedule::Plan;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
@@ -87,12 +87,12 @@ pub struct Team {
 }
 
 /// Starts the workers of a job.
-pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result<Team, Failure> {
+pub fn start(job: &Job, roster: &Arc<Roster>, model: &Model, workers: &Workers) -> Result<Team, Failure> {
     engine::start();
-    let count = plan.placement().workers();
     let fate = Fate::default();
-    let mailbox = Mailbox::new(fate.clone(), count * 4 + plan.micro_batches() + 64);
-    let statuses = (0..count).map(|_| Arc::new(Status::default())).collect();
+    let outputs = roster.replicas() * roster.plan().micro_batches();
+    let mailbox = Mailbox::new(fate.clone(), roster.size() * 4 + outputs + 64);
+    let statuses = roster.members().map(|_| Arc::new(Status::default())).collect();
     let mut team = Team {
         mailbox,
         ports: BTreeMap::new(),
@@ -103,7 +103,7 @@ pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result
         children: vec![],
     };
     // On failure the team is dropped, which ends whatever has started.
-    match team.assemble(job, plan, model, workers) {
+    match team.assemble(job, roster, model, workers) {
         Ok(()) => Ok(team),
         Err(failure) => Err(team.fate.fail(failure)),
     }
@@ -112,7 +112,7 @@ pub fn start(job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result
 /// What all steps of starting share.
 struct Assembly<'a> {
     job: Job,
-    plan: &'a Plan,
+    roster: &'a Arc<Roster>,
     model: &'a Model,
     /// The workers that are threads of this process.
     locals: BTreeMap<WorkerId, Local>,
@@ -128,8 +128,8 @@ struct Local {
 }
 
 impl Assembly<'_> {
-    fn name(&self, worker: WorkerId) -> &str {
-        self.plan.placement().name(worker)
+    fn name(&self, worker: WorkerId) -> String {
+        self.roster.name(worker)
     }
 
     /// The way from one worker of this process to another.
@@ -137,11 +137,12 @@ impl Assembly<'_> {
         let (sender, receiver) = (&self.locals[&from], &self.locals[&to]);
         let (counters, received) = (sender.counters[&to].clone(), receiver.counters[&from].clone());
         let mailbox = receiver.mailbox.clone();
-        let link: Box<dyn Outgoing> = if self.job.codecs.encode_between(self.plan, from, to) {
+        let encodes = |(from, to)| self.job.codecs.encode_between(self.roster.plan(), from, to);
+        let link: Box<dyn Outgoing> = if self.roster.roles_within(from, to).is_some_and(encodes) {
             Box::new(Recoded::start(recoded::Options {
-                here: self.name(from).to_owned(),
+                here: self.name(from),
                 to: mailbox,
-                queue: link::queue_capacity(self.plan, from, to),
+                queue: self.roster.queue_capacity(from, to),
                 meter: meter(to),
                 encoder: Encoder::new(sender.coding.clone(), counters.clone()),
                 decoder: Decoder::new(receiver.coding.clone(), received),
@@ -151,7 +152,7 @@ impl Assembly<'_> {
         } else {
             Box::new(Memory::new(mailbox, counters.clone()))
         };
-        Ok((self.scenario.wrap(self.name(from), self.name(to), fate, link), counters))
+        Ok((self.scenario.wrap(&self.name(from), &self.name(to), fate, link), counters))
     }
 
     /// Dials every remote worker, then sends every job: peers find each other only once all have theirs.
@@ -163,7 +164,7 @@ impl Assembly<'_> {
     ) -> Result<Vec<std::net::TcpStream>, Failure> {
         let limit = self.job.timeouts.connect();
         let at = |worker: WorkerId| {
-            let name = self.plan.placement().name(worker).to_owned();
+            let name = self.name(worker);
             move |fault| Failure::new(name, "joining the run", fault)
         };
         let mut streams = Vec::new();
@@ -180,11 +181,11 @@ impl Assembly<'_> {
 }
 
 impl Team {
-    fn assemble(&mut self, job: &Job, plan: &Plan, model: &Model, workers: &Workers) -> Result<(), Failure> {
+    fn assemble(&mut self, job: &Job, roster: &Arc<Roster>, model: &Model, workers: &Workers) -> Result<(), Failure> {
         let driver = |phase: &'static str| move |fault| Failure::new("the driver", phase, fault);
         let remote: Vec<WorkerId> = match workers {
             Workers::Threads => Vec::new(),
-            _ => plan.placement().worker_ids().skip(1).collect(),
+            _ => roster.members().skip(1).collect(),
         };
         let mut job = job.clone();
         let (addresses, token) = match workers {
@@ -193,7 +194,7 @@ impl Team {
                 let token = Token::random().map_err(driver("starting worker processes"))?;
                 let mut addresses = Vec::new();
                 for &worker in &remote {
-                    let name = plan.placement().name(worker);
+                    let name = roster.name(worker);
                     let address = self.spawn(program, &token, job.timeouts.connect());
                     addresses.push(address.map_err(|fault| Failure::new(name, "starting its process", fault))?);
                 }
@@ -205,28 +206,28 @@ impl Team {
             let expected = format!("{} worker addresses (worker 0 is this process)", remote.len());
             return Err(driver("starting workers")(Fault::protocol(expected, addresses.len().to_string())));
         }
-        job.addresses = std::iter::repeat_n(None, plan.placement().workers() - remote.len())
+        job.addresses = std::iter::repeat_n(None, roster.size() - remote.len())
             .chain(addresses.iter().cloned().map(Some))
             .collect();
 
         let local = |worker: WorkerId| Local {
-            mailbox: Mailbox::new(self.fate.clone(), link::mailbox_capacity(plan, worker)),
-            coding: Coding::new(&Job { worker, ..job.clone() }, plan),
-            counters: plan.placement().worker_ids().map(|other| (other, Counters::default())).collect(),
+            mailbox: Mailbox::new(self.fate.clone(), roster.mailbox_capacity(worker)),
+            coding: Coding::new(&Job { worker, ..job.clone() }, roster.plan()),
+            counters: roster.members().map(|other| (other, Counters::default())).collect(),
         };
         let locals: BTreeMap<WorkerId, Local> =
-            plan.placement().worker_ids().filter(|w| !remote.contains(w)).map(|w| (w, local(w))).collect();
+            roster.members().filter(|w| !remote.contains(w)).map(|w| (w, local(w))).collect();
         let scenario: Scenario = job
             .faults
             .parse()
             .map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
 
-        let assembly = Assembly { job, plan, model, locals, scenario };
+        let assembly = Assembly { job, roster, model, locals, scenario };
         if let Some(token) = token {
             let run = link::random().map_err(driver("starting"))?;
             let streams = assembly.dial_all(&remote, &addresses, &Credentials { run, token })?;
             for (&worker, stream) in remote.iter().zip(streams) {
-                let name = plan.placement().name(worker);
+                let name = roster.name(worker);
                 let connection = self.connect(&assembly, stream, worker);
                 let connection = connection.map_err(|fault| Failure::new(name, "connecting", fault))?;
                 // Kept at once, so that whatever fails after this is told to the worker.
@@ -254,23 +255,22 @@ impl Team {
         stream: std::net::TcpStream,
         worker: WorkerId,
     ) -> Result<Connection, Fault> {
-        let Assembly { job, plan, locals, scenario, .. } = assembly;
+        let Assembly { job, roster, locals, scenario, .. } = assembly;
         let delivery = Arc::new(Delivery {
-            plan: (*plan).clone(),
+            roster: (*roster).clone(),
             peer: Peer::Worker(worker),
             workers: locals.iter().map(|(&worker, local)| (worker, local.mailbox.clone())).collect(),
             driver: Some(self.mailbox.clone()),
         });
         let admission = delivery.clone();
-        let here = plan.placement().name(WorkerId(0)).to_owned();
-        let there = plan.placement().name(worker).to_owned();
+        let (here, there) = (roster.name(WorkerId(0)), roster.name(worker));
         let (scenario, fate, status) = (scenario.clone(), self.fate.clone(), self.statuses[worker.index()].clone());
         let options = Options {
             here: here.clone(),
             peer: there.clone(),
             fate: self.fate.clone(),
             timeouts: job.timeouts,
-            queue: link::queue_capacity(plan, WorkerId(0), worker),
+            queue: roster.queue_capacity(WorkerId(0), worker),
             meter: meter(WorkerId(0)),
             coding: locals[&WorkerId(0)].coding.clone(),
             heartbeat: Box::new(String::new),
@@ -287,10 +287,10 @@ impl Team {
     }
 
     fn start_thread(&self, assembly: &Assembly<'_>, worker: WorkerId, local: &Local) -> Result<JoinHandle<()>, Fault> {
-        let Assembly { job, plan, model, locals, .. } = assembly;
+        let Assembly { job, roster, model, locals, .. } = assembly;
         let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
         let mut links = Vec::new();
-        for other in plan.placement().worker_ids().filter(|&w| w != worker && link::linked(plan, worker, w)) {
+        for other in roster.members().filter(|&w| roster.linked(worker, w)) {
             if locals.contains_key(&other) {
                 let (port, counters) = assembly.link(worker, other, &self.fate)?;
                 ports.insert(other, port);

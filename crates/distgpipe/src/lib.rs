@@ -48,6 +48,8 @@ pub mod portal;
 pub mod profile;
 pub mod rate;
 pub mod recompute;
+pub mod ring;
+pub mod roster;
 pub mod serve;
 pub mod stage;
 pub mod status;

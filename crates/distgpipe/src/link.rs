@@ -3,8 +3,8 @@
 use crate::coding::Decoder;
 use crate::failure::{Fate, Fault, POLL};
 use crate::mailbox::{Mailbox, Message, Tag};
+use crate::roster::Roster;
 use crate::transport::tcp::{limits, read_frame, write_frame, Frame, Patience};
-use distgpipe_core::schedule::Plan;
 use distgpipe_core::wire::{Header, Hello, Kind, Refuse, Role, Welcome};
 use distgpipe_core::{PartitionId, WorkerId};
 use std::collections::BTreeMap;
@@ -14,24 +14,6 @@ use std::net::{TcpStream, ToSocketAddrs};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// How many messages beside those of the plan may be under way: commands, reports, state tensors.
-const SLACK: usize = 16;
-
-/// Room for everything a step may send to a worker.
-pub fn mailbox_capacity(plan: &Plan, worker: WorkerId) -> usize {
-    plan.receives(worker) + 2 * plan.micro_batches() + SLACK
-}
-
-/// Room for everything a step may send from one process to another.
-pub fn queue_capacity(plan: &Plan, from: WorkerId, to: WorkerId) -> usize {
-    plan.messages(from, to) + 3 * plan.micro_batches() + SLACK
-}
-
-/// Whether two workers exchange anything.
-pub fn linked(plan: &Plan, a: WorkerId, b: WorkerId) -> bool {
-    plan.messages(a, b) + plan.messages(b, a) > 0
-}
 
 /// The other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,8 +26,8 @@ pub enum Peer {
 
 /// Puts what a peer sends into the mailbox it is for, if that peer may send it.
 pub struct Delivery {
-    /// The plan, which says who sends what.
-    pub plan: Plan,
+    /// The members, and the plan, which says who sends what.
+    pub roster: Arc<Roster>,
     /// Who is at the other end.
     pub peer: Peer,
     /// The workers of this process.
@@ -71,27 +53,32 @@ impl Delivery {
 
     /// The mailbox that a message of this name is for, if the plan has such a message from this peer.
     fn mailbox_of(&self, kind: Kind, micro_batch: u32, from: u32, to: u32) -> Result<&Mailbox, Fault> {
-        let plan = &self.plan;
+        let (roster, plan) = (&self.roster, self.roster.plan());
         let partition = |p: u32| Some(PartitionId(p)).filter(|p| p.index() < plan.partitions());
         let worker_of = |p: PartitionId| plan.placement().worker_of(p);
         let last = PartitionId::new(plan.partitions() - 1);
         let timely = (micro_batch as usize) < plan.micro_batches();
-        let from_peer = |worker: WorkerId| match self.peer {
-            Peer::Driver => worker.index() == 0,
-            Peer::Worker(peer) => worker == peer,
+        let peer = match self.peer {
+            Peer::Driver => WorkerId(0),
+            Peer::Worker(peer) => peer,
         };
         let mailbox = match (kind, self.peer) {
             (Kind::Activation | Kind::Gradient, _) => partition(from).zip(partition(to)).and_then(|(from, to)| {
                 let edges = if kind == Kind::Activation { plan.out_edges(from) } else { plan.in_edges(from) };
-                let planned = timely && edges.contains(&to) && from_peer(worker_of(from));
-                self.workers.get(&worker_of(to)).filter(|_| planned)
+                let planned = timely && edges.contains(&to) && worker_of(from) == roster.role_of(peer);
+                let receiver = roster.member(roster.replica_of(peer), worker_of(to));
+                self.workers.get(&receiver).filter(|_| planned)
             }),
-            (Kind::Input, Peer::Driver) if timely && to == 0 => self.workers.get(&worker_of(PartitionId(0))),
-            (Kind::Target, Peer::Driver) if timely && to == last.0 => self.workers.get(&worker_of(last)),
+            (Kind::Share, _) if from == peer.0 && to == roster.next(peer).0 => self.workers.get(&WorkerId(to)),
+            // A process other than the driver's has one worker.
+            (Kind::Input, Peer::Driver) if timely && to == 0 => self.worker_with(PartitionId(0)),
+            (Kind::Target, Peer::Driver) if timely && to == last.0 => self.worker_with(last),
             (Kind::Command | Kind::State, Peer::Driver) => self.workers.get(&WorkerId(from)),
             (Kind::Ready | Kind::Report | Kind::State, Peer::Worker(peer)) if from == peer.0 => self.driver.as_ref(),
-            (Kind::Output, Peer::Worker(_)) if timely && from == last.0 && from_peer(worker_of(last)) => {
-                self.driver.as_ref()
+            (Kind::Output, Peer::Worker(peer)) if from == last.0 && worker_of(last) == roster.role_of(peer) => {
+                // Numbered over all replicas.
+                let timely = (micro_batch as usize) < roster.replicas() * plan.micro_batches();
+                self.driver.as_ref().filter(|_| timely)
             }
             _ => None,
         };
@@ -99,6 +86,12 @@ impl Delivery {
             let got = format!("{kind:?} of micro-batch {micro_batch} from {from} to {to}");
             Fault::protocol("a message that the plan has this peer send to this process", got)
         })
+    }
+
+    /// The worker of this process that runs a partition.
+    fn worker_with(&self, partition: PartitionId) -> Option<&Arc<Mailbox>> {
+        let role = self.roster.plan().placement().worker_of(partition);
+        self.workers.iter().find(|(&member, _)| self.roster.role_of(member) == role).map(|(_, mailbox)| mailbox)
     }
 }
 

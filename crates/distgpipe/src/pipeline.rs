@@ -14,6 +14,7 @@ use crate::mailbox::{Message, Tag};
 use crate::metrics::ClassCounts;
 use crate::model::Model;
 use crate::optim::Optim;
+use crate::roster::Roster;
 use crate::status::{blame, State};
 use crate::trace::Span;
 use crate::transport::{Timeouts, Traffic};
@@ -24,8 +25,9 @@ use distgpipe_core::microbatch::{MicroBatchError, MicroBatches};
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::wire::Kind;
-use distgpipe_core::{PartitionId, WorkerId};
+use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 use tch::Tensor;
 
@@ -133,13 +135,12 @@ impl StepOutcome {
     }
 
     /// What each link has carried since the run began: from, to, traffic.
-    pub fn links(&self, plan: &Plan) -> Vec<(String, String, Traffic)> {
-        let names: Vec<&str> = plan.placement().worker_ids().map(|w| plan.placement().name(w)).collect();
+    pub fn links(&self) -> Vec<(String, String, Traffic)> {
         let mut links = Vec::new();
         for worker in &self.workers {
             for (to, traffic) in &worker.report.links {
-                if let Some(to) = names.get(to.index()) {
-                    links.push((worker.name.clone(), (*to).to_owned(), traffic.clone()));
+                if let Some(to) = self.workers.get(to.index()) {
+                    links.push((worker.name.clone(), to.name.clone(), traffic.clone()));
                 }
             }
         }
@@ -155,7 +156,7 @@ impl StepOutcome {
 /// A model cut into partitions that run on workers.
 pub struct Pipeline {
     team: Team,
-    plan: Plan,
+    roster: Arc<Roster>,
     balance: Balance,
     auto_balanced: Option<Found>,
     model: Model,
@@ -187,9 +188,19 @@ impl Pipeline {
         Builder::new(model)
     }
 
-    /// The plan it trains by.
+    /// The plan it trains by; every replica has its own.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        self.roster.plan()
+    }
+
+    /// The workers: the plan's, once for each replica.
+    pub fn roster(&self) -> &Roster {
+        &self.roster
+    }
+
+    /// Into how many micro-batches a batch is cut to learn from, over all replicas; it needs as many rows.
+    pub fn micro_batches(&self) -> usize {
+        self.roster.replicas() * self.plan().micro_batches()
     }
 
     /// Which layers run together.
@@ -256,14 +267,13 @@ impl Pipeline {
     /// Forward and backward with one of the batches that make an update, and the update after the last of them. The
     /// gradient is the mean over the batches.
     pub fn train_part(&mut self, batch: &Batch, part: Part) -> Result<StepOutcome, StepError> {
-        self.run(batch, Purpose::Train, self.plan.micro_batches(), part).map(|(outcome, _)| outcome)
+        self.run(batch, Purpose::Train, part).map(|(outcome, _)| outcome)
     }
 
-    /// Loss and score of one batch, without learning. A batch with fewer rows than the plan has micro-batches is cut
-    /// into as many as it has rows.
+    /// Loss and score of one batch, without learning. A batch with too few rows for all micro-batches of all replicas is
+    /// cut into fewer, and one with fewer rows than replicas is left to the first of them.
     pub fn evaluate(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
-        let micro_batches = self.plan.micro_batches().min(batch.rows());
-        self.run(batch, Purpose::Evaluate, micro_batches, Part::WHOLE).map(|(outcome, _)| outcome)
+        self.run(batch, Purpose::Evaluate, Part::WHOLE).map(|(outcome, _)| outcome)
     }
 
     /// The model's output for one batch of inputs, as in evaluation.
@@ -271,14 +281,13 @@ impl Pipeline {
         let rows = inputs.first().and_then(|t| t.size().first().copied()).unwrap_or(0);
         let target = Tensor::zeros([rows], (tch::Kind::Int64, tch::Device::Cpu));
         let batch = Batch { inputs, target, samples: Vec::new() };
-        let micro_batches = self.plan.micro_batches().min(batch.rows());
-        let (_, outputs) = self.run(&batch, Purpose::Predict, micro_batches, Part::WHOLE)?;
+        let (_, outputs) = self.run(&batch, Purpose::Predict, Part::WHOLE)?;
         Tensor::f_cat(&outputs, 0).map_err(|e| self.failed("joining the outputs", e.into()).into())
     }
 
     /// The gradient of every parameter for one batch, by name; nothing is updated.
     pub fn gradients(&mut self, batch: &Batch) -> Result<(StepOutcome, BTreeMap<String, Tensor>), StepError> {
-        let (outcome, _) = self.run(batch, Purpose::Gradients, self.plan.micro_batches(), Part::WHOLE)?;
+        let (outcome, _) = self.run(batch, Purpose::Gradients, Part::WHOLE)?;
         Ok((outcome, self.collect(Which::Gradients)?))
     }
 
@@ -323,29 +332,24 @@ impl Pipeline {
     /// Has the codecs of all links forget what they remember of earlier tensors, as if the run had just begun.
     pub fn forget(&mut self) -> Result<(), StepError> {
         let number = self.next_command();
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             self.command(number, worker, &Command::Forget)?;
         }
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             self.wait(&Tag::control(Kind::Report, number, worker))?;
         }
         Ok(())
     }
 
-    fn run(
-        &mut self,
-        batch: &Batch,
-        purpose: Purpose,
-        micro_batches: usize,
-        part: Part,
-    ) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
+    fn run(&mut self, batch: &Batch, purpose: Purpose, part: Part) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
         self.check(batch)?;
         if !self.learning_rate.is_finite() {
             return Err(StepError::LearningRate { got: self.learning_rate });
         }
         let after = self.after(purpose, part)?;
         let learning = matches!(purpose, Purpose::Train | Purpose::Gradients);
-        let rows = MicroBatches::split(batch.rows(), micro_batches)?;
+        let (replicas, micro_batches) = self.share_out(learning, batch.rows());
+        let rows = MicroBatches::split(batch.rows(), replicas * micro_batches)?;
         self.follow(purpose, micro_batches);
         let start = Instant::now();
         let number = self.next_command();
@@ -354,6 +358,8 @@ impl Pipeline {
             learned: self.learned,
             purpose,
             rows: rows.rows(),
+            all_micro_batches: rows.count(),
+            first: 0,
             micro_batches,
             batches: part.of,
             fresh: learning && part.is_first(),
@@ -363,11 +369,14 @@ impl Pipeline {
         };
         self.step += 1;
         self.learned += u64::from(purpose == Purpose::Train);
-        for worker in self.plan.placement().worker_ids() {
-            self.command(number, worker, &Command::Step(step.clone()))?;
+        for worker in self.roster.members() {
+            let replica = self.roster.replica_of(worker);
+            let step = || Step { first: replica * micro_batches, ..step.clone() };
+            let command = if replica < replicas { Command::Step(step()) } else { Command::Rest };
+            self.command(number, worker, &command)?;
         }
         self.feed(batch, &rows, &step)?;
-        let last = PartitionId::new(self.plan.partitions() - 1);
+        let last = PartitionId::new(self.plan().partitions() - 1);
         let mut outputs = Vec::new();
         if purpose == Purpose::Predict {
             for m in rows.ids() {
@@ -376,9 +385,9 @@ impl Pipeline {
             }
         }
         let mut workers = Vec::new();
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             let report = self.report(number, worker)?;
-            workers.push(WorkerStep { name: self.plan.placement().name(worker).to_owned(), report });
+            workers.push(WorkerStep { name: self.roster.name(worker), report });
         }
         let gradient_norm = match after {
             After::Norms => Some(self.clipped_update(&mut workers)?),
@@ -387,18 +396,34 @@ impl Pipeline {
         if purpose == Purpose::Train {
             self.begun = part.next();
         }
-        // Only the last partition's worker has one. JSON has no NaN, so a loss that is none arrives as absent.
-        let loss_sum = workers.iter().find_map(|w| w.report.loss_sum).unwrap_or(f64::NAN);
+        // Only the last partition's workers have them. JSON has no NaN, so a loss that is none arrives as absent.
+        let last = self.plan().placement().worker_of(last);
+        let scored = || (0..replicas).filter_map(|r| workers.get(self.roster.member(r, last).index()));
+        let loss_sum: f64 = scored().map(|w| w.report.loss_sum.unwrap_or(f64::NAN)).sum();
+        let mut classes: Option<ClassCounts> = None;
+        for counts in scored().filter_map(|w| w.report.classes.as_ref()) {
+            classes.get_or_insert_default().add(counts);
+        }
         let outcome = StepOutcome {
             rows: rows.rows(),
             loss: loss_sum / rows.rows() as f64,
-            correct: workers.iter().find_map(|w| w.report.correct),
+            correct: scored().map(|w| w.report.correct).sum(),
             gradient_norm,
-            classes: workers.iter().find_map(|w| w.report.classes.clone()),
+            classes,
             seconds: start.elapsed().as_secs_f64(),
             workers,
         };
         Ok((outcome, outputs))
+    }
+
+    /// How many replicas take part in a step with so many rows, and how many micro-batches each of them has.
+    fn share_out(&self, learning: bool, rows: usize) -> (usize, usize) {
+        let (replicas, micro_batches) = (self.roster.replicas(), self.plan().micro_batches());
+        match rows / replicas {
+            _ if learning => (replicas, micro_batches),
+            0 => (1, micro_batches.min(rows)),
+            each => (replicas, micro_batches.min(each)),
+        }
     }
 
     /// What the workers do with the gradients of a step.
@@ -426,10 +451,10 @@ impl Pipeline {
         let scale = self.clip_norm.map_or(1.0, |norm_max| clip_scale(norm, norm_max));
         let update = Command::Update { learning_rate: self.learning_rate, scale: Exact(scale) };
         let number = self.next_command();
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             self.command(number, worker, &update)?;
         }
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             let later = self.report(number, worker)?;
             if let Some(step) = workers.get_mut(worker.index()) {
                 step.report.and_then(later);
@@ -450,16 +475,17 @@ impl Pipeline {
         if learning {
             self.evaluating = None;
         } else if self.evaluating.as_ref().is_none_or(|plan| plan.micro_batches() != micro_batches) {
-            self.evaluating = forward_plan(&self.plan, micro_batches).ok();
+            self.evaluating = forward_plan(self.plan(), micro_batches).ok();
         }
     }
 
     /// Sends each micro-batch's input to the first partition and its target to the last. They are views: nothing is
     /// copied unless a link carries them.
     fn feed(&mut self, batch: &Batch, rows: &MicroBatches, step: &Step) -> Result<(), StepError> {
-        let (first, last) = (PartitionId(0), PartitionId::new(self.plan.partitions() - 1));
-        for m in rows.ids() {
-            let range = rows.range(m);
+        let (first, last) = (PartitionId(0), PartitionId::new(self.plan().partitions() - 1));
+        for of_all in rows.ids() {
+            let (replica, m) = (of_all.index() / step.micro_batches, of_all.index() % step.micro_batches);
+            let (m, range) = (MicroBatchId::new(m), rows.range(of_all));
             let (from, len) = (range.start as i64, range.len() as i64);
             // Detached: a graph the user has behind his batch is his.
             let slice = |t: &Tensor| t.f_detach()?.f_narrow(0, from, len);
@@ -471,7 +497,8 @@ impl Pipeline {
                 let tensors = tensors.into_iter().map(|t| slice(t).map(Some)).collect::<Result<Vec<_>, _>>();
                 let tensors = tensors.map_err(|e| self.failed("cutting the batch", e.into()))?;
                 let tag = Tag::between(kind, step.number, m, partition, partition);
-                self.send(self.plan.placement().worker_of(partition), Message::tensors(tag, tensors))?;
+                let worker = self.roster.member(replica, self.plan().placement().worker_of(partition));
+                self.send(worker, Message::tensors(tag, tensors))?;
             }
         }
         Ok(())
@@ -516,7 +543,7 @@ impl Pipeline {
             None => Err(Fault::Lost),
         };
         sent.map_err(|fault| {
-            let name = self.plan.placement().name(worker);
+            let name = self.roster.name(worker);
             self.team.fate.fail(Failure::new(name, "being told what to do", fault))
         })
     }
@@ -531,7 +558,8 @@ impl Pipeline {
                 seen = now;
                 since = Instant::now();
             } else if since.elapsed() >= self.timeouts.stall() {
-                let (who, what) = blame(self.evaluating.as_ref().unwrap_or(&self.plan), &seen);
+                let plan = self.evaluating.as_ref().unwrap_or(self.plan());
+                let (who, what) = blame(&self.roster, plan, &seen);
                 let fault = Fault::Stalled { limit_s: self.timeouts.stall_s };
                 return Err(Fault::Elsewhere(Failure::new(who, what, fault)));
             }
@@ -546,7 +574,7 @@ impl Pipeline {
     }
 
     fn wait_ready(&self) -> Result<(), Failure> {
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             self.wait(&Tag::control(Kind::Ready, 0, worker))?;
         }
         Ok(())
@@ -554,7 +582,7 @@ impl Pipeline {
 
     fn finish(&mut self) {
         let number = self.next_command();
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             // Whoever cannot be told any more is ended by the team.
             let _ = self.command(number, worker, &Command::Finish);
         }

@@ -8,12 +8,12 @@ use crate::link::{self, Credentials, Delivery, Peer, Token};
 use crate::mailbox::Mailbox;
 use crate::model::{Model, Recipe};
 use crate::models::ModelError;
+use crate::roster::Roster;
 use crate::status::Status;
 use crate::transport::faulty::Scenario;
 use crate::transport::tcp::{join_until, Connection, Options};
 use crate::transport::Outgoing;
 use crate::worker::{meter, Worker};
-use distgpipe_core::schedule::Plan;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
@@ -118,7 +118,7 @@ impl Server {
     }
 
     fn session(&self, mut driver: TcpStream, run: [u8; 16]) -> Result<(), Failure> {
-        let (job, plan) = match read_job(&mut driver) {
+        let (job, roster) = match read_job(&mut driver) {
             Ok(read) => read,
             Err(fault) => {
                 // No connection runs yet, so the driver is told by hand.
@@ -127,7 +127,7 @@ impl Server {
                 return Err(failure);
             }
         };
-        let mut session = Session::new(job, plan);
+        let mut session = Session::new(job, roster);
         // From the first connection on, signs of life are sent and everybody learns of a failure.
         let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, run));
         match joined {
@@ -154,9 +154,9 @@ impl Server {
         let me = session.job.worker;
         let credentials = Credentials { run, token: self.options.token };
         let limit = session.job.timeouts.connect();
-        let plan = session.plan.clone();
+        let roster = session.roster.clone();
         let mut awaited = Vec::new();
-        for peer in plan.placement().worker_ids().filter(|&w| w != me && link::linked(&plan, me, w)) {
+        for peer in roster.members().filter(|&w| roster.linked(me, w)) {
             match session.job.addresses.get(peer.index()).and_then(Option::as_deref) {
                 Some(address) if peer > me => {
                     let stream = link::dial(address, Role::Worker(me), &credentials, limit)?;
@@ -171,7 +171,7 @@ impl Server {
             let fate = session.fate.clone();
             let Some((mut stream, _)) = self.accept(|| fate.failure().is_some() || Instant::now() >= deadline) else {
                 fate.check()?;
-                let names: Vec<&str> = awaited.iter().map(|&w| plan.placement().name(w)).collect();
+                let names: Vec<String> = awaited.iter().map(|&w| roster.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
                 return Err(Fault::TimedOut { what, limit_s: limit.as_secs_f64() });
             };
@@ -190,21 +190,21 @@ impl Server {
     }
 }
 
-fn read_job(driver: &mut TcpStream) -> Result<(Job, Plan), Fault> {
+fn read_job(driver: &mut TcpStream) -> Result<(Job, Roster), Fault> {
     let frame = link::receive(driver, &[Kind::Job], JOB)?;
     let job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::protocol("a job", e.to_string()))?;
-    let plan = job.checked_plan()?;
-    let workers = plan.placement().workers();
+    let roster = job.roster()?;
+    let workers = roster.size();
     if job.worker.index() == 0 || job.worker.index() >= workers || job.addresses.len() != workers {
         return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
     }
-    Ok((job, plan))
+    Ok((job, roster))
 }
 
 /// A job under way.
 struct Session {
     job: Job,
-    plan: Plan,
+    roster: Arc<Roster>,
     fate: Fate,
     status: Arc<Status>,
     mailbox: Arc<Mailbox>,
@@ -213,15 +213,16 @@ struct Session {
 }
 
 impl Session {
-    fn new(job: Job, plan: Plan) -> Self {
+    fn new(job: Job, roster: Roster) -> Self {
         let fate = Fate::default();
-        let mailbox = Mailbox::new(fate.clone(), link::mailbox_capacity(&plan, job.worker));
-        let coding = Coding::new(&job, &plan);
-        Session { job, plan, fate, status: Arc::default(), mailbox, coding, connections: BTreeMap::new() }
+        let mailbox = Mailbox::new(fate.clone(), roster.mailbox_capacity(job.worker));
+        let coding = Coding::new(&job, roster.plan());
+        let roster = Arc::new(roster);
+        Session { job, roster, fate, status: Arc::default(), mailbox, coding, connections: BTreeMap::new() }
     }
 
     fn name(&self, worker: WorkerId) -> String {
-        self.plan.placement().name(worker).to_owned()
+        self.roster.name(worker)
     }
 
     fn connect(&mut self, stream: TcpStream, peer: Peer) -> Result<(), Fault> {
@@ -234,7 +235,7 @@ impl Session {
         let scenario: Scenario =
             self.job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
         let workers = BTreeMap::from([(me, self.mailbox.clone())]);
-        let delivery = Arc::new(Delivery { plan: self.plan.clone(), peer, workers, driver: None });
+        let delivery = Arc::new(Delivery { roster: self.roster.clone(), peer, workers, driver: None });
         let (status, fate, admission) = (self.status.clone(), self.fate.clone(), delivery.clone());
         let (here, there) = (self.name(me), self.name(other));
         let options = Options {
@@ -242,7 +243,7 @@ impl Session {
             peer: there.clone(),
             fate: self.fate.clone(),
             timeouts: self.job.timeouts,
-            queue: link::queue_capacity(&self.plan, me, other),
+            queue: self.roster.queue_capacity(me, other),
             meter: meter(me),
             coding: self.coding.clone(),
             heartbeat: Box::new(move || status.read().to_string()),

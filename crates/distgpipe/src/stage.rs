@@ -10,6 +10,7 @@ use crate::metrics::ClassCounts;
 use crate::partition::Partition;
 use crate::portal::Parcel;
 use crate::recompute::{for_convolutions, Forward, Goal, InFlight, Score};
+use crate::roster::Roster;
 use crate::status::{Doing, Status};
 use crate::trace::{now_ns, Phase, Recorder};
 use crate::transport::faulty::{Scenario, WorkerFault};
@@ -26,6 +27,8 @@ use tch::Tensor;
 pub struct Stage {
     /// The worker's number.
     pub id: WorkerId,
+    /// Who the others are.
+    pub roster: Roster,
     /// Its name.
     pub name: String,
     /// The partitions it holds.
@@ -107,10 +110,14 @@ impl Stage {
     /// Runs this worker's part of a step.
     pub fn run(&mut self, plan: &Plan, step: &Step) -> Result<Outcome, Failure> {
         let name = self.name.clone();
-        let rows = MicroBatches::split(step.rows, step.micro_batches).map_err(|e| {
-            Failure::new(&name, "starting a step", Fault::protocol("a batch that can be cut", e.to_string()))
-        })?;
-        let id = self.id;
+        let starting = |fault| Failure::new(&name, "starting a step", fault);
+        let rows = MicroBatches::split(step.rows, step.all_micro_batches)
+            .map_err(|e| starting(Fault::protocol("a batch that can be cut", e.to_string())))?;
+        if step.first.saturating_add(step.micro_batches) > step.all_micro_batches {
+            let got = format!("{} from {} on", step.micro_batches, step.first);
+            return Err(starting(Fault::protocol(format!("some of {} micro-batches", step.all_micro_batches), got)));
+        }
+        let role = self.roster.role_of(self.id);
         let mut running = Running {
             stage: self,
             step,
@@ -119,7 +126,7 @@ impl Stage {
             in_flight: HashMap::new(),
             outcome: Outcome::default(),
         };
-        for (done, action) in plan.actions(id).iter().enumerate() {
+        for (done, action) in plan.actions(role).iter().enumerate() {
             running.perform(plan, *action, done).map_err(|fault| Failure::new(&name, action.to_string(), fault))?;
         }
         Ok(running.outcome)
@@ -162,7 +169,7 @@ impl Running<'_> {
             _ => Some(Goal {
                 loss: self.stage.loss,
                 target: self.target(action, done)?,
-                share: self.rows.share(m) / self.step.batches as f64,
+                share: self.rows.share(self.of_all(m)) / self.step.batches as f64,
             }),
         };
         self.stage.status.begin(Doing::Running(action), done);
@@ -180,13 +187,13 @@ impl Running<'_> {
         };
         self.record(Phase::Forward, action, start);
         if let Some(score) = made.score {
-            self.outcome.scores.push((self.rows.len(m), score));
+            self.outcome.scores.push((self.rows.len(self.of_all(m)), score));
         }
         for (to, tensors) in made.parcels {
             if !last {
                 self.parcels.insert((Pass::Forward, p, to, m), tensors.into_iter().map(Some).collect());
             } else if self.step.purpose == Purpose::Predict {
-                let tag = Tag::between(Kind::Output, self.step.number, m, p, p);
+                let tag = Tag::between(Kind::Output, self.step.number, self.of_all(m), p, p);
                 let tensors = tensors.into_iter().map(Some).collect();
                 self.stage.driver.send(Message::tensors(tag, tensors))?;
             }
@@ -236,7 +243,7 @@ impl Running<'_> {
             }
         });
         let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
-        let rows = i64::try_from(self.rows.len(m)).unwrap_or(0);
+        let rows = i64::try_from(self.rows.len(self.of_all(m))).unwrap_or(0);
         if tensors.is_empty() || tensors.iter().any(|t| t.size().first() != Some(&rows)) {
             let got: Vec<_> = tensors.iter().map(Tensor::size).collect();
             return Err(Fault::protocol(format!("{rows} rows for {action}"), format!("{got:?}")));
@@ -276,25 +283,33 @@ impl Running<'_> {
             compress: self.stage.codecs.apply_to(self.step),
             learning: self.step.purpose == Purpose::Train,
             seed: self.random(m).named("codec").at(u64::from(p.0)).at(u64::from(to.0)).seed(),
-            samples: self.step.samples.get(self.rows.range(m)).map(<[u64]>::to_vec).unwrap_or_default(),
+            samples: self.step.samples.get(self.rows.range(self.of_all(m))).map(<[u64]>::to_vec).unwrap_or_default(),
         };
-        let port = self.stage.ports.get_mut(&plan.placement().worker_of(to)).ok_or_else(|| not_mine(action))?;
+        let roster = &self.stage.roster;
+        let receiver = roster.member(roster.replica_of(self.stage.id), plan.placement().worker_of(to));
+        let port = self.stage.ports.get_mut(&receiver).ok_or_else(|| not_mine(action))?;
         port.send(Message { handling, ..Message::tensors(tag, tensors) })?;
         self.record(Phase::Send, action, start);
         Ok(())
     }
 
+    /// A micro-batch's number among those of all replicas.
+    fn of_all(&self, m: MicroBatchId) -> MicroBatchId {
+        MicroBatchId::new(self.step.first + m.index())
+    }
+
     /// The random stream of a micro-batch.
     fn random(&self, m: MicroBatchId) -> Stream {
-        self.stage.stream.at(self.step.learned).at(u64::from(m.0))
+        self.stage.stream.at(self.step.learned).at(u64::from(self.of_all(m).0))
     }
 
     /// Keeps copies of what is sent.
     fn capture(&mut self, tag: &Tag, tensors: &[Option<Tensor>]) -> Result<(), Fault> {
         let what = if tag.kind == Kind::Activation { "activation" } else { "gradient" };
+        let micro_batch = self.of_all(MicroBatchId(tag.micro_batch));
         for (index, tensor) in tensors.iter().enumerate() {
             let Some(tensor) = tensor else { continue };
-            let name = format!("{what}.{}-{}.{}.{index}", tag.from, tag.to, tag.micro_batch);
+            let name = format!("{what}.{}-{}.{micro_batch}.{index}", tag.from, tag.to);
             let copy = engine::copy(&tensor.f_detach()?.f_to_device(tch::Device::Cpu)?)?;
             self.stage.captured.push((name, copy));
         }
@@ -307,7 +322,7 @@ impl Running<'_> {
         self.stage.status.begin(Doing::Waiting(action), done);
         let tag = Tag::between(kind_of(pass), self.step.number, m, from, p);
         let message = self.stage.mailbox.take(&tag)?;
-        let rows = i64::try_from(self.rows.len(m)).unwrap_or(0);
+        let rows = i64::try_from(self.rows.len(self.of_all(m))).unwrap_or(0);
         let device = self.stage.device;
         let tensors = message.tensors.into_iter().map(|tensor| match tensor {
             Some(t) if t.size().first() != Some(&rows) => {

@@ -1,7 +1,7 @@
 //! What each worker is doing right now, so that whoever stands still can be told from those who wait for him.
 
+use crate::roster::Roster;
 use distgpipe_core::schedule::{Action, Op, Pass, Plan};
-use distgpipe_core::WorkerId;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Mutex;
@@ -18,6 +18,8 @@ pub enum Doing {
     Running(Action),
     /// Waiting for what this action receives.
     Waiting(Action),
+    /// Waiting for gradients of the replica before; [`State::done`] counts those that came in this step.
+    Sharing,
 }
 
 /// A worker's state at a moment: what it does, and how much it has done since it started.
@@ -25,7 +27,7 @@ pub enum Doing {
 pub struct State {
     /// Counts everything begun.
     pub progress: u64,
-    /// How many actions of the current step are done.
+    /// How many actions of the current step are done, or how many shares of gradients have come.
     pub done: usize,
     /// What it does.
     pub doing: Doing,
@@ -61,6 +63,7 @@ impl fmt::Display for State {
             Doing::Busy => f.write_str("busy"),
             Doing::Running(action) => write!(f, "run {action}"),
             Doing::Waiting(action) => write!(f, "wait {action}"),
+            Doing::Sharing => f.write_str("share"),
         }
     }
 }
@@ -78,49 +81,59 @@ impl FromStr for State {
             "busy" => Doing::Busy,
             "run" => Doing::Running(action()?),
             "wait" => Doing::Waiting(action()?),
+            "share" => Doing::Sharing,
             _ => return Err(()),
         };
         Ok(State { progress, done, doing })
     }
 }
 
-/// Who is to blame when nothing has moved for too long: the name of a worker or link, and what it should have done.
+/// Who is to blame when nothing has moved for too long: the name of a worker or link, and what it should have done. The
+/// plan is the one that each replica follows at the moment.
 ///
 /// A worker that computes, or that waits for something nobody has to send, is at fault itself. If all wait, then
 /// some message was sent and has not arrived, because a checked plan has no deadlock: its link is at fault.
-pub fn blame(plan: &Plan, states: &[State]) -> (String, String) {
-    let name = |w: usize| plan.placement().name(WorkerId::new(w)).to_owned();
-    for (w, state) in states.iter().enumerate() {
+pub fn blame(roster: &Roster, plan: &Plan, states: &[State]) -> (String, String) {
+    let members = || roster.members().zip(states);
+    for (member, state) in members() {
         match state.doing {
-            Doing::Running(action) => return (name(w), action.to_string()),
-            Doing::Busy => return (name(w), "preparing, updating or collecting its parameters".to_owned()),
-            Doing::Idle | Doing::Waiting(_) => {}
+            Doing::Running(action) => return (roster.name(member), action.to_string()),
+            Doing::Busy => {
+                return (roster.name(member), "preparing, updating or collecting its parameters".to_owned());
+            }
+            Doing::Idle | Doing::Waiting(_) | Doing::Sharing => {}
         }
     }
-    for (w, state) in states.iter().enumerate().take(plan.placement().workers()) {
+    for (member, state) in members() {
         let Doing::Waiting(action) = state.doing else { continue };
+        let name = roster.name(member);
         let Op::Receive { pass, from } = action.op else {
-            return ("the driver".to_owned(), format!("handing out the input that {} waits for in {action}", name(w)));
+            return ("the driver".to_owned(), format!("handing out the input that {name} waits for in {action}"));
         };
         // What a worker says of itself comes over a link and may be anything.
         if from.index() >= plan.partitions() {
             continue;
         }
-        let sender = plan.placement().worker_of(from);
-        let sent = plan.actions(sender).iter().take(states.get(sender.index()).map_or(0, |s| s.done)).any(|a| {
+        let role = plan.placement().worker_of(from);
+        let sender = roster.member(roster.replica_of(member), role);
+        let state = states.get(sender.index()).copied().unwrap_or_default();
+        let sent = plan.actions(role).iter().take(state.done).any(|a| {
             a.partition == from
                 && a.micro_batch == action.micro_batch
                 && matches!(a.op, Op::Send { pass: p, to } if p == pass && to == action.partition)
         });
-        // An idle sender has finished its step, so it has sent everything.
-        let idle = states.get(sender.index()).is_some_and(|s| s.doing == Doing::Idle);
-        if sent || idle {
+        // A sender that is idle or shares gradients has run all its actions, so it has sent everything.
+        if sent || matches!(state.doing, Doing::Idle | Doing::Sharing) {
             let what = if pass == Pass::Forward { "activation" } else { "gradient" };
-            return (
-                format!("the link {} → {}", name(sender.index()), name(w)),
-                format!("carrying the {what} of {action}"),
-            );
+            return (format!("the link {} → {name}", roster.name(sender)), format!("carrying the {what} of {action}"));
         }
+    }
+    // Round the ring everybody sends before he waits, so whoever has got least waits for what is under way.
+    let sharing = members().filter(|(_, state)| state.doing == Doing::Sharing);
+    if let Some((member, state)) = sharing.min_by_key(|(_, state)| state.done) {
+        let before = roster.name(roster.previous(member));
+        let what = format!("carrying share {} of the gradients", state.done + 1);
+        return (format!("the link {before} → {}", roster.name(member)), what);
     }
     ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned())
 }

@@ -368,7 +368,7 @@ impl<'a> Trainer<'a> {
         test: Option<Loader>,
         options: TrainOptions,
     ) -> Result<Self, TrainError> {
-        let (micro_batches, rows) = (pipeline.plan().micro_batches(), train.rows_min());
+        let (micro_batches, rows) = (pipeline.micro_batches(), train.rows_min());
         if rows < micro_batches {
             return Err(TrainError::TooFewRows { micro_batches, rows });
         }
@@ -619,9 +619,9 @@ struct Gathered {
 
 impl Gathered {
     fn new(trainer: &Trainer<'_>) -> Self {
-        let placement = trainer.pipeline.plan().placement();
+        let roster = trainer.pipeline.roster();
         let worker = |worker| WorkerSummary {
-            name: placement.name(worker).to_owned(),
+            name: roster.name(worker),
             phases_s: BTreeMap::new(),
             steps_s: 0.0,
             peak_bytes: 0,
@@ -636,14 +636,14 @@ impl Gathered {
             samples_per_s_mean: None,
             seconds: 0.0,
             loading_s: 0.0,
-            workers: placement.worker_ids().map(worker).collect(),
+            workers: roster.members().map(worker).collect(),
             links: Vec::new(),
         };
         Gathered {
             summary,
             plan: trainer.pipeline.plan().clone(),
             codecs: trainer.pipeline.codecs().clone(),
-            phases: vec![PhaseTimes::default(); placement.workers()],
+            phases: vec![PhaseTimes::default(); roster.size()],
             measured: Vec::new(),
         }
     }

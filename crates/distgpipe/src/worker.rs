@@ -9,10 +9,11 @@ use crate::mailbox::{Mailbox, Message, Tag};
 use crate::model::Model;
 use crate::optim::{Optim, Optimizer, Slot};
 use crate::partition::{Building, Partition};
+use crate::ring::Ring;
 use crate::stage::Stage;
 use crate::status::{Doing, Status};
 use crate::trace::{now_ns, Phase, Recorder};
-use crate::transport::{Counters, Outgoing};
+use crate::transport::{Counters, Outgoing, Traffic};
 use crate::update::{scale_gradients, squared_norms, After, Exact};
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
@@ -54,13 +55,13 @@ impl Worker {
     pub fn run(self) -> Result<(), Failure> {
         let fate = self.fate.clone();
         let status = self.status.clone();
-        let name =
-            plan_of(&self.job).map_or_else(|_| "worker".to_owned(), |p| p.placement().name(self.job.worker).to_owned());
+        let name = self.job.roster().map_or_else(|_| "worker".to_owned(), |roster| roster.name(self.job.worker));
         let result = std::panic::catch_unwind(AssertUnwindSafe(|| self.work()));
         result
             .unwrap_or_else(|panic| {
                 let phase = match status.read().doing {
                     Doing::Running(action) | Doing::Waiting(action) => action.to_string(),
+                    Doing::Sharing => "sharing gradients".to_owned(),
                     Doing::Idle | Doing::Busy => "its work".to_owned(),
                 };
                 Err(Failure::new(&name, phase, Fault::Panic(panic_text(panic.as_ref()))))
@@ -70,7 +71,7 @@ impl Worker {
 
     fn work(self) -> Result<(), Failure> {
         let worker = self.job.worker;
-        let name = plan_of(&self.job).map(|p| p.placement().name(worker).to_owned()).unwrap_or_default();
+        let name = self.job.roster().map(|roster| roster.name(worker)).unwrap_or_default();
         let failed = |phase: &'static str| {
             let name = name.clone();
             move |fault: Fault| Failure::new(name, phase, fault)
@@ -90,10 +91,6 @@ pub fn meter(worker: WorkerId) -> usize {
     worker.index() + 1
 }
 
-fn plan_of(job: &Job) -> Result<Plan, Fault> {
-    job.plan.parse().map_err(|e| Fault::protocol("a plan", format!("{e}")))
-}
-
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text =
         panic.downcast_ref::<&str>().map(|s| (*s).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
@@ -107,6 +104,8 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 struct Active {
     stage: Stage,
     plan: Plan,
+    /// Where there are replicas.
+    ring: Option<Ring>,
     /// Forward-only plans, by number of micro-batches.
     evaluate: BTreeMap<usize, Plan>,
     optim: Optim,
@@ -120,7 +119,8 @@ struct Active {
 impl Active {
     fn prepare(worker: Worker) -> Result<Self, Fault> {
         let Worker { job, model, mailbox, ports, driver, links, coding, fate, status } = worker;
-        let plan = job.checked_plan()?;
+        let roster = job.roster()?;
+        let (plan, ring) = (roster.plan().clone(), Ring::of(&roster, job.worker));
         job.balance.check(model.layers.len()).map_err(|e| Fault::protocol("a balance that fits", e.to_string()))?;
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
         let skips =
@@ -138,14 +138,15 @@ impl Active {
         };
         let partitions = plan
             .placement()
-            .partitions_of(job.worker)
+            .partitions_of(roster.role_of(job.worker))
             .into_iter()
             .map(|p| Ok((p, Partition::build(&model, p, &how)?)))
             .collect::<Result<BTreeMap<_, _>, Fault>>()?;
         let parameters = partitions.values().map(|p| p.parameters().count()).sum();
         let stage = Stage {
             id: job.worker,
-            name: plan.placement().name(job.worker).to_owned(),
+            name: roster.name(job.worker),
+            roster,
             partitions,
             mailbox,
             ports,
@@ -163,7 +164,7 @@ impl Active {
         };
         let optimizer = Optimizer::new(job.optim, parameters);
         let (optim, evaluate) = (job.optim, BTreeMap::new());
-        Ok(Active { stage, plan, evaluate, optim, optimizer, waiting: None, links, coding })
+        Ok(Active { stage, plan, ring, evaluate, optim, optimizer, waiting: None, links, coding })
     }
 
     /// Does one command after the other, to the last.
@@ -183,6 +184,10 @@ impl Active {
             match command {
                 Command::Step(step) => {
                     let report = self.step(&step)?;
+                    self.report(number, &report).map_err(failed("reporting"))?;
+                }
+                Command::Rest => {
+                    let report = StepReport { links: self.carried(), ..StepReport::default() };
                     self.report(number, &report).map_err(failed("reporting"))?;
                 }
                 Command::Update { learning_rate, scale } => {
@@ -231,15 +236,19 @@ impl Active {
             self.evaluate.insert(step.micro_batches, plan);
             outcome
         };
-        self.stage.status.begin(Doing::Busy, self.plan.actions(self.stage.id).len());
-        let update = now_ns();
+        self.stage.status.begin(Doing::Busy, self.plan.actions(self.stage.roster.role_of(self.stage.id)).len());
         let mut squared_norms = BTreeMap::new();
-        match step.purpose {
-            Purpose::Train => squared_norms = self.learn(step).map_err(failed.clone()("updating its parameters"))?,
-            _ => self.stage.partitions.values_mut().for_each(|p| p.norms().discard()),
-        }
         if step.purpose == Purpose::Train {
-            self.stage.recorder.record(step.number, Phase::Optimizer, String::new, update);
+            self.commit(step).map_err(failed.clone()("updating its batch norms"))?;
+            if step.after != After::Keep {
+                self.share(step).map_err(failed.clone()("sharing gradients"))?;
+            }
+            squared_norms = self.learn(step).map_err(failed.clone()("updating its parameters"))?;
+        } else {
+            self.stage.partitions.values_mut().for_each(|p| p.norms().discard());
+            if step.purpose == Purpose::Gradients {
+                self.share(step).map_err(failed.clone()("sharing gradients"))?;
+            }
         }
         let (loss_sum, correct) = outcome.totals().map_err(failed("adding up the loss"))?;
         // What this worker has sent must have crossed before anybody's step is over, so this delays nothing.
@@ -258,9 +267,14 @@ impl Active {
             step_ns: now_ns() - start,
             peak_bytes: engine::peak_bytes(self.stage.device, meter(self.stage.id)),
             reserved_bytes: engine::reserved_bytes(self.stage.device),
-            links: self.links.iter().map(|(to, counters)| (*to, counters.read())).collect(),
+            links: self.carried(),
             spans,
         })
+    }
+
+    /// What each outgoing link has carried.
+    fn carried(&self) -> Vec<(WorkerId, Traffic)> {
+        self.links.iter().map(|(to, counters)| (*to, counters.read())).collect()
     }
 
     fn forward_plan(&mut self, micro_batches: usize) -> Result<Plan, Fault> {
@@ -278,21 +292,54 @@ impl Active {
         self.stage.partitions.values().flat_map(Partition::parameters)
     }
 
-    /// Commits the batch norms, and does with the gradients what the step says; gives their norms if it wants them.
-    fn learn(&mut self, step: &Step) -> Result<BTreeMap<String, Exact>, Fault> {
+    /// Commits the batch norms.
+    fn commit(&mut self, step: &Step) -> Result<(), Fault> {
+        let start = now_ns();
         for partition in self.stage.partitions.values_mut() {
             partition.norms().commit()?;
         }
-        match step.after {
-            After::Keep => Ok(BTreeMap::new()),
-            After::Update { learning_rate } => self.update(learning_rate).map(|()| BTreeMap::new()),
+        self.stage.recorder.record(step.number, Phase::Optimizer, String::new, start);
+        Ok(())
+    }
+
+    /// Gives all replicas the sum of their gradients, each of which is of its part of the batch, and the buffers of the
+    /// first of them, where they learn: batch norms saw other rows in each.
+    fn share(&mut self, step: &Step) -> Result<(), Fault> {
+        let Some(ring) = &self.ring else { return Ok(()) };
+        let (mut gradients, mut buffers) = (Vec::new(), Vec::new());
+        for (spec, tensor) in self.stage.partitions.values().flat_map(Partition::tensors) {
+            match spec.role {
+                Role::Parameter => gradients.extend(engine::grad(tensor)),
+                Role::Buffer if step.purpose == Purpose::Train && engine::is_float(tensor) => {
+                    buffers.push(tensor.shallow_clone());
+                }
+                Role::Buffer => {}
+            }
+        }
+        tch::no_grad(|| {
+            if !ring.is_first() {
+                buffers.iter_mut().try_for_each(|buffer| buffer.f_zero_().map(drop))?;
+            }
+            gradients.append(&mut buffers);
+            ring.add_up(&mut self.stage, step.number, &gradients)
+        })
+    }
+
+    /// Does with the gradients what the step says; gives their norms if it wants them.
+    fn learn(&mut self, step: &Step) -> Result<BTreeMap<String, Exact>, Fault> {
+        let start = now_ns();
+        let norms = match step.after {
+            After::Keep => BTreeMap::new(),
+            After::Update { learning_rate } => self.update(learning_rate).map(|()| BTreeMap::new())?,
             After::Norms => {
                 self.waiting = Some(step.number);
                 let tensors = self.stage.partitions.values().flat_map(Partition::tensors);
                 let parameters = tensors.filter(|(spec, _)| spec.role == Role::Parameter);
-                squared_norms(parameters.map(|(spec, tensor)| (spec.name.as_str(), tensor)))
+                squared_norms(parameters.map(|(spec, tensor)| (spec.name.as_str(), tensor)))?
             }
-        }
+        };
+        self.stage.recorder.record(step.number, Phase::Optimizer, String::new, start);
+        Ok(norms)
     }
 
     /// The end of a step that stopped before its update.

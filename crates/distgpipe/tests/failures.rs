@@ -9,7 +9,7 @@ use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{Batch, BuildError, Context, Layer, Loss, Model, Own, Pipeline, Recompute, StepError};
 use distgpipe::{SampleShape, ShapeError, SkipShapes, Workers};
-use mishaps::{actions, assert_named, plan, run_until_failure};
+use mishaps::{actions, assert_named, plan, run_replicas_until_failure, run_until_failure};
 use std::sync::Arc;
 
 #[test]
@@ -39,6 +39,30 @@ fn a_broken_link_is_found_at_any_message() {
             for fault in ["corrupt", "cut", "stall"] {
                 let scenario = format!("{from}>{to}:{fault}@{message}");
                 assert_named(run_until_failure(Workers::Threads, &scenario), &scenario, from, None);
+            }
+        }
+    }
+}
+
+/// Of two replicas, too: those of the other wait for its gradients, and are not to blame.
+#[test]
+fn a_failure_in_a_replica_is_named() {
+    for (i, (worker, action)) in actions(&plan()).into_iter().enumerate() {
+        let (replica, fault) = (i % 2, ["error", "hang", "panic"][i % 3]);
+        let (name, scenario) = (format!("{worker}/{replica}"), format!("{worker}/{replica}:{fault}@{action}"));
+        let failed = run_replicas_until_failure(Workers::Threads, &scenario);
+        assert_named(failed, &scenario, &name, Some(action));
+    }
+}
+
+/// Two shares go each way in a step.
+#[test]
+fn a_broken_ring_is_found_at_any_message() {
+    for (from, to) in [("client/0", "client/1"), ("client/1", "client/0"), ("server/0", "server/1")] {
+        for message in 0..4 {
+            for fault in ["corrupt", "cut", "stall"] {
+                let scenario = format!("{from}>{to}:{fault}@{message}");
+                assert_named(run_replicas_until_failure(Workers::Threads, &scenario), &scenario, from, None);
             }
         }
     }

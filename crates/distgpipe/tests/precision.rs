@@ -53,7 +53,7 @@ fn what_crosses_is_of_two_bytes_a_value_and_what_is_learned_of_four() {
         assert_eq!(captured.len(), 2 * 2 * 2, "two cuts, two micro-batches, two ways");
         assert!(captured.values().all(|t| t.kind() == kind), "{captured:?}");
         assert!(gradients.values().all(|t| t.kind() == Kind::Float), "{gradients:?}");
-        for (_, _, traffic) in outcome.links(pipeline.plan()) {
+        for (_, _, traffic) in outcome.links() {
             assert_eq!(traffic.payload_bytes, 2 * 8 * WIDTH as u64 * size);
         }
         pipeline.train_step(&batch()).unwrap();
@@ -71,7 +71,7 @@ fn every_codec_carries_what_a_bf16_run_sends() {
         assert!(losses.iter().all(|loss| loss.is_finite() && *loss < 3.0), "{text}: {losses:?}");
         let outcome = pipeline.train_step(&batch()).unwrap();
         let sent: Vec<(Pass, CutTraffic)> = outcome
-            .links(pipeline.plan())
+            .links()
             .iter()
             .flat_map(|(_, _, traffic)| &traffic.sent)
             .map(|(cut, sent)| (cut.pass, sent.clone()))

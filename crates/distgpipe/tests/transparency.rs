@@ -101,7 +101,7 @@ fn a_skip_goes_straight_to_where_it_is_popped() {
     let (a, c) = (WorkerId(0), WorkerId(2));
     assert!(pipeline.plan().messages(a, c) > 0 && pipeline.plan().messages(c, a) > 0, "{}", pipeline.plan());
     let carried = |from: &str, to: &str| {
-        let links = outcome.links(pipeline.plan());
+        let links = outcome.links();
         links.iter().find(|(f, t, _)| f == from && t == to).map_or(0, |(_, _, traffic)| traffic.payload_bytes)
     };
     // 4 rows of [4, 10, 10] floats: the outermost skip, and its gradient on the way back.

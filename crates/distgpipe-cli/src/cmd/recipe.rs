@@ -6,7 +6,7 @@ use crate::config::RunConfig;
 use crate::exit::usage;
 use crate::recipe::beside::{self, Ran};
 use crate::recipe::differs::{differences, weights};
-use crate::recipe::{all, find, Method, Recipe};
+use crate::recipe::{all, find, Recipe};
 use crate::report;
 use crate::report::table::{Side, Table};
 use clap::Subcommand;
@@ -108,17 +108,14 @@ fn show(recipe: &Recipe) -> anyhow::Result<String> {
     for other in &recipe.seed.also {
         put("also", other);
     }
-    let replica = match recipe.method {
-        Method::Pipeline => format!("`distgpipe recipe run {}` is the same as", recipe.name),
-        Method::DataParallel => "Data parallelism is not there yet. One replica is".to_owned(),
-    };
     let mut text = format!("{}\n\n{}\n", recipe.title, row.render().trim_start());
     let mut differs: Vec<String> = weights(recipe, &recipe.run).into_iter().collect();
     differs.extend(recipe.differs.iter().cloned());
     if !differs.is_empty() {
         text.push_str(&format!("What differs here, besides the hardware:\n{}\n", bullets(&differs)));
     }
-    text.push_str(&format!("{replica}:\n\n  {}\n", recipe.run.to_command()?));
+    let command = recipe.run.to_command()?;
+    text.push_str(&format!("`distgpipe recipe run {}` is the same as:\n\n  {command}\n", recipe.name));
     let bring = to_bring(recipe);
     if !bring.is_empty() {
         text.push_str(&format!("\nYou bring:\n{}", bullets(&bring)));
@@ -154,9 +151,6 @@ fn bullets(sentences: &[String]) -> String {
 }
 
 fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
-    if recipe.method == Method::DataParallel {
-        return Err(not_yet(recipe)?);
-    }
     let given = given.with_config()?;
     // A run that goes on has the recipe's flags from its checkpoint, with what was changed in them.
     let config = RunConfig::resuming(&given, &recipe.with(&given)?)?;
@@ -185,22 +179,6 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
         beside::table(&lines),
         bullets(&differs)
     ))
-}
-
-/// Why a data-parallel row cannot be run, and what can.
-fn not_yet(recipe: &Recipe) -> anyhow::Result<anyhow::Error> {
-    let beside = match &recipe.beside {
-        Some(name) => format!("the pipeline row beside it is `{name}`"),
-        None => "no pipeline row stands beside it".to_owned(),
-    };
-    Ok(usage(format!(
-        "{}: data parallelism is not there yet: the row has {} replicas with {} rows each, and nothing here adds up their \
-         gradients; {beside}; one replica alone is `{}`",
-        recipe.name,
-        recipe.replicas.unwrap_or(0),
-        recipe.run.batch.unwrap_or(0),
-        recipe.run.to_command()?
-    )))
 }
 
 #[cfg(test)]
@@ -241,11 +219,6 @@ mod tests {
             }
             for sentence in &recipe.differs {
                 assert!(shown.contains(sentence.as_str()), "{shown}: {sentence}");
-            }
-            if recipe.method == Method::DataParallel {
-                let refused = not_yet(recipe).unwrap().to_string();
-                assert!(recipe.beside.iter().all(|beside| refused.contains(beside)), "{refused}");
-                assert!(refused.contains("data parallelism is not there yet"), "{refused}");
             }
         }
     }

@@ -26,6 +26,8 @@ Examples:
       distgpipe train --model mobilenet_v2 --auto-balance 2 --recompute always --log run1 --trace
   Cut for a link of 100 Mbit/s and a server with 2 GiB:
       distgpipe train … --auto-balance 3 --place client,server,client --link-rate 100mbit --memory-limit 2GiB
+  Data parallelism: two workers have the whole model, and each learns from half of every batch:
+      distgpipe train --replicas 2 --chunks 1 --batch 128
   Send 4.5 bits a value over a slow link, and see what that did:
       distgpipe train … --codec tile:4
   Save the run every 100 steps; after a kill, go on where it was, here with another cut:
@@ -53,7 +55,8 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let mut pipeline = config.start()?;
     let plan = pipeline.plan().clone();
     let placement = plan.placement();
-    let names = placement.worker_ids().map(|worker| placement.name(worker).to_owned()).collect();
+    let (roster, replicas) = (pipeline.roster(), pipeline.roster().replicas());
+    let names = roster.members().map(|worker| roster.name(worker)).collect();
     let placed: Vec<String> =
         placement.partition_ids().map(|p| placement.name(placement.worker_of(p)).to_owned()).collect();
     let model = config.model.recipe.as_ref().map(|recipe| recipe.name.clone()).unwrap_or_default();
@@ -102,6 +105,7 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         parameters: config.model.parameters(),
         balance,
         placement: placed,
+        replicas,
         micro_batches: plan.micro_batches(),
         precision: config.flags.precision.unwrap_or_default(),
         summary,
@@ -144,12 +148,16 @@ fn found_cut(config: &RunConfig, pipeline: &Pipeline) -> Option<String> {
 fn headline(config: &RunConfig, model: &str, balance: &[usize], placed: &[String]) -> String {
     let layers: Vec<String> = balance.iter().map(ToString::to_string).collect();
     format!(
-        "{model}{}: {} parameters in {} layers, cut {} on {}; {} rows to learn from",
+        "{model}{}: {} parameters in {} layers, cut {} on {}{}; {} rows to learn from",
         report::run::unless_fp32(config.flags.precision.unwrap_or_default()),
         units::count(config.model.parameters()),
         config.model.layers.len(),
         layers.join(","),
         placed.join(","),
+        match config.flags.replicas {
+            None | Some(1) => String::new(),
+            Some(replicas) => format!(", in {replicas} replicas"),
+        },
         units::count(config.train.data().len() as u64),
     )
 }

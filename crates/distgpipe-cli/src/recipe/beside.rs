@@ -6,6 +6,7 @@ use crate::args::TrainFlags;
 use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
+use distgpipe::trace::Phase;
 use distgpipe::Optim;
 use serde::Serialize;
 use serde_json::Value;
@@ -203,8 +204,37 @@ fn ours(metric: Metric, recipe: &Recipe, ran: &Ran<'_>, report: &Value) -> Ours 
         Metric::ActivationMemory if recipe.seed.activation_memory.is_none() => Ours::Not(String::new()),
         Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => memory(metric, ran),
         Metric::Parameters => Ours::number(ran.report.parameters as f64, units::count(ran.report.parameters)),
-        Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => Ours::Not(String::new()),
+        // Parts of a batch are of interest where the seed has them.
+        Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime if recipe.seed.figure(metric).is_none() => {
+            Ours::Not(String::new())
+        }
+        Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => time(metric, ran),
     }
+}
+
+/// Seconds of a batch, or of a part of it at the first worker.
+fn time(metric: Metric, ran: &Ran<'_>) -> Ours {
+    let summary = &ran.report.summary;
+    let steps = summary.steps.saturating_sub(summary.warm_up_steps);
+    let (Some(rate), Some(first), true) = (summary.samples_per_s_mean, summary.workers.first(), steps > 0) else {
+        return Ours::Not(format!(": {} steps, and the first {} are warm-up", summary.steps, summary.warm_up_steps));
+    };
+    let spent = |phases: &[Phase]| {
+        let seconds = phases.iter().filter_map(|phase| first.phases_s.get(phase.name()));
+        seconds.sum::<f64>() / steps as f64
+    };
+    let (seconds, what) = match metric {
+        Metric::BatchTime => (ran.flags.batch.unwrap_or(0) as f64 / rate, ""),
+        Metric::TransferTime => {
+            let phases = [Phase::Loading, Phase::Send, Phase::ReceiveWait];
+            (spent(&phases), ", input and gradients, waiting for the others included")
+        }
+        _ => (spent(&[Phase::Backward]), ""),
+    };
+    // What is measured there is the launching, except for a whole batch, whose end is waited for.
+    let launched = metric != Metric::BatchTime && first.reserved_bytes.is_some();
+    let how = if launched { "; on a GPU, of launching it" } else { "" };
+    Ours::number(seconds, format!("{seconds:.3} s{what}{how}"))
 }
 
 /// A figure of the last epoch, by its name in the report's JSON: one that a task does not have is absent there.
@@ -244,7 +274,7 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
     let peak: u64 = if shared { peaks.max().unwrap_or(0) } else { peaks.sum() };
     // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
     let copies = copies(ran.optim);
-    let model = ran.report.parameters * NUMBER_BYTES * copies;
+    let model = ran.report.parameters * NUMBER_BYTES * copies * ran.report.replicas as u64;
     let bytes = match metric {
         Metric::Memory => peak,
         Metric::ModelMemory => model,

@@ -21,7 +21,9 @@ pub struct RunReport {
     pub balance: Vec<usize>,
     /// Each partition's worker.
     pub placement: Vec<String>,
-    /// Per batch.
+    /// How often there are all of them.
+    pub replicas: usize,
+    /// Per batch and replica.
     pub micro_batches: usize,
     /// What was computed in.
     pub precision: Precision,
@@ -37,6 +39,8 @@ impl RunReport {
         if !self.summary.links.is_empty() {
             text.push('\n');
             text.push_str(&self.links());
+        }
+        if self.summary.links.iter().any(|link| !link.cuts.is_empty()) {
             text.push('\n');
             text.push_str(&self.cuts());
         }
@@ -81,8 +85,11 @@ impl RunReport {
         columns.extend([("other", Side::Right), ("peak memory", Side::Right)]);
         let mut table = Table::new(&columns);
         for worker in &self.summary.workers {
-            let mine =
-                self.placement.iter().enumerate().filter(|(_, name)| **name == worker.name).map(|(i, _)| i.to_string());
+            let role = match self.replicas {
+                1 => &worker.name[..],
+                _ => worker.name.rsplit_once('/').map_or("", |(role, _)| role),
+            };
+            let mine = self.placement.iter().enumerate().filter(|(_, name)| *name == role).map(|(i, _)| i.to_string());
             let mut cells = vec![worker.name.clone(), mine.collect::<Vec<_>>().join(",")];
             let share = |seconds: f64| units::percent(seconds / worker.steps_s.max(1e-12));
             let times: Vec<f64> =
@@ -105,7 +112,8 @@ impl RunReport {
             ("a step", Side::Right),
             ("sent at", Side::Right),
         ]);
-        for link in &self.summary.links {
+        // Of a ring, one way is used.
+        for link in self.summary.links.iter().filter(|link| link.messages + link.wire_bytes > 0) {
             let wire = link.wire_bytes > 0;
             table.row(vec![
                 format!("{} → {}", link.from, link.to),

@@ -78,13 +78,18 @@ numbered! {
         Ping = 15,
         /// The run is over and nothing more comes.
         Goodbye = 16,
+        /// Part of the gradients of a replica, to the next replica.
+        Share = 17,
     }
 }
 
 impl Kind {
     /// Whether frames of this kind describe tensors. The others are one frame with a body of another sort.
     pub const fn carries_tensors(self) -> bool {
-        matches!(self, Kind::Input | Kind::Target | Kind::Activation | Kind::Gradient | Kind::Output | Kind::State)
+        matches!(
+            self,
+            Kind::Input | Kind::Target | Kind::Activation | Kind::Gradient | Kind::Output | Kind::State | Kind::Share
+        )
     }
 }
 

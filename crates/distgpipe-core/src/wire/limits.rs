@@ -46,9 +46,13 @@ impl Limits {
             Kind::Ready | Kind::Command | Kind::Report | Kind::Abort | Kind::Ping | Kind::Goodbye => {
                 (self.text_bytes_max, "text_bytes_max")
             }
-            Kind::Input | Kind::Target | Kind::Activation | Kind::Gradient | Kind::Output | Kind::State => {
-                (self.body_bytes_max, "body_bytes_max")
-            }
+            Kind::Input
+            | Kind::Target
+            | Kind::Activation
+            | Kind::Gradient
+            | Kind::Output
+            | Kind::State
+            | Kind::Share => (self.body_bytes_max, "body_bytes_max"),
         }
     }
 

@@ -5,13 +5,14 @@ use crate::auto_balance::{AutoBalance, Run};
 use crate::codecs::{Codecs, CodecsError};
 use crate::engine::{self, Device, Precision};
 use crate::failure::Failure;
-use crate::job::Job;
+use crate::job::{Job, REPLICAS_MAX};
 use crate::launch::{self, Workers};
 use crate::layer::ShapeError;
 use crate::loss::Loss;
 use crate::model::Model;
 use crate::optim::Optim;
 use crate::profile;
+use crate::roster::Roster;
 use crate::transport::faulty::{Scenario, ScenarioError};
 use crate::transport::Timeouts;
 use distgpipe_core::balance::{BalanceError, Found};
@@ -21,6 +22,7 @@ use distgpipe_core::schedule::{check, CheckError, Mode, Plan, Recompute, Request
 use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Why a pipeline cannot be built.
 #[derive(Debug, thiserror::Error)]
@@ -88,6 +90,7 @@ impl Builder {
             recipe: model.recipe.clone(),
             balance: Balance::even(1, 1).expect("one layer in one partition"),
             plan: String::new(),
+            replicas: 1,
             seed: 0,
             optim: Optim::default(),
             loss: Loss::default(),
@@ -169,6 +172,14 @@ impl Builder {
         self
     }
 
+    /// How many replicas of all workers share each batch. Each has the whole model, cut in the same way, and its own part
+    /// of the rows; before an update they add up their gradients. Remote workers are those of the first replica beside
+    /// worker 0, then those of the second, and so on.
+    pub fn replicas(mut self, count: usize) -> Self {
+        self.job.replicas = count;
+        self
+    }
+
     /// How parameters are stepped.
     pub fn optimizer(mut self, optim: Optim, learning_rate: f64) -> Self {
         self.job.optim = optim;
@@ -243,6 +254,10 @@ impl Builder {
         if self.job.threads == 0 {
             return Err(BuildError::Settings("threads: a worker needs at least 1".to_owned()));
         }
+        if !(1..=REPLICAS_MAX).contains(&self.job.replicas) {
+            let text = format!("replicas: expected 1 to {REPLICAS_MAX}, got {}", self.job.replicas);
+            return Err(BuildError::Settings(text));
+        }
         if !matches!(self.workers, Workers::Threads) && self.model.recipe.is_none() {
             let text =
                 "a model of your own layers has no recipe by which another process could make it: run the workers \
@@ -292,10 +307,11 @@ impl Builder {
         self.job.codecs.check(&plan)?;
         self.job.balance = balance.clone();
         self.job.plan = plan.to_string();
-        let team = launch::start(&self.job, &plan, &self.model, &self.workers)?;
+        let roster = Arc::new(Roster::new(plan, self.job.replicas));
+        let team = launch::start(&self.job, &roster, &self.model, &self.workers)?;
         let pipeline = Pipeline {
             team,
-            plan,
+            roster,
             balance,
             auto_balanced,
             model: self.model,

@@ -97,17 +97,22 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Gives one worker tensors and waits until it has taken them over. Every worker gets a command, because they count.
+    /// Gives one worker of each replica tensors and waits until they have taken them over. Every worker gets a command,
+    /// because they count.
     fn hand_over(&mut self, which: Which, to: WorkerId, share: Vec<(String, Tensor)>) -> Result<(), StepError> {
         let number = self.next_command();
-        for worker in self.plan.placement().worker_ids() {
-            let names = share.iter().filter(|_| worker == to).map(|(name, _)| name.clone()).collect();
+        for worker in self.roster.members() {
+            let takes = self.roster.role_of(worker) == to;
+            let names = share.iter().filter(|_| takes).map(|(name, _)| name.clone()).collect();
             self.command(number, worker, &Command::Load { which, names })?;
         }
         for (i, (_, tensor)) in share.into_iter().enumerate() {
-            self.send(to, Message::tensors(Tag::part(Kind::State, number, to, i), vec![Some(tensor)]))?;
+            for replica in 0..self.roster.replicas() {
+                let (to, tensor) = (self.roster.member(replica, to), Some(tensor.shallow_clone()));
+                self.send(to, Message::tensors(Tag::part(Kind::State, number, to, i), vec![tensor]))?;
+            }
         }
-        for worker in self.plan.placement().worker_ids() {
+        for worker in self.roster.members() {
             self.wait(&Tag::control(Kind::Report, number, worker))?;
         }
         Ok(())
@@ -130,7 +135,7 @@ impl Pipeline {
             let number = self.next_command();
             let mut taken = Ok(());
             let mut order = share.iter();
-            for one in self.plan.placement().worker_ids() {
+            for one in self.roster.members() {
                 let names = Some(if one == worker { share.clone() } else { Vec::new() });
                 self.collect_from(number, one, &Command::Collect { which, names }, &mut |name, tensor| {
                     if order.next().map(String::as_str) != Some(name) {
@@ -156,8 +161,10 @@ impl Pipeline {
         let number = self.next_command();
         let mut all = BTreeMap::new();
         // One worker after the other: together they would fill the driver's mailbox with what it does not take yet.
-        for worker in self.plan.placement().worker_ids() {
-            self.collect_from(number, worker, &Command::Collect { which, names: None }, &mut |name, tensor| {
+        for worker in self.roster.members() {
+            // Replicas have the same gradients, and captured what they sent themselves.
+            let names = (which != Which::Captured && self.roster.replica_of(worker) > 0).then(Vec::new);
+            self.collect_from(number, worker, &Command::Collect { which, names }, &mut |name, tensor| {
                 all.insert(name.to_owned(), tensor);
                 Ok(())
             })?;
@@ -187,9 +194,9 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Tensors with their workers, in the order in which those send them.
+    /// Tensors with their workers in the first replica, in the order in which those send them.
     fn owned(&self, which: Which) -> Vec<(WorkerId, TensorSpec)> {
-        let placement = self.plan.placement();
+        let placement = self.plan().placement();
         let partitions =
             placement.worker_ids().flat_map(|w| placement.partitions_of(w).into_iter().map(move |p| (w, p)));
         let layers = partitions.flat_map(|(w, p)| self.balance.range(p).map(move |index| (w, index)));

@@ -6,7 +6,7 @@ use distgpipe::core::WorkerId;
 use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::transport::Timeouts;
-use distgpipe::{Batch, BuildError, Failure, Pipeline, StepError, Workers};
+use distgpipe::{Batch, BuildError, Builder, Failure, Pipeline, StepError, Workers};
 use std::time::{Duration, Instant};
 
 /// After a cause, or after a time-out that is one, everything must have ended within this.
@@ -26,8 +26,12 @@ pub fn pipeline(workers: Workers, scenario: &str) -> Pipeline {
     build(workers, scenario).unwrap_or_else(|e| panic!("{scenario}: {e}"))
 }
 
-/// One direction of the link has a codec, whose thread must end as well; the other is raw.
 fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
+    builder(workers, scenario).build()
+}
+
+/// One direction of the link has a codec, whose thread must end as well; the other is raw.
+pub fn builder(workers: Workers, scenario: &str) -> Builder {
     let links = vec!["0-1=feedback(tile:8),raw".parse().unwrap()];
     Pipeline::builder(Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
         .place("client,server,client")
@@ -36,13 +40,22 @@ fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
         .timeouts(Timeouts { stall_s: STALL_S, silence_s: SILENCE_S, connect_s: 20.0 })
         .faults(scenario)
         .codecs(Codecs { links, ..Codecs::default() })
-        .build()
 }
 
 /// Runs until it fails, drops the pipeline, and gives the failure and how long both took.
 pub fn run_until_failure(workers: Workers, scenario: &str) -> (Failure, Duration) {
+    until_failure(builder(workers, scenario), scenario)
+}
+
+/// The same of two replicas.
+#[allow(dead_code)]
+pub fn run_replicas_until_failure(workers: Workers, scenario: &str) -> (Failure, Duration) {
+    until_failure(builder(workers, scenario).replicas(2), scenario)
+}
+
+fn until_failure(builder: Builder, scenario: &str) -> (Failure, Duration) {
     let start = Instant::now();
-    let mut pipeline = match build(workers, scenario) {
+    let mut pipeline = match builder.build() {
         Ok(pipeline) => pipeline,
         // Between processes the first messages are those of getting ready.
         Err(BuildError::Failed(failure)) => return (failure, start.elapsed()),

@@ -12,6 +12,7 @@ use distgpipe::partition::{Building, Partition};
 use distgpipe::tch::{no_grad, Device, Kind, Tensor};
 use distgpipe::{Batch, Loss, Model, Schedule};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 pub type Tensors = BTreeMap<String, Tensor>;
 
@@ -131,9 +132,20 @@ impl OneDevice {
     /// Forward and backward of one batch, micro-batch by micro-batch, last first where the schedule goes backward so:
     /// then even the order of additions is the same, and results can be compared bit for bit.
     pub fn gradients(&mut self, batch: &Batch, micro_batches: usize, schedule: Schedule) -> (f64, Tensors) {
+        self.gradients_of(batch, micro_batches, 0..micro_batches, schedule)
+    }
+
+    /// The same of some of the batch's micro-batches: their part of the batch's loss and gradients.
+    pub fn gradients_of(
+        &mut self,
+        batch: &Batch,
+        micro_batches: usize,
+        own: Range<usize>,
+        schedule: Schedule,
+    ) -> (f64, Tensors) {
         self.partition.parameters().for_each(engine::clear_grad);
         let rows = MicroBatches::split(batch.rows(), micro_batches).unwrap();
-        let mut order: Vec<MicroBatchId> = rows.ids().collect();
+        let mut order: Vec<MicroBatchId> = rows.ids().filter(|m| own.contains(&m.index())).collect();
         if schedule == Schedule::GPipe {
             order.reverse();
         }

@@ -1,0 +1,61 @@
+//! Replicas against devices that each compute a part of the batch and add up what they have.
+
+use crate::one_device::{assert_identical, subjects, OneDevice, Subject, Tensors};
+use distgpipe::core::schedule::Schedule;
+use distgpipe::transport::Timeouts;
+use distgpipe::{Builder, Optim, Pipeline, Recompute, Workers};
+use std::collections::BTreeMap;
+
+const SEED: u64 = 5;
+const RATE: f64 = 0.002;
+
+/// So many replicas of a pipeline of these workers, two micro-batches each.
+pub fn replicas(subject: &Subject, count: usize, placement: &str) -> Builder {
+    Pipeline::builder(subject.model.clone())
+        .place(placement)
+        .micro_batches(2)
+        .replicas(count)
+        .recompute(Recompute::ExceptLast)
+        .loss(subject.loss)
+        .optimizer(Optim::sgd(0.9), RATE)
+        .seed(SEED)
+        .timeouts(Timeouts { stall_s: 20.0, ..Timeouts::default() })
+}
+
+/// What two devices have together. Two numbers have one sum, so it can be compared bit for bit.
+fn sum(a: &Tensors, b: &Tensors) -> Tensors {
+    a.iter().map(|(name, a)| (name.clone(), a + &b[name])).collect()
+}
+
+/// Three steps of two replicas, whole and cut, are those of two devices that add up their gradients, bit for bit. The
+/// workers are those beside the first.
+pub fn check_two(workers: impl Fn(usize) -> Workers) {
+    for subject in subjects() {
+        for (placement, size) in [("one", 1), ("client,server,client", 2)] {
+            let mut pipeline = replicas(&subject, 2, placement).workers(workers(2 * size)).build().unwrap();
+            let mut devices = [0, 1].map(|_| (OneDevice::new(&subject, SEED), BTreeMap::new()));
+            for step in 0..3 {
+                let what = format!("{} {placement} step {step}", subject.name);
+                // Parts of 6 and 5 rows.
+                let batch = subject.batch(11, 100 + step);
+                let mut parts = devices.iter_mut().enumerate().map(|(replica, (device, _))| {
+                    device.gradients_of(&batch, 4, 2 * replica..2 * replica + 2, Schedule::OneFOneB)
+                });
+                let ((loss_a, a), (loss_b, b)) = (parts.next().unwrap(), parts.next().unwrap());
+                drop(parts);
+                let gradients = sum(&a, &b);
+                // Looking changes nothing.
+                let (looked, got) = pipeline.gradients(&batch).unwrap();
+                assert_identical(&format!("{what}: gradient"), &got, &gradients);
+                let outcome = pipeline.train_step(&batch).unwrap();
+                for loss in [looked.loss, outcome.loss] {
+                    let expected = loss_a + loss_b;
+                    assert!((loss - expected).abs() <= 1e-12 * expected.abs(), "{what}: {loss} {expected}");
+                }
+                devices.iter_mut().for_each(|(device, memory)| device.sgd(&gradients, memory, RATE));
+                // The first one's batch norms are everybody's.
+                assert_identical(&format!("{what}: state"), &pipeline.state().unwrap(), &devices[0].0.state());
+            }
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Data parallelism between threads: replicas of a pipeline share each batch and learn the same.
+
+#[allow(dead_code)]
+#[path = "one_device/mod.rs"]
+mod one_device;
+#[path = "one_device/replicas.rs"]
+mod replicas;
+
+use distgpipe::models::Mlp;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::update::Part;
+use distgpipe::{Batch, BuildError, Loss, Optim, Pipeline, Precision, StepError, Workers};
+use one_device::{assert_identical, subjects, Subject, Tensors};
+use replicas::replicas;
+
+fn subject(name: &str) -> Subject {
+    subjects().into_iter().find(|subject| subject.name == name).unwrap()
+}
+
+/// The largest difference of two sets of tensors, as a share of the largest number.
+fn gap(a: &Tensors, b: &Tensors) -> f64 {
+    let most = |t: Tensor| f64::try_from(t.to_kind(Kind::Double).abs().max()).unwrap();
+    let size = b.values().map(|t| most(t.shallow_clone())).fold(0.0, f64::max);
+    a.iter().map(|(name, a)| most(a - &b[name])).fold(0.0, f64::max) / size
+}
+
+#[test]
+fn two_replicas_are_two_devices_that_add_up_their_gradients() {
+    replicas::check_two(|_| Workers::Threads);
+}
+
+/// One pipeline with as many micro-batches adds up the same numbers in another order.
+#[test]
+fn any_number_of_replicas_has_the_gradients_of_one_pipeline() {
+    for subject in subjects() {
+        for count in [3, 4, 5] {
+            let batch = subject.batch(13, 1);
+            let mut one = replicas(&subject, 1, "one").micro_batches(2 * count).build().unwrap();
+            let (expected, truth) = one.gradients(&batch).unwrap();
+            let mut many = replicas(&subject, count, "client,server,client").build().unwrap();
+            let (outcome, gradients) = many.gradients(&batch).unwrap();
+            assert!((outcome.loss - expected.loss).abs() <= 1e-12 * expected.loss.abs());
+            assert_eq!(outcome.correct, expected.correct);
+            let gap = gap(&gradients, &truth);
+            assert!(gap < 1e-5, "{} {count}: {gap}", subject.name);
+            // The order of additions is fixed.
+            let mut again = replicas(&subject, count, "client,server,client").build().unwrap();
+            assert_identical(subject.name, &again.gradients(&batch).unwrap().1, &gradients);
+        }
+    }
+}
+
+/// Tensors that fill a bucket between them, and one that takes several.
+#[test]
+fn gradients_of_any_size_go_round() {
+    let model = Mlp { hidden: vec![3000, 2500, 300], dropout: 0.0, ..Mlp::default() }.model().unwrap();
+    let subject = Subject { name: "mlp", model, loss: Loss::CrossEntropy, precision: Precision::Fp32 };
+    assert!(subject.model.layers.iter().flat_map(|l| l.tensors()).any(|spec| spec.elements() > 7 << 20));
+    let x = Tensor::arange(6 * 64, (Kind::Float, Device::Cpu)).sin().view([6, 1, 8, 8]);
+    let batch = Batch::new(x, Tensor::arange(6, (Kind::Int64, Device::Cpu)));
+    let mut one = replicas(&subject, 1, "one").micro_batches(6).build().unwrap();
+    let mut many = replicas(&subject, 3, "one").build().unwrap();
+    let gap = gap(&many.gradients(&batch).unwrap().1, &one.gradients(&batch).unwrap().1);
+    assert!(gap < 1e-5, "{gap}");
+}
+
+/// Whatever the rows, each is looked at once and comes back at its place; by all replicas, so they have learned the same.
+#[test]
+fn evaluation_and_prediction_are_those_of_one_pipeline() {
+    let subject = subject("mobilenet_v2");
+    let mut many = replicas(&subject, 3, "client,server,client").build().unwrap();
+    for step in 0..2 {
+        many.train_step(&subject.batch(12, step)).unwrap();
+    }
+    let mut one = replicas(&subject, 1, "one").build().unwrap();
+    one.load(&many.state().unwrap()).unwrap();
+    for rows in [1, 2, 3, 4, 7, 12] {
+        let batch = subject.batch(rows, 9);
+        let (expected, outcome) = (one.evaluate(&batch).unwrap(), many.evaluate(&batch).unwrap());
+        assert!((outcome.loss - expected.loss).abs() <= 1e-6 * expected.loss, "{rows} rows");
+        assert_eq!((outcome.correct, &outcome.classes), (expected.correct, &expected.classes), "{rows} rows");
+        let predict = |pipeline: &mut Pipeline| {
+            let inputs = batch.inputs.iter().map(Tensor::shallow_clone).collect();
+            pipeline.predict(inputs).unwrap()
+        };
+        let (expected, got) = (predict(&mut one), predict(&mut many));
+        assert_eq!(got.size(), expected.size());
+        assert!(got.allclose(&expected, 1e-5, 1e-6, false), "{rows} rows");
+        // What the links have carried is told by those who sat out, too.
+        assert_eq!(
+            outcome.links().len(),
+            3 * 2 + 6 * 2,
+            "two ways in each replica, two round each of two rings of three"
+        );
+    }
+}
+
+/// Accumulated, clipped, and stepped by an optimizer that remembers.
+#[test]
+fn updates_are_those_of_one_pipeline() {
+    let subject = subject("roberta");
+    let losses = |count: usize, micro_batches: usize| {
+        let builder = replicas(&subject, count, "client,server,client").micro_batches(micro_batches);
+        let mut pipeline = builder.optimizer(Optim::adamw(), 1e-3).build().unwrap();
+        pipeline.set_clip_norm(Some(0.5));
+        let mut seen = Vec::new();
+        for step in 0..6 {
+            let part = Part { index: step % 2, of: 2 };
+            let outcome = pipeline.train_part(&subject.batch(12, step), part).unwrap();
+            seen.push(outcome.loss);
+            seen.extend(outcome.gradient_norm);
+        }
+        seen
+    };
+    let (one, many) = (losses(1, 6), losses(3, 2));
+    assert_eq!(one.len(), 6 + 3, "a norm for each update");
+    for (one, many) in one.iter().zip(&many) {
+        assert!((one - many).abs() <= 1e-5 * one.abs(), "{one} {many}");
+    }
+}
+
+/// What a run is stored as does not depend on how many share it.
+#[test]
+fn a_run_goes_on_with_another_number_of_replicas() {
+    let subject = subject("unet");
+    let build = |count: usize, micro_batches: usize| {
+        replicas(&subject, count, "client,server,client").micro_batches(micro_batches).build().unwrap()
+    };
+    let step = |pipeline: &mut Pipeline, step: u64| pipeline.train_step(&subject.batch(12, step)).unwrap().loss;
+    let mut first = build(2, 3);
+    for n in 0..3 {
+        step(&mut first, n);
+    }
+    let state = first.state().unwrap();
+    let mut memory = Tensors::new();
+    let kept = first.optimizer_each::<StepError>(|name, tensor| {
+        memory.insert(name.to_owned(), tensor);
+        Ok(())
+    });
+    kept.unwrap();
+    let names: Vec<String> = memory.keys().cloned().collect();
+    let learned = first.learned();
+    let on: Vec<f64> = (3..6).map(|n| step(&mut first, n)).collect();
+    for (count, micro_batches) in [(2, 3), (3, 2), (1, 6)] {
+        let mut other = build(count, micro_batches);
+        other.load(&state).unwrap();
+        other.load_optimizer_from(&names, |name| Ok::<_, StepError>(memory[name].copy())).unwrap();
+        other.set_learned(learned);
+        for (n, expected) in (3..6).zip(&on) {
+            let got = step(&mut other, n);
+            let tolerance = if count == 2 { 0.0 } else { 1e-5 };
+            assert!((got - expected).abs() <= tolerance * expected, "{count} replicas, step {n}: {got} {expected}");
+        }
+    }
+}
+
+/// Each replica hands on `2 (R−1)/R` times the gradients and the floating buffers.
+#[test]
+fn the_ring_carries_no_more_than_it_must() {
+    let subject = subject("mobilenet_v2");
+    for count in [2, 4] {
+        let mut pipeline = replicas(&subject, count, "one").build().unwrap();
+        let specs = pipeline.state_specs();
+        let elements: i64 =
+            specs.iter().filter(|s| s.kind == Kind::Float).map(|s| s.dims.iter().product::<i64>()).sum();
+        let bytes = 4 * elements as u64;
+        let outcome = pipeline.train_step(&subject.batch(12, 0)).unwrap();
+        let links = outcome.links();
+        assert_eq!(links.len(), if count == 2 { 2 } else { 2 * count }, "one way round, and the other for two");
+        let carried: u64 = links.iter().map(|(_, _, traffic)| traffic.payload_bytes).sum();
+        assert_eq!(carried, 2 * (count as u64 - 1) * bytes, "{count} replicas together");
+        let most = links.iter().map(|(_, _, traffic)| traffic.payload_bytes).max().unwrap();
+        let fair = 2 * (count as u64 - 1) * bytes / count as u64;
+        assert!(most <= fair + 4 * 2 * count as u64, "{count} replicas: {most} of {fair}");
+    }
+}
+
+#[test]
+fn what_cannot_be_shared_is_told() {
+    let subject = subject("mobilenet_v2");
+    for count in [0, 5000] {
+        let error = replicas(&subject, count, "one").build().err().unwrap();
+        assert!(matches!(error, BuildError::Settings(_)), "{error}");
+        assert!(error.to_string().contains("replicas: expected 1 to 4096"), "{error}");
+    }
+    let mut pipeline = replicas(&subject, 3, "one").build().unwrap();
+    let error = pipeline.train_step(&subject.batch(5, 0)).unwrap_err();
+    assert!(error.to_string().contains("got 5 rows for 6 micro-batches"), "{error}");
+    // Nothing has happened, so it can be used on.
+    pipeline.train_step(&subject.batch(6, 0)).unwrap();
+}
