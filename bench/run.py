@@ -5,13 +5,14 @@ Everything trains MobileNetV2 on 224×224 images, a batch of 32, SGD with a lear
 taken in rounds, each round through the whole list, so that a disturbance from outside hits all of them alike; ratios
 are between medians over all steps of all rounds.
 
-usage: bench/run.py [--rounds 3] [--steps 4] [--name NAME] [--only TEXT]      needs: bench/requirements.txt, a release build
+usage: bench/run.py [--rounds 3] [--steps 4] [--name NAME] [--only REGEX]      needs: bench/requirements.txt, a release build
 """
 import argparse
 import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="per round, after the warm-up")
     parser.add_argument("--name", default=datetime.date.today().isoformat(), help="of the folder under bench/runs")
-    parser.add_argument("--only", default="", help="only measurements whose name contains this")
+    parser.add_argument("--only", default="", help="only measurements whose name has a match of this regular expression")
     options = parser.parse_args()
     if not BINARY.exists():
         raise SystemExit(f"there is no {BINARY.relative_to(HERE.parent)}: run `cargo build --release` first")
@@ -118,7 +119,7 @@ def main():
     for round_number in range(options.rounds):
         for measure, table in ((measure_ours, OURS), (measure_peer, PEERS)):
             for name, arguments in table.items():
-                if options.only in name:
+                if re.search(options.only, name):
                     figures = {**measure(arguments, options.steps), "name": name, "round": round_number}
                     rows.append(figures)
                     rate = 32 / statistics.median(figures["step_s"])
@@ -135,11 +136,12 @@ def report(rows, options):
     of = {name: [row for row in rows if row["name"] == name] for name in names}
     rate = {name: 32 / statistics.median(t for row in of[name] for t in row["step_s"]) for name in names}
     best = {name: 32 / min(t for row in of[name] for t in row["step_s"]) for name in names}
+    only = f" --only '{options.only}'" if options.only else ""
     lines = [
         "# MobileNetV2, 224×224, batch 32, 4 micro-batches, SGD, on two cores",
         "",
         f"Machine: {machine()}.  ",
-        f"Command: `bench/run.py --rounds {options.rounds} --steps {options.steps}`; every step's time is in `raw.jsonl`.",
+        f"Command: `bench/run.py --rounds {options.rounds} --steps {options.steps}{only}`; every step's time is in `raw.jsonl`.",
         "",
         "| | samples/s, median | best | peak resident memory | peak tensor memory per worker |",
         "| --- | --- | --- | --- | --- |",

@@ -70,7 +70,19 @@ fn ten_steps_between_processes_have_the_losses_of_one_device() {
 #[test]
 fn two_replicas_in_processes_are_two_devices_that_add_up_their_gradients() {
     let servers = Servers::start(3);
-    replicas::check_two(|workers| servers.first(workers - 1));
+    replicas::check_two(one_device::subjects(), |workers| servers.first(workers - 1));
+}
+
+/// A ring of three has a direction, and a way round through the driver's process.
+#[test]
+fn three_replicas_learn_the_same_between_processes_as_between_threads() {
+    let servers = Servers::start(5);
+    for subject in one_device::subjects() {
+        let (threads, processes) =
+            (replicas::three(&subject, Workers::Threads), replicas::three(&subject, servers.first(5)));
+        one_device::assert_identical(subject.name, &processes.0, &threads.0);
+        one_device::assert_identical(subject.name, &processes.1, &threads.1);
+    }
 }
 
 #[test]

@@ -95,6 +95,7 @@ fn numbers_are_never_reused() {
         "Abort",
         "Ping",
         "Goodbye",
+        "Share",
     ];
     for (index, name) in kinds.iter().enumerate() {
         assert_eq!(Kind::from_number(index as u8 + 1).unwrap().name(), *name);
@@ -114,7 +115,7 @@ fn numbers_are_never_reused() {
         assert!(Kind::from_number(number).is_none_or(|kind| kind.number() == number));
     }
     assert_eq!(Kind::from_number(0), None);
-    assert_eq!(Kind::from_number(17), None);
+    assert_eq!(Kind::from_number(18), None);
 }
 
 fn is_found(bytes: &[u8; HEADER_BYTES], body: &[u8]) -> bool {
@@ -198,8 +199,8 @@ fn refused(at: usize, with: &[u8]) -> WireError {
 #[test]
 fn each_field_is_checked() {
     let unknown = |field, expected_max, got| WireError::Unknown { field, expected_max, got };
-    assert_eq!(refused(6, &[17]), unknown("kind", 16, 17));
-    assert_eq!(refused(6, &[0]), unknown("kind", 16, 0));
+    assert_eq!(refused(6, &[18]), unknown("kind", 17, 18));
+    assert_eq!(refused(6, &[0]), unknown("kind", 17, 0));
     assert_eq!(refused(32, &[11]), unknown("dtype", 10, 11));
     assert_eq!(refused(33, &[3]), unknown("layout", 2, 3));
     assert_eq!(refused(34, &[12]), unknown("codec", 11, 12));

@@ -223,7 +223,7 @@ impl Decoder {
 
     /// Where a tensor of this kind goes next. Only what is computed with goes to the device.
     fn near(&self, kind: Kind) -> tch::Device {
-        let computed = matches!(kind, Kind::Activation | Kind::Gradient | Kind::Input | Kind::Target);
+        let computed = matches!(kind, Kind::Activation | Kind::Gradient | Kind::Input | Kind::Target | Kind::Share);
         self.made.as_ref().filter(|_| computed).map_or(tch::Device::Cpu, |made| made.coding.near)
     }
 

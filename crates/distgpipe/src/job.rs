@@ -155,6 +155,8 @@ pub enum Which {
 pub enum Command {
     /// Run a step; answered by a [`StepReport`].
     Step(Step),
+    /// Take over the parameters and buffers of the first replica; answered by an empty report.
+    Agree,
     /// Sit out a step that has no rows for this replica; answered by a [`StepReport`].
     Rest,
     /// Move the parameters by the gradients that the last step left and reported the norms of ([`After::Norms`]);

@@ -302,6 +302,7 @@ impl Team {
         }
         let thread = Worker {
             job: Job { worker, ..job.clone() },
+            roster: (*roster).clone(),
             model: (*model).clone(),
             mailbox: local.mailbox.clone(),
             ports,

@@ -3,6 +3,7 @@
 use crate::coding::Decoder;
 use crate::failure::{Fate, Fault, POLL};
 use crate::mailbox::{Mailbox, Message, Tag};
+use crate::ring::SHARE_BYTES_MAX;
 use crate::roster::Roster;
 use crate::transport::tcp::{limits, read_frame, write_frame, Frame, Patience};
 use distgpipe_core::wire::{Header, Hello, Kind, Refuse, Role, Welcome};
@@ -41,6 +42,10 @@ impl Delivery {
     pub fn admit(&self, header: &Header) -> Result<(), Fault> {
         match header.kind {
             Kind::Ping | Kind::Abort | Kind::Goodbye => Ok(()),
+            Kind::Share if header.body_bytes > SHARE_BYTES_MAX => {
+                let expected = format!("a share of gradients of at most {SHARE_BYTES_MAX} bytes");
+                Err(Fault::protocol(expected, header.body_bytes.to_string()))
+            }
             kind => self.mailbox_of(kind, header.micro_batch, header.from, header.to).map(drop),
         }
     }
@@ -76,9 +81,10 @@ impl Delivery {
             (Kind::Command | Kind::State, Peer::Driver) => self.workers.get(&WorkerId(from)),
             (Kind::Ready | Kind::Report | Kind::State, Peer::Worker(peer)) if from == peer.0 => self.driver.as_ref(),
             (Kind::Output, Peer::Worker(peer)) if from == last.0 && worker_of(last) == roster.role_of(peer) => {
-                // Numbered over all replicas.
-                let timely = (micro_batch as usize) < roster.replicas() * plan.micro_batches();
-                self.driver.as_ref().filter(|_| timely)
+                // Numbered over all replicas; each has at least one, and as many as the others.
+                let replica = roster.replica_of(peer);
+                let own = replica..(replica + 1) * plan.micro_batches();
+                self.driver.as_ref().filter(|_| own.contains(&(micro_batch as usize)))
             }
             _ => None,
         };
@@ -233,5 +239,70 @@ pub fn answer(stream: &mut TcpStream, token: &Token, run: Option<[u8; 16]>, limi
             send_text(stream, Kind::Refuse, &Refuse { reason: reason.clone() }.encode(), limit)?;
             Err(Fault::protocol("a peer of this run", reason))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use distgpipe_core::schedule::{Request, Schedule};
+
+    /// What a process of one worker, or the driver's, lets in from a peer: kind, micro-batch, from, to.
+    fn admits(replicas: usize, here: u32, peer: Peer, message: (Kind, u32, u32, u32)) -> bool {
+        let request = Request::new("client,server,client".parse().unwrap(), 2);
+        let roster = Arc::new(Roster::new(Schedule::OneFOneB.plan(&request).unwrap(), replicas));
+        let mailbox = || Mailbox::new(Fate::default(), 1);
+        let workers = BTreeMap::from([(WorkerId(here), mailbox())]);
+        let delivery = Delivery { roster, peer, workers, driver: (here == 0).then(mailbox) };
+        let (kind, micro_batch, from, to) = message;
+        delivery.admit(&Header { micro_batch, from, to, ..Header::new(kind) }).is_ok()
+    }
+
+    fn worker(number: u32) -> Peer {
+        Peer::Worker(WorkerId(number))
+    }
+
+    /// Of three replicas: clients 0, 2, 4 and servers 1, 3, 5.
+    #[test]
+    fn shares_come_from_the_replica_before_and_from_nobody_else() {
+        for (here, peer, from, to, expected) in [
+            (3, worker(1), 1, 3, true),
+            (1, worker(5), 5, 1, true),
+            (2, Peer::Driver, 0, 2, true),
+            (0, worker(4), 4, 0, true),
+            (0, worker(2), 2, 0, false),
+            (1, worker(3), 3, 1, false),
+            (3, worker(1), 5, 3, false),
+            (3, worker(1), 1, 5, false),
+            (3, worker(2), 2, 3, false),
+            (3, Peer::Driver, 1, 3, false),
+            (3, worker(1), 1, u32::MAX, false),
+        ] {
+            assert_eq!(admits(3, here, peer, (Kind::Share, 0, from, to)), expected, "{peer:?}: {from} to {to}");
+        }
+        assert!(!admits(1, 1, Peer::Driver, (Kind::Share, 0, 0, 1)), "without replicas there are none");
+    }
+
+    #[test]
+    fn the_plans_messages_stay_within_a_replica() {
+        assert!(admits(3, 3, worker(2), (Kind::Activation, 1, 0, 1)));
+        assert!(!admits(3, 3, Peer::Driver, (Kind::Activation, 1, 0, 1)), "worker 0 is of another replica");
+        assert!(admits(3, 2, worker(3), (Kind::Gradient, 0, 1, 0)));
+        assert!(!admits(3, 2, worker(3), (Kind::Gradient, 2, 1, 0)), "there are two micro-batches");
+        // Outputs are numbered over all replicas.
+        for (number, expected) in [(1, false), (2, true), (5, true), (6, false)] {
+            assert_eq!(admits(3, 0, worker(4), (Kind::Output, number, 2, 2)), expected, "{number}");
+        }
+    }
+
+    #[test]
+    fn a_share_is_no_larger_than_a_bucket() {
+        let request = Request::new("one".parse().unwrap(), 1);
+        let roster = Arc::new(Roster::new(Schedule::OneFOneB.plan(&request).unwrap(), 2));
+        let workers = BTreeMap::from([(WorkerId(1), Mailbox::new(Fate::default(), 1))]);
+        let delivery = Delivery { roster, peer: Peer::Driver, workers, driver: None };
+        let header = |body_bytes| Header { to: 1, body_bytes, ..Header::new(Kind::Share) };
+        assert!(delivery.admit(&header(SHARE_BYTES_MAX)).is_ok());
+        assert!(delivery.admit(&header(SHARE_BYTES_MAX + 1)).is_err());
     }
 }

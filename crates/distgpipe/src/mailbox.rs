@@ -18,11 +18,11 @@ pub struct Tag {
     pub kind: Kind,
     /// The step (or, for commands, reports and state, the number of the command) it belongs to.
     pub step: u64,
-    /// The micro-batch, or the index of a state tensor.
+    /// The micro-batch, the index of a state tensor, or the number of a share.
     pub micro_batch: u32,
     /// The sending partition, or the sending worker for what is not between partitions.
     pub from: u32,
-    /// The receiving partition.
+    /// The receiving partition, or the receiving worker of a share.
     pub to: u32,
 }
 
@@ -57,6 +57,7 @@ impl fmt::Display for Tag {
             Kind::Gradient => write!(f, "{to}B{micro_batch}<{from} of step {step}"),
             Kind::Input => write!(f, "the input of micro-batch {micro_batch} of step {step}"),
             Kind::Target => write!(f, "the target of micro-batch {micro_batch} of step {step}"),
+            Kind::Share => write!(f, "share {micro_batch} from worker {from} of step {step}"),
             _ => write!(f, "{kind:?} {step}"),
         }
     }

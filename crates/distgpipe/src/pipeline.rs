@@ -580,6 +580,21 @@ impl Pipeline {
         Ok(())
     }
 
+    /// Has replicas start from the same parameters, whatever drew them.
+    fn agree(&mut self) -> Result<(), Failure> {
+        if self.roster.replicas() == 1 {
+            return Ok(());
+        }
+        let number = self.next_command();
+        for worker in self.roster.members() {
+            self.command(number, worker, &Command::Agree)?;
+        }
+        for worker in self.roster.members() {
+            self.wait(&Tag::control(Kind::Report, number, worker))?;
+        }
+        Ok(())
+    }
+
     fn finish(&mut self) {
         let number = self.next_command();
         for worker in self.roster.members() {

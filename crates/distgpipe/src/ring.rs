@@ -25,6 +25,9 @@ use tch::Tensor;
 /// Numbers that go round at a time: 16 MiB of them.
 const BUCKET_MAX: i64 = 4 << 20;
 
+/// No share takes more bytes.
+pub const SHARE_BYTES_MAX: u64 = 8 * BUCKET_MAX as u64;
+
 /// A member's place in the ring.
 pub struct Ring {
     member: WorkerId,
@@ -43,29 +46,39 @@ impl Ring {
         (replicas > 1).then_some(Ring { member, next, previous, place, replicas })
     }
 
-    /// Whether this is the replica whose word counts where they do not add up.
-    pub fn is_first(&self) -> bool {
-        self.place == 0
-    }
-
-    /// Sets each tensor to the sum over the replicas, in place. All replicas must give as many, of the same sizes.
+    /// Sets each tensor to the sum over the replicas, in place. All replicas must give as many, of the same sizes, once in
+    /// a step.
     pub fn add_up(&self, stage: &mut Stage, step: u64, tensors: &[Tensor]) -> Result<(), Fault> {
         let mut shares = Shares { ring: self, stage, step, passed: 0 };
         for bucket in buckets(tensors) {
             let start = now_ns();
+            // A view, where one tensor lies so.
             let flat = bucket.iter().map(|tensor| tensor.f_reshape([-1])).collect::<Result<Vec<_>, _>>()?;
-            let pieces = Tensor::f_cat(&flat, 0)?.f_split(BUCKET_MAX, 0)?;
+            let flat = if let [one] = &flat[..] { one.shallow_clone() } else { Tensor::f_cat(&flat, 0)? };
             shares.record(Phase::Optimizer, start);
-            let sums = pieces.iter().map(|piece| shares.sum(piece)).collect::<Result<Vec<_>, _>>()?;
-            let start = now_ns();
-            let (sums, mut from) = (Tensor::f_cat(&sums, 0)?, 0);
-            for tensor in bucket {
+            for mut piece in flat.f_split(BUCKET_MAX, 0)? {
+                let sum = shares.sum(&piece)?;
+                let start = now_ns();
+                // What was sent of the piece has been read: its sum has come back.
+                piece.f_copy_(&sum)?;
+                shares.record(Phase::Optimizer, start);
+            }
+            let (start, mut from) = (now_ns(), 0);
+            for tensor in bucket.iter().filter(|tensor| tensor.data_ptr() != flat.data_ptr()) {
                 let elements = tensor.numel() as i64;
-                let sum = sums.f_narrow(0, from, elements)?.f_view(&tensor.size()[..])?;
+                let sum = flat.f_narrow(0, from, elements)?.f_view(&tensor.size()[..])?;
                 tensor.shallow_clone().f_copy_(&sum)?;
                 from += elements;
             }
             shares.record(Phase::Optimizer, start);
+        }
+        Ok(())
+    }
+
+    /// Clears tensors of all replicas but the first, so that [adding up](Self::add_up) gives everybody the first one's.
+    pub fn leave_to_first(&self, tensors: &[Tensor]) -> Result<(), Fault> {
+        if self.place > 0 {
+            tensors.iter().try_for_each(|tensor| tensor.shallow_clone().f_zero_().map(drop))?;
         }
         Ok(())
     }
@@ -136,7 +149,8 @@ impl Shares<'_> {
         let mut message = self.stage.mailbox.take(&incoming)?;
         let arrived = message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a share of gradients", "none"))?;
         if arrived.size() != like.size() || arrived.kind() != like.kind() {
-            let expected = format!("a share of {:?} of {:?}", like.size(), like.kind());
+            let from = self.stage.roster.name(previous);
+            let expected = format!("a share of {:?} of {:?} from {from}", like.size(), like.kind());
             return Err(Fault::protocol(expected, format!("{:?} of {:?}", arrived.size(), arrived.kind())));
         }
         let arrived = arrived.f_to_device(self.stage.device)?;

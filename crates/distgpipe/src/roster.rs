@@ -3,7 +3,7 @@
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::WorkerId;
 
-/// How many messages beside those of the plan may be under way: commands, reports, state tensors, shared gradients.
+/// How many messages beside those of the plan may be under way: commands, reports, state tensors.
 const SLACK: usize = 16;
 
 /// The members of a run. With `W` workers in the plan and `R` replicas there are `R × W` of them: member `r × W + w` does
@@ -87,12 +87,18 @@ impl Roster {
 
     /// Room for everything a step may send to a member.
     pub fn mailbox_capacity(&self, member: WorkerId) -> usize {
-        self.plan.receives(self.role_of(member)) + 2 * self.plan.micro_batches() + SLACK
+        self.plan.receives(self.role_of(member)) + 2 * self.plan.micro_batches() + self.shares() + SLACK
     }
 
     /// Room for everything a step may send from one member's process to another's.
     pub fn queue_capacity(&self, from: WorkerId, to: WorkerId) -> usize {
-        self.planned(from, to) + 3 * self.plan.micro_batches() + SLACK
+        self.planned(from, to) + 3 * self.plan.micro_batches() + self.shares() + SLACK
+    }
+
+    /// How many shares of gradients may wait for a member that still computes. One is sent for each that came, so those
+    /// behind him in the ring are at most one ahead of each other.
+    fn shares(&self) -> usize {
+        self.replicas - 1
     }
 
     /// How many messages the plan has one member send another in a step.

@@ -266,6 +266,7 @@ impl Session {
         let driver = self.connections.get(&WorkerId(0)).and_then(Connection::port).ok_or(Fault::Lost)?;
         let worker = Worker {
             job: self.job.clone(),
+            roster: self.roster.clone(),
             model,
             mailbox: self.mailbox.clone(),
             ports,

@@ -28,7 +28,7 @@ pub struct Stage {
     /// The worker's number.
     pub id: WorkerId,
     /// Who the others are.
-    pub roster: Roster,
+    pub roster: Arc<Roster>,
     /// Its name.
     pub name: String,
     /// The partitions it holds.

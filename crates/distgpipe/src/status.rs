@@ -137,3 +137,46 @@ pub fn blame(roster: &Roster, plan: &Plan, states: &[State]) -> (String, String)
     }
     ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use distgpipe_core::schedule::{Request, Schedule};
+
+    /// Three replicas of client, server, client, of whom each member is given by what it does.
+    fn blamed(states: [&str; 6]) -> (String, String) {
+        let request = Request::new("client,server,client".parse().unwrap(), 2);
+        let roster = Roster::new(Schedule::OneFOneB.plan(&request).unwrap(), 3);
+        let states = states.map(|text| format!("1 {text}").parse().unwrap());
+        blame(&roster, roster.plan(), &states)
+    }
+
+    fn pair(who: &str, what: &str) -> (String, String) {
+        (who.to_owned(), what.to_owned())
+    }
+
+    #[test]
+    fn whoever_does_not_wait_is_to_blame_in_any_replica() {
+        let got = blamed(["0 share", "0 share", "3 wait 0B0<1", "2 run 1B0", "0 share", "0 idle"]);
+        assert_eq!(got, pair("server/1", "1B0"));
+        let got = blamed(["1 share", "1 share", "1 share", "1 busy", "0 share", "0 share"]);
+        assert_eq!(got.0, "server/1");
+    }
+
+    /// The server has run its actions and waits in the ring, so the gradient is under way.
+    #[test]
+    fn a_message_within_a_replica_is_looked_for_there() {
+        let got = blamed(["1 share", "1 share", "3 wait 0B0<1", "0 share", "1 share", "1 share"]);
+        assert_eq!(got, pair("the link server/1 → client/1", "carrying the gradient of 0B0<1"));
+        let got = blamed(["0 idle", "0 idle", "0 wait 0F0", "0 wait 1F0<0", "0 idle", "0 idle"]);
+        assert_eq!(got, pair("the driver", "handing out the input that client/1 waits for in 0F0"));
+    }
+
+    #[test]
+    fn of_a_ring_the_link_to_whoever_got_least_is_to_blame() {
+        let got = blamed(["3 share", "2 share", "2 share", "3 share", "3 share", "1 share"]);
+        assert_eq!(got, pair("the link server/1 → server/2", "carrying share 2 of the gradients"));
+        let got = blamed(["0 share", "2 share", "2 share", "2 share", "1 share", "1 share"]);
+        assert_eq!(got, pair("the link client/2 → client/0", "carrying share 1 of the gradients"));
+    }
+}

@@ -23,7 +23,7 @@ pub enum Phase {
     ReceiveWait,
     /// Waiting for input from the loader.
     Loading,
-    /// Optimizer step and batch-norm commit.
+    /// Optimizer step, batch-norm commit, and adding up the gradients of replicas.
     Optimizer,
     /// Encoding by a link's codec, on the link's thread.
     Encode,

@@ -36,9 +36,9 @@ pub enum TrainError {
         loss: f64,
     },
     /// The batches are too short for the plan.
-    #[error("expected batches of at least {micro_batches} rows, one per micro-batch, got one of {rows}: use larger batches (--batch) or fewer micro-batches (--chunks)")]
+    #[error("expected batches of at least {micro_batches} rows, one per micro-batch of each replica, got one of {rows}: use larger batches (--batch), fewer micro-batches (--chunks) or fewer --replicas")]
     TooFewRows {
-        /// Micro-batches of the plan.
+        /// Micro-batches of all replicas.
         micro_batches: usize,
         /// Rows of the shortest training batch.
         rows: usize,

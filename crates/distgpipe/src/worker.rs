@@ -10,6 +10,7 @@ use crate::model::Model;
 use crate::optim::{Optim, Optimizer, Slot};
 use crate::partition::{Building, Partition};
 use crate::ring::Ring;
+use crate::roster::Roster;
 use crate::stage::Stage;
 use crate::status::{Doing, Status};
 use crate::trace::{now_ns, Phase, Recorder};
@@ -32,6 +33,8 @@ const SETTLE: Duration = Duration::from_micros(100);
 pub struct Worker {
     /// What it was told.
     pub job: Job,
+    /// Who takes part.
+    pub roster: Arc<Roster>,
     /// The model; only its own part is built.
     pub model: Model,
     /// Where its messages arrive.
@@ -55,7 +58,7 @@ impl Worker {
     pub fn run(self) -> Result<(), Failure> {
         let fate = self.fate.clone();
         let status = self.status.clone();
-        let name = self.job.roster().map_or_else(|_| "worker".to_owned(), |roster| roster.name(self.job.worker));
+        let name = self.roster.name(self.job.worker);
         let result = std::panic::catch_unwind(AssertUnwindSafe(|| self.work()));
         result
             .unwrap_or_else(|panic| {
@@ -71,7 +74,7 @@ impl Worker {
 
     fn work(self) -> Result<(), Failure> {
         let worker = self.job.worker;
-        let name = self.job.roster().map(|roster| roster.name(worker)).unwrap_or_default();
+        let name = self.roster.name(worker);
         let failed = |phase: &'static str| {
             let name = name.clone();
             move |fault: Fault| Failure::new(name, phase, fault)
@@ -103,7 +106,6 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 /// A worker whose partitions are built.
 struct Active {
     stage: Stage,
-    plan: Plan,
     /// Where there are replicas.
     ring: Option<Ring>,
     /// Forward-only plans, by number of micro-batches.
@@ -118,9 +120,8 @@ struct Active {
 
 impl Active {
     fn prepare(worker: Worker) -> Result<Self, Fault> {
-        let Worker { job, model, mailbox, ports, driver, links, coding, fate, status } = worker;
-        let roster = job.roster()?;
-        let (plan, ring) = (roster.plan().clone(), Ring::of(&roster, job.worker));
+        let Worker { job, roster, model, mailbox, ports, driver, links, coding, fate, status } = worker;
+        let ring = Ring::of(&roster, job.worker);
         job.balance.check(model.layers.len()).map_err(|e| Fault::protocol("a balance that fits", e.to_string()))?;
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
         let skips =
@@ -136,7 +137,8 @@ impl Active {
             channels_last: job.channels_last,
             precision: job.precision,
         };
-        let partitions = plan
+        let partitions = roster
+            .plan()
             .placement()
             .partitions_of(roster.role_of(job.worker))
             .into_iter()
@@ -164,7 +166,7 @@ impl Active {
         };
         let optimizer = Optimizer::new(job.optim, parameters);
         let (optim, evaluate) = (job.optim, BTreeMap::new());
-        Ok(Active { stage, plan, ring, evaluate, optim, optimizer, waiting: None, links, coding })
+        Ok(Active { stage, ring, evaluate, optim, optimizer, waiting: None, links, coding })
     }
 
     /// Does one command after the other, to the last.
@@ -186,7 +188,13 @@ impl Active {
                     let report = self.step(&step)?;
                     self.report(number, &report).map_err(failed("reporting"))?;
                 }
+                Command::Agree => {
+                    self.agree().map_err(failed("taking over the first replica's parameters"))?;
+                    self.done(number).map_err(failed("reporting"))?;
+                }
                 Command::Rest => {
+                    self.stage.captured.clear();
+                    self.waiting = None;
                     let report = StepReport { links: self.carried(), ..StepReport::default() };
                     self.report(number, &report).map_err(failed("reporting"))?;
                 }
@@ -213,7 +221,7 @@ impl Active {
 
     fn step(&mut self, step: &Step) -> Result<StepReport, Failure> {
         let start = now_ns();
-        let name = self.stage.name.clone();
+        let (name, roster) = (self.stage.name.clone(), self.stage.roster.clone());
         let failed = |phase: &'static str| move |fault: Fault| Failure::new(name, phase, fault);
         self.stage.captured.clear();
         self.waiting = None;
@@ -225,18 +233,18 @@ impl Active {
             if step.fresh {
                 self.clear_gradients();
             }
-            if step.micro_batches != self.plan.micro_batches() {
-                let expected = format!("{} micro-batches", self.plan.micro_batches());
+            if step.micro_batches != roster.plan().micro_batches() {
+                let expected = format!("{} micro-batches", roster.plan().micro_batches());
                 return Err(failed("starting a step")(Fault::protocol(expected, step.micro_batches.to_string())));
             }
-            self.stage.run(&self.plan, step)?
+            self.stage.run(roster.plan(), step)?
         } else {
             let plan = self.forward_plan(step.micro_batches).map_err(failed.clone()("starting a step"))?;
             let outcome = self.stage.run(&plan, step)?;
             self.evaluate.insert(step.micro_batches, plan);
             outcome
         };
-        self.stage.status.begin(Doing::Busy, self.plan.actions(self.stage.roster.role_of(self.stage.id)).len());
+        self.stage.status.begin(Doing::Busy, roster.plan().actions(roster.role_of(self.stage.id)).len());
         let mut squared_norms = BTreeMap::new();
         if step.purpose == Purpose::Train {
             self.commit(step).map_err(failed.clone()("updating its batch norms"))?;
@@ -281,7 +289,8 @@ impl Active {
         if let Some(plan) = self.evaluate.remove(&micro_batches) {
             return Ok(plan);
         }
-        forward_plan(&self.plan, micro_batches).map_err(|e| Fault::protocol("a plan for evaluation", e.to_string()))
+        forward_plan(self.stage.roster.plan(), micro_batches)
+            .map_err(|e| Fault::protocol("a plan for evaluation", e.to_string()))
     }
 
     fn clear_gradients(&mut self) {
@@ -306,23 +315,47 @@ impl Active {
     /// first of them, where they learn: batch norms saw other rows in each.
     fn share(&mut self, step: &Step) -> Result<(), Fault> {
         let Some(ring) = &self.ring else { return Ok(()) };
-        let (mut gradients, mut buffers) = (Vec::new(), Vec::new());
-        for (spec, tensor) in self.stage.partitions.values().flat_map(Partition::tensors) {
-            match spec.role {
-                Role::Parameter => gradients.extend(engine::grad(tensor)),
-                Role::Buffer if step.purpose == Purpose::Train && engine::is_float(tensor) => {
-                    buffers.push(tensor.shallow_clone());
-                }
-                Role::Buffer => {}
+        let parameters: Vec<Tensor> = self.parameters().map(Tensor::shallow_clone).collect();
+        let mut gradients = Vec::new();
+        for parameter in &parameters {
+            // A layer may have used it for other rows.
+            gradients.push(engine::grad(parameter).map_or_else(|| parameter.f_detach()?.f_zeros_like(), Ok)?);
+        }
+        let used: Vec<f32> = parameters.iter().map(|p| if engine::grad(p).is_some() { 1.0 } else { 0.0 }).collect();
+        let users = Tensor::f_from_slice(&used)?.f_to_device(self.stage.device)?;
+        let buffers = self.floats(|role| role == Role::Buffer && step.purpose == Purpose::Train);
+        let all: Vec<Tensor> = gradients.iter().chain([&users]).chain(&buffers).map(Tensor::shallow_clone).collect();
+        tch::no_grad(|| {
+            ring.leave_to_first(&buffers)?;
+            ring.add_up(&mut self.stage, step.number, &all)
+        })?;
+        if used.contains(&0.0) {
+            let users = Vec::<f32>::try_from(users.f_to_device(tch::Device::Cpu)?)?;
+            for (i, parameter) in parameters.iter().enumerate().filter(|&(i, _)| used[i] == 0.0 && users[i] > 0.0) {
+                engine::backward(&[(parameter.f_zeros_like()?.f_mul(parameter)?.f_sum(parameter.kind())?, None)])?;
+                let mut gradient = engine::grad(parameter).ok_or_else(|| Fault::protocol("a gradient", "none"))?;
+                tch::no_grad(|| gradient.f_copy_(&gradients[i]))?;
             }
         }
-        tch::no_grad(|| {
-            if !ring.is_first() {
-                buffers.iter_mut().try_for_each(|buffer| buffer.f_zero_().map(drop))?;
-            }
-            gradients.append(&mut buffers);
-            ring.add_up(&mut self.stage, step.number, &gradients)
-        })
+        Ok(())
+    }
+
+    /// Takes over the parameters and buffers of the first replica: first values that were drawn by another kind of machine
+    /// may differ in their last bits.
+    fn agree(&mut self) -> Result<(), Fault> {
+        let Some(ring) = &self.ring else { return Ok(()) };
+        let all = self.floats(|_| true);
+        tch::no_grad(|| ring.leave_to_first(&all).and_then(|()| ring.add_up(&mut self.stage, 0, &all)))?;
+        // It belongs to no step.
+        self.stage.recorder.take();
+        Ok(())
+    }
+
+    /// Floating tensors of some roles. Others, such as counters, do not depend on the rows.
+    fn floats(&self, wanted: impl Fn(Role) -> bool) -> Vec<Tensor> {
+        let tensors = self.stage.partitions.values().flat_map(Partition::tensors);
+        let floats = tensors.filter(|(spec, tensor)| wanted(spec.role) && engine::is_float(tensor));
+        floats.map(|(_, tensor)| tensor.shallow_clone()).collect()
     }
 
     /// Does with the gradients what the step says; gives their norms if it wants them.

@@ -3,30 +3,107 @@
 #[allow(dead_code)]
 #[path = "one_device/mod.rs"]
 mod one_device;
+#[allow(dead_code)]
 #[path = "one_device/replicas.rs"]
 mod replicas;
 
+use distgpipe::failure::Fault;
+use distgpipe::layer::Role;
 use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::transport::Timeouts;
 use distgpipe::update::Part;
-use distgpipe::{Batch, BuildError, Loss, Optim, Pipeline, Precision, StepError, Workers};
+use distgpipe::{Batch, BuildError, Context, Init, Layer, Loss, Model, Optim, Own, Pipeline, Precision, SampleShape};
+use distgpipe::{ShapeError, SkipShapes, StepError, TensorSpec, Workers};
 use one_device::{assert_identical, subjects, Subject, Tensors};
 use replicas::replicas;
+use std::sync::Arc;
 
 fn subject(name: &str) -> Subject {
     subjects().into_iter().find(|subject| subject.name == name).unwrap()
 }
 
-/// The largest difference of two sets of tensors, as a share of the largest number.
+/// The largest difference of two sets of tensors, each as a share of its tensor's largest number. Gradients that are zero
+/// but for rounding, such as that of a bias before a batch norm, count as those of all tensors together.
 fn gap(a: &Tensors, b: &Tensors) -> f64 {
+    assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
     let most = |t: Tensor| f64::try_from(t.to_kind(Kind::Double).abs().max()).unwrap();
-    let size = b.values().map(|t| most(t.shallow_clone())).fold(0.0, f64::max);
-    a.iter().map(|(name, a)| most(a - &b[name])).fold(0.0, f64::max) / size
+    let all = b.values().map(|t| most(t.shallow_clone())).fold(0.0, f64::max);
+    let gap = |(name, a): (&String, &Tensor)| most(a - &b[name]) / most(b[name].shallow_clone()).max(1e-4 * all);
+    a.iter().map(gap).fold(0.0, f64::max)
 }
 
 #[test]
 fn two_replicas_are_two_devices_that_add_up_their_gradients() {
-    replicas::check_two(|_| Workers::Threads);
+    replicas::check_two(subjects(), |_| Workers::Threads);
+}
+
+#[test]
+fn two_replicas_in_bf16_are_two_devices_in_bf16() {
+    replicas::check_two(one_device::in_bf16(subjects()), |_| Workers::Threads);
+}
+
+/// The shares of all others wait for the one whose server is late.
+#[test]
+fn many_replicas_wait_for_a_slow_one() {
+    let model = Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap();
+    let mut pipeline = Pipeline::builder(model)
+        .place("client,server")
+        .replicas(40)
+        .timeouts(Timeouts { stall_s: 10.0, ..Timeouts::default() })
+        .faults("client/7>server/7:delay=4000@0")
+        .build()
+        .unwrap();
+    let x = Tensor::ones([40, 1, 8, 8], (Kind::Float, Device::Cpu));
+    let batch = Batch::new(x, Tensor::zeros([40], (Kind::Int64, Device::Cpu)));
+    pipeline.train_step(&batch).unwrap();
+}
+
+/// Multiplies by its weight: always, never, or where the first number is positive.
+struct Branch(&'static str);
+
+impl Layer for Branch {
+    fn name(&self) -> &str {
+        self.0
+    }
+
+    fn tensors(&self) -> Vec<TensorSpec> {
+        vec![TensorSpec::parameter(format!("{}.weight", self.0), &[3], Init::Constant(0.5))]
+    }
+
+    fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+        Ok(input)
+    }
+
+    fn forward(&self, own: &mut Own<'_>, x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+        let weight = own.next();
+        let used = match self.0 {
+            "all" => true,
+            "some" => x[0].double_value(&[0, 0]) > 0.0,
+            _ => false,
+        };
+        Ok(if used { vec![x[0].f_mul(weight)?] } else { x })
+    }
+}
+
+/// A part of the model that only some replicas used gets their gradient everywhere, and one that nobody used gets none.
+#[test]
+fn parameters_that_some_replicas_did_not_use_get_the_gradient_of_the_others() {
+    let layers = ["none", "some", "all"].map(|name| Arc::new(Branch(name)) as Arc<dyn Layer>);
+    let model = Model::new(layers.to_vec(), vec![SampleShape::float(&[3])]);
+    let build = |count: usize, micro_batches: usize| {
+        let builder = Pipeline::builder(model.clone()).place("a,b,a").micro_batches(micro_batches).replicas(count);
+        builder.loss(Loss::MeanSquared).build().unwrap()
+    };
+    // Rows of the second replica alone make `some` work.
+    let x = Tensor::from_slice(&[-1f32, 2.0, 3.0, -4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 1.0, -2.0, -3.0]).view([4, 3]);
+    let batch = Batch::new(x, Tensor::zeros([4, 3], (Kind::Float, Device::Cpu)));
+    let expected = build(1, 4).gradients(&batch).unwrap().1;
+    assert_eq!(expected.keys().collect::<Vec<_>>(), ["all.weight", "some.weight"]);
+    let mut two = build(2, 2);
+    let got = two.gradients(&batch).unwrap().1;
+    assert!(gap(&got, &expected) < 1e-6, "{got:?} {expected:?}");
+    two.train_step(&batch).unwrap();
 }
 
 /// One pipeline with as many micro-batches adds up the same numbers in another order.
@@ -73,6 +150,8 @@ fn evaluation_and_prediction_are_those_of_one_pipeline() {
         many.train_step(&subject.batch(12, step)).unwrap();
     }
     let mut one = replicas(&subject, 1, "one").build().unwrap();
+    many.capture_next();
+    many.train_step(&subject.batch(12, 2)).unwrap();
     one.load(&many.state().unwrap()).unwrap();
     for rows in [1, 2, 3, 4, 7, 12] {
         let batch = subject.batch(rows, 9);
@@ -86,6 +165,10 @@ fn evaluation_and_prediction_are_those_of_one_pipeline() {
         let (expected, got) = (predict(&mut one), predict(&mut many));
         assert_eq!(got.size(), expected.size());
         assert!(got.allclose(&expected, 1e-5, 1e-6, false), "{rows} rows");
+        if rows == 1 {
+            // Nobody has anything of an earlier step.
+            assert!(many.captured().unwrap().is_empty());
+        }
         // What the links have carried is told by those who sat out, too.
         assert_eq!(
             outcome.links().len(),
@@ -154,24 +237,27 @@ fn a_run_goes_on_with_another_number_of_replicas() {
     }
 }
 
-/// Each replica hands on `2 (R−1)/R` times the gradients and the floating buffers.
+/// Each replica hands on `2 (R−1)/R` times the gradients and the floating buffers, and a number for each parameter.
 #[test]
 fn the_ring_carries_no_more_than_it_must() {
     let subject = subject("mobilenet_v2");
     for count in [2, 4] {
         let mut pipeline = replicas(&subject, count, "one").build().unwrap();
         let specs = pipeline.state_specs();
-        let elements: i64 =
-            specs.iter().filter(|s| s.kind == Kind::Float).map(|s| s.dims.iter().product::<i64>()).sum();
-        let bytes = 4 * elements as u64;
-        let outcome = pipeline.train_step(&subject.batch(12, 0)).unwrap();
-        let links = outcome.links();
-        assert_eq!(links.len(), if count == 2 { 2 } else { 2 * count }, "one way round, and the other for two");
-        let carried: u64 = links.iter().map(|(_, _, traffic)| traffic.payload_bytes).sum();
-        assert_eq!(carried, 2 * (count as u64 - 1) * bytes, "{count} replicas together");
-        let most = links.iter().map(|(_, _, traffic)| traffic.payload_bytes).max().unwrap();
-        let fair = 2 * (count as u64 - 1) * bytes / count as u64;
-        assert!(most <= fair + 4 * 2 * count as u64, "{count} replicas: {most} of {fair}");
+        let parameters = specs.iter().filter(|spec| spec.role == Role::Parameter).count() as u64;
+        let floats = specs.iter().filter(|spec| spec.kind == Kind::Float);
+        let bytes = 4 * (floats.map(|spec| spec.dims.iter().product::<i64>() as u64).sum::<u64>() + parameters);
+        let mut carried = |step: u64| -> Vec<u64> {
+            let outcome = pipeline.train_step(&subject.batch(12, step)).unwrap();
+            outcome.links().iter().map(|(_, _, traffic)| traffic.payload_bytes).collect()
+        };
+        // The first step's count includes what they agreed on before it.
+        let (before, after) = (carried(0), carried(1));
+        assert_eq!(after.len(), if count == 2 { 2 } else { 2 * count }, "one way round, and the other for two");
+        let each: Vec<u64> = after.iter().zip(&before).map(|(after, before)| after - before).collect();
+        assert_eq!(each.iter().sum::<u64>(), 2 * (count as u64 - 1) * bytes, "{count} replicas together");
+        let (most, fair) = (each.iter().max().unwrap(), 2 * (count as u64 - 1) * bytes / count as u64);
+        assert!(*most <= fair + 4 * 2 * count as u64, "{count} replicas: {most} of {fair}");
     }
 }
 

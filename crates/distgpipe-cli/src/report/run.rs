@@ -21,7 +21,7 @@ pub struct RunReport {
     pub balance: Vec<usize>,
     /// Each partition's worker.
     pub placement: Vec<String>,
-    /// How often there are all of them.
+    /// How many replicas of all workers share each batch.
     pub replicas: usize,
     /// Per batch and replica.
     pub micro_batches: usize,

@@ -192,7 +192,7 @@ pub enum WireError {
         got: usize,
     },
     /// A tensor where none belongs.
-    #[error("expected no tensor in a {kind} frame, got one: send tensors as Input, Target, Activation, Gradient, Output or State")]
+    #[error("expected no tensor in a {kind} frame, got one: send tensors as Input, Target, Activation, Gradient, Output, State or Share")]
     TensorUnexpected {
         /// The frame's kind.
         kind: Kind,

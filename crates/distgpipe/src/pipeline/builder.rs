@@ -309,7 +309,7 @@ impl Builder {
         self.job.plan = plan.to_string();
         let roster = Arc::new(Roster::new(plan, self.job.replicas));
         let team = launch::start(&self.job, &roster, &self.model, &self.workers)?;
-        let pipeline = Pipeline {
+        let mut pipeline = Pipeline {
             team,
             roster,
             balance,
@@ -330,6 +330,7 @@ impl Builder {
             capture: false,
         };
         pipeline.wait_ready()?;
+        pipeline.agree()?;
         Ok(pipeline)
     }
 

@@ -1,6 +1,7 @@
 //! Replicas against devices that each compute a part of the batch and add up what they have.
 
-use crate::one_device::{assert_identical, subjects, OneDevice, Subject, Tensors};
+use crate::one_device::{assert_identical, OneDevice, Subject, Tensors};
+use distgpipe::codecs::Codecs;
 use distgpipe::core::schedule::Schedule;
 use distgpipe::transport::Timeouts;
 use distgpipe::{Builder, Optim, Pipeline, Recompute, Workers};
@@ -17,6 +18,7 @@ pub fn replicas(subject: &Subject, count: usize, placement: &str) -> Builder {
         .replicas(count)
         .recompute(Recompute::ExceptLast)
         .loss(subject.loss)
+        .precision(subject.precision)
         .optimizer(Optim::sgd(0.9), RATE)
         .seed(SEED)
         .timeouts(Timeouts { stall_s: 20.0, ..Timeouts::default() })
@@ -27,19 +29,20 @@ fn sum(a: &Tensors, b: &Tensors) -> Tensors {
     a.iter().map(|(name, a)| (name.clone(), a + &b[name])).collect()
 }
 
-/// Three steps of two replicas, whole and cut, are those of two devices that add up their gradients, bit for bit. The
-/// workers are those beside the first.
-pub fn check_two(workers: impl Fn(usize) -> Workers) {
-    for subject in subjects() {
-        for (placement, size) in [("one", 1), ("client,server,client", 2)] {
-            let mut pipeline = replicas(&subject, 2, placement).workers(workers(2 * size)).build().unwrap();
+/// Three steps of two replicas, whole and cut, are those of two devices that add up their gradients, bit for bit.
+pub fn check_two(subjects: Vec<Subject>, workers: impl Fn(usize) -> Workers) {
+    for subject in subjects {
+        let cases = [("one", 1, Schedule::OneFOneB), ("client,server,client", 2, Schedule::GPipe)];
+        for (placement, size, schedule) in cases {
+            let builder = replicas(&subject, 2, placement).schedule(schedule).workers(workers(2 * size));
+            let mut pipeline = builder.build().unwrap();
             let mut devices = [0, 1].map(|_| (OneDevice::new(&subject, SEED), BTreeMap::new()));
             for step in 0..3 {
                 let what = format!("{} {placement} step {step}", subject.name);
                 // Parts of 6 and 5 rows.
                 let batch = subject.batch(11, 100 + step);
                 let mut parts = devices.iter_mut().enumerate().map(|(replica, (device, _))| {
-                    device.gradients_of(&batch, 4, 2 * replica..2 * replica + 2, Schedule::OneFOneB)
+                    device.gradients_of(&batch, 4, 2 * replica..2 * replica + 2, schedule)
                 });
                 let ((loss_a, a), (loss_b, b)) = (parts.next().unwrap(), parts.next().unwrap());
                 drop(parts);
@@ -58,4 +61,13 @@ pub fn check_two(workers: impl Fn(usize) -> Workers) {
             }
         }
     }
+}
+
+/// Gradients of three replicas with a codec on their links, and what they have learned after two steps.
+pub fn three(subject: &Subject, workers: Workers) -> (Tensors, Tensors) {
+    let codecs = Codecs { links: vec!["0-1=feedback(tile:8)".parse().unwrap()], ..Codecs::default() };
+    let builder = replicas(subject, 3, "client,server,client").codecs(codecs).workers(workers);
+    let mut pipeline = builder.build().unwrap();
+    (0..2).for_each(|step| drop(pipeline.train_step(&subject.batch(13, step)).unwrap()));
+    (pipeline.gradients(&subject.batch(13, 2)).unwrap().1, pipeline.state().unwrap())
 }
