@@ -316,12 +316,14 @@ impl Active {
     fn share(&mut self, step: &Step) -> Result<(), Fault> {
         let Some(ring) = &self.ring else { return Ok(()) };
         let parameters: Vec<Tensor> = self.parameters().map(Tensor::shallow_clone).collect();
-        let mut gradients = Vec::new();
+        let (mut gradients, mut used) = (Vec::new(), Vec::new());
         for parameter in &parameters {
-            // A layer may have used it for other rows.
-            gradients.push(engine::grad(parameter).map_or_else(|| parameter.f_detach()?.f_zeros_like(), Ok)?);
+            let own = engine::grad(parameter);
+            used.push(if own.is_some() { 1.0_f32 } else { 0.0 });
+            // A layer may use one for some rows and not for others.
+            gradients.push(own.map_or_else(|| parameter.f_detach()?.f_zeros_like(), Ok)?);
         }
-        let used: Vec<f32> = parameters.iter().map(|p| if engine::grad(p).is_some() { 1.0 } else { 0.0 }).collect();
+        // How many replicas used each.
         let users = Tensor::f_from_slice(&used)?.f_to_device(self.stage.device)?;
         let buffers = self.floats(|role| role == Role::Buffer && step.purpose == Purpose::Train);
         let all: Vec<Tensor> = gradients.iter().chain([&users]).chain(&buffers).map(Tensor::shallow_clone).collect();
@@ -332,6 +334,7 @@ impl Active {
         if used.contains(&0.0) {
             let users = Vec::<f32>::try_from(users.f_to_device(tch::Device::Cpu)?)?;
             for (i, parameter) in parameters.iter().enumerate().filter(|&(i, _)| used[i] == 0.0 && users[i] > 0.0) {
+                // Makes a gradient to write into.
                 engine::backward(&[(parameter.f_zeros_like()?.f_mul(parameter)?.f_sum(parameter.kind())?, None)])?;
                 let mut gradient = engine::grad(parameter).ok_or_else(|| Fault::protocol("a gradient", "none"))?;
                 tch::no_grad(|| gradient.f_copy_(&gradients[i]))?;
