@@ -461,7 +461,11 @@ impl TrainFlags {
         let mut set: Vec<String> =
             self.set.iter().filter(|setting| !changed.contains(&key(setting))).cloned().collect();
         set.extend(other.set.iter().cloned());
-        let (mut table, above) = (toml::Table::try_from(&self)?, toml::Table::try_from(other)?);
+        let table = |flags: &Self| {
+            let large = |e| usage(format!("a number is larger than flags may have, {}: {e}", i64::MAX));
+            toml::Table::try_from(flags).map_err(large)
+        };
+        let (mut table, above) = (table(&self)?, table(other)?);
         for (given, displaced) in DISPLACED {
             if given.iter().any(|name| above.contains_key(*name)) {
                 table.retain(|name, _| !displaced.contains(&name));
@@ -488,7 +492,9 @@ impl TrainFlags {
         if self.sortquant == Some(true) {
             defaults.codec = None;
         }
-        match self.optimizer.or(defaults.optimizer) {
+        // What follows belongs to this one, and is not displaced by it.
+        defaults.optimizer = self.optimizer.or(defaults.optimizer);
+        match defaults.optimizer {
             Some(OptimizerName::Adam) => (defaults.lr, defaults.weight_decay) = (Some(1e-3), Some(0.0)),
             Some(OptimizerName::Adamw) => {
                 (defaults.lr, defaults.weight_decay) = (Some(1e-3), Some(0.01));
@@ -621,6 +627,37 @@ mod tests {
 
     fn parse(text: &str) -> anyhow::Result<TrainFlags> {
         from_toml(text, Path::new("run.toml"))
+    }
+
+    /// Those of docs/training.md. A rate of 0 once took their place.
+    #[test]
+    fn every_optimizer_has_its_own_defaults() {
+        let of = |flags: &TrainFlags| {
+            let flags = flags.or_defaults().unwrap();
+            (flags.lr, flags.weight_decay, flags.momentum)
+        };
+        for (optimizer, expected) in [
+            (None, (Some(0.05), Some(0.0), Some(0.9))),
+            (Some(OptimizerName::Sgd), (Some(0.05), Some(0.0), Some(0.9))),
+            (Some(OptimizerName::Adam), (Some(1e-3), Some(0.0), None)),
+            (Some(OptimizerName::Adamw), (Some(1e-3), Some(0.01), None)),
+            (Some(OptimizerName::Rmsprop), (Some(0.01), Some(0.0), Some(0.0))),
+        ] {
+            assert_eq!(of(&TrainFlags { optimizer, ..TrainFlags::default() }), expected, "{optimizer:?}");
+            // Another one below does not leave its rate behind.
+            let below = TrainFlags {
+                optimizer: Some(OptimizerName::Sgd),
+                lr: Some(0.3),
+                momentum: Some(0.5),
+                ..TrainFlags::default()
+            };
+            let above = below.overlaid(&TrainFlags { optimizer, ..TrainFlags::default() }).unwrap();
+            let expected = match optimizer {
+                None | Some(OptimizerName::Sgd) => (Some(0.3), Some(0.0), Some(0.5)),
+                _ => expected,
+            };
+            assert_eq!(of(&above), expected, "{optimizer:?} over sgd");
+        }
     }
 
     #[test]

@@ -107,15 +107,20 @@ impl RunConfig {
         let batch = flags.batch.unwrap_or_default();
         let needed = micro_batches.saturating_mul(replicas);
         if MicroBatches::split(batch, needed).is_err() {
+            if micro_batches == 0 {
+                return Err(usage("--chunks 0: use 1 to run a batch in one piece"));
+            }
             let source = if plan.is_some() { "--plan has" } else { "--chunks asks for" };
-            let (each, fewer) = match replicas {
-                1 => (String::new(), String::new()),
-                _ => (format!(" in each of {replicas} replicas"), " or fewer --replicas".to_owned()),
-            };
+            let each = if replicas > 1 { format!(" in each of {replicas} replicas") } else { String::new() };
+            let mut remedies = vec![format!("--batch {needed} or more")];
+            match batch / replicas {
+                0 => {}
+                most => remedies.push(format!("at most {most} micro-batches")),
+            }
+            remedies.extend((replicas > 1).then(|| "fewer --replicas".to_owned()));
             return Err(usage(format!(
-                "--batch {batch}: {source} {micro_batches} micro-batches{each}, and each needs a row: use --batch \
-                 {needed} or more, or between 1 and {} micro-batches{fewer}",
-                (batch / replicas).max(1)
+                "--batch {batch}: {source} {micro_batches} micro-batches{each}, and each needs a row: use {}",
+                remedies.join(", or ")
             )));
         }
         let placement = flags.place.as_deref().map(str::parse::<Placement>).transpose();
@@ -378,6 +383,12 @@ fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
             "--workers {wrong}: expected `threads`, `processes`, or addresses such as 10.0.0.2:7000"
         )));
     }
+    if let Some(twice) = addresses.iter().enumerate().find(|(i, address)| addresses[..*i].contains(address)) {
+        return Err(usage(format!(
+            "--workers: {} is named twice, and a waiting worker takes one part: start another `distgpipe worker`",
+            twice.1
+        )));
+    }
     if count == 1 {
         return Err(usage(
             "--workers: there is one partition, and it is this process's: cut the model with --partitions or --balance, or \
@@ -509,7 +520,7 @@ fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {
 
 fn capture(flags: &TrainFlags, workers: usize) -> anyhow::Result<Capture> {
     if flags.capture.is_some() && workers == 1 {
-        return Err(usage("--capture: one worker has no links: cut the model with --partitions or --balance"));
+        return Err(usage("--capture: with one worker nothing crosses between partitions: cut the model with --partitions or --balance"));
     }
     match (&flags.capture, flags.capture_step) {
         (None, None) => Ok(Capture::Nothing),

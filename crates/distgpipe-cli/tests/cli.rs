@@ -63,16 +63,28 @@ fn help_teaches_every_command() {
 fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
     let cases: &[(&[&str], &[&str])] = &[
         (&["train", "--batch", "4", "--chunks", "8"], &["--batch 4", "use --batch 8 or more"]),
-        (&["train", "--replicas", "0"], &["--replicas 0", "expected 1 to 4096"]),
+        (&["train", "--replicas", "0"], &["--replicas 0", "expected 1 to 256"]),
         (
             &["train", "--replicas", "3", "--batch", "11"],
-            &["--batch 11", "4 micro-batches in each of 3 replicas", "use --batch 12 or more", "1 and 3 micro-batches"],
+            &[
+                "--batch 11",
+                "4 micro-batches in each of 3 replicas",
+                "use --batch 12 or more",
+                "at most 3 micro-batches, or fewer --replicas",
+            ],
         ),
         (
             &["train", "--replicas", "2", "--partitions", "2", "--workers", "h:1"],
             &["expected 3 address(es) for 4 workers", "--replicas"],
         ),
         (&["train", "--workers", "h:1"], &["--workers", "one partition", "--replicas"]),
+        (
+            &["train", "--replicas", "9", "--chunks", "1", "--batch", "8"],
+            &["use --batch 9 or more, or fewer --replicas"],
+        ),
+        (&["train", "--chunks", "0"], &["--chunks 0", "use 1"]),
+        (&["train", "--partitions", "3", "--workers", "h:1,h:1"], &["--workers", "h:1 is named twice"]),
+        (&["train", "--batch", "9223372036854775808"], &["larger than flags may have, 9223372036854775807"]),
         (&["train", "--balance", "1,2"], &["--balance", "use for example 2,2"]),
         (&["train", "--balance", "1,3", "--place", "a,b,a"], &["--balance makes 2", "--place names workers for 3"]),
         (&["train", "--partitions", "9"], &["--partitions", "use fewer partitions"]),

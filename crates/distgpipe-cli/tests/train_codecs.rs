@@ -108,7 +108,7 @@ fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
         assert!(said.contains(remedy), "{arguments:?}: {said}");
     }
     let alone = train(&["--capture", "x"]);
-    assert!(String::from_utf8_lossy(&alone.stderr).contains("one worker has no links"));
+    assert!(String::from_utf8_lossy(&alone.stderr).contains("nothing crosses between partitions"));
 }
 
 /// The attention mask is of integers: it goes raw every time, and the user hears of it once per link.

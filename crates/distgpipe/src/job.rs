@@ -89,8 +89,8 @@ pub fn forward_plan(plan: &Plan, micro_batches: usize) -> Result<Plan, ScheduleE
 /// More threads than any machine has cores; libtorch's pool ends the process at absurd numbers.
 pub const THREADS_MAX: usize = 1024;
 
-/// More replicas than batches have rows.
-pub const REPLICAS_MAX: usize = 4096;
+/// Beyond this, what replicas say to the driver takes longer than what they compute.
+pub const REPLICAS_MAX: usize = 256;
 
 /// What a step is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -300,6 +300,11 @@ impl Team {
                 links.push((other, connection.counters().clone()));
             }
         }
+        if worker == WorkerId(0) {
+            // What the driver hands out goes with what this worker sends, also to those whom it has nothing to say.
+            let others = self.connections.iter().filter(|(other, _)| !roster.linked(worker, **other));
+            links.extend(others.map(|(other, connection)| (*other, connection.counters().clone())));
+        }
         let thread = Worker {
             job: Job { worker, ..job.clone() },
             roster: (*roster).clone(),

@@ -28,9 +28,9 @@ pub enum TrainError {
     #[error(transparent)]
     Step(#[from] StepError),
     /// The loss is no number any more.
-    #[error("the loss or the gradients' norm of step {step} is {loss}: lower the learning rate (--lr) or clip gradients (--clip-norm); if it is the first step since weights or a checkpoint were loaded, go back to earlier ones")]
+    #[error("the loss or the gradients' norm of step {} is {loss}: lower the learning rate (--lr) or clip gradients (--clip-norm); if it is the first step since weights or a checkpoint were loaded, go back to earlier ones", step + 1)]
     Diverged {
-        /// The step.
+        /// The step, from 0.
         step: u64,
         /// Its loss.
         loss: f64,

@@ -267,7 +267,7 @@ fn what_cannot_be_shared_is_told() {
     for count in [0, 5000] {
         let error = replicas(&subject, count, "one").build().err().unwrap();
         assert!(matches!(error, BuildError::Settings(_)), "{error}");
-        assert!(error.to_string().contains("replicas: expected 1 to 4096"), "{error}");
+        assert!(error.to_string().contains("replicas: expected 1 to 256"), "{error}");
     }
     let mut pipeline = replicas(&subject, 3, "one").build().unwrap();
     let error = pipeline.train_step(&subject.batch(5, 0)).unwrap_err();
