@@ -59,6 +59,21 @@ fn help_teaches_every_command() {
     assert!(!train.contains("--faults"), "{train}");
 }
 
+/// The driver hands targets to the last worker, and inputs to the first of each replica, whoever else talks to them.
+#[test]
+fn every_connection_is_among_the_links() {
+    let carried = |more: &[&str]| -> Vec<(String, String)> {
+        let run = ["train", "--workers", "processes", "--steps", "2", "--no-evaluate", "--json"];
+        let report: Value = serde_json::from_str(&fine(&[&run, more].concat())).expect("JSON");
+        let links = report["links"].as_array().unwrap().iter().filter(|link| link["payload_bytes"] != 0);
+        let name = |name: &Value| name.as_str().unwrap().to_owned();
+        links.map(|link| (name(&link["from"]), name(&link["to"]))).collect()
+    };
+    assert!(carried(&["--partitions", "3"]).contains(&("w0".to_owned(), "w2".to_owned())));
+    let ring = carried(&["--replicas", "4", "--chunks", "1"]);
+    assert!(ring.contains(&("w0/0".to_owned(), "w0/2".to_owned())), "{ring:?}");
+}
+
 #[test]
 fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
     let cases: &[(&[&str], &[&str])] = &[
