@@ -331,14 +331,7 @@ impl Pipeline {
 
     /// Has the codecs of all links forget what they remember of earlier tensors, as if the run had just begun.
     pub fn forget(&mut self) -> Result<(), StepError> {
-        let number = self.next_command();
-        for worker in self.roster.members() {
-            self.command(number, worker, &Command::Forget)?;
-        }
-        for worker in self.roster.members() {
-            self.wait(&Tag::control(Kind::Report, number, worker))?;
-        }
-        Ok(())
+        Ok(self.tell_all(&Command::Forget)?)
     }
 
     fn run(&mut self, batch: &Batch, purpose: Purpose, part: Part) -> Result<(StepOutcome, Vec<Tensor>), StepError> {
@@ -585,9 +578,14 @@ impl Pipeline {
         if self.roster.replicas() == 1 {
             return Ok(());
         }
+        self.tell_all(&Command::Agree)
+    }
+
+    /// Gives everybody a command that has no result, and waits until it is done.
+    fn tell_all(&mut self, command: &Command) -> Result<(), Failure> {
         let number = self.next_command();
         for worker in self.roster.members() {
-            self.command(number, worker, &Command::Agree)?;
+            self.command(number, worker, command)?;
         }
         for worker in self.roster.members() {
             self.wait(&Tag::control(Kind::Report, number, worker))?;
