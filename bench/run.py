@@ -167,6 +167,7 @@ def report(rows, options):
         "",
         "Resident memory of ours with two processes is that of the larger one. torchgpipe runs both partitions in one process, and one",
         "thread after the other on a CPU (see ../../README.md), so its figure stands beside ours with two threads in one process.",
+        "Replicas and DistributedDataParallel have half of the batch each, in one piece.",
         "",
     ]
     return "\n".join(lines)

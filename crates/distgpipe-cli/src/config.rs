@@ -113,10 +113,8 @@ impl RunConfig {
             let source = if plan.is_some() { "--plan has" } else { "--chunks asks for" };
             let each = if replicas > 1 { format!(" in each of {replicas} replicas") } else { String::new() };
             let mut remedies = vec![format!("--batch {needed} or more")];
-            match batch / replicas {
-                0 => {}
-                most => remedies.push(format!("at most {most} micro-batches")),
-            }
+            let most = batch / replicas;
+            remedies.extend((most > 0).then(|| format!("at most {most} micro-batches")));
             remedies.extend((replicas > 1).then(|| "fewer --replicas".to_owned()));
             return Err(usage(format!(
                 "--batch {batch}: {source} {micro_batches} micro-batches{each}, and each needs a row: use {}",
@@ -410,7 +408,9 @@ fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
 
 fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
     let name = flags.optimizer.unwrap_or(OptimizerName::Sgd);
-    let learning_rate = within("--lr", flags.lr, 1e3)?;
+    // Every optimizer has a default; without one, nothing would be learned and nobody told.
+    let learning_rate = flags.lr.ok_or_else(|| usage("--lr: expected a learning rate, got none"))?;
+    let learning_rate = within("--lr", Some(learning_rate), 1e3)?;
     let weight_decay = within("--weight-decay", flags.weight_decay, 1.0)?;
     let momentum = within("--momentum", flags.momentum, 1.0)?;
     if flags.momentum.is_some() && matches!(name, OptimizerName::Adam | OptimizerName::Adamw) {

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 const TEXTS: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/recipes.rs"));
 
 /// How an experiment spreads its work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
     /// The model is cut.
@@ -34,7 +34,7 @@ pub enum Method {
 }
 
 impl Method {
-    /// As the files have it.
+    /// For tables.
     pub fn name(self) -> &'static str {
         match self {
             Method::Pipeline => "pipeline",
@@ -49,7 +49,6 @@ impl Method {
 struct Written {
     title: String,
     table: String,
-    method: Method,
     starts_from: Option<String>,
     #[serde(default)]
     differs: Vec<String>,
@@ -83,15 +82,16 @@ impl Recipe {
     fn parse(name: &str, text: &str) -> anyhow::Result<Self> {
         let file = PathBuf::from(format!("recipes/{name}.toml"));
         let written: Written = toml::from_str(text).with_context(|| file.display().to_string())?;
+        let run = from_toml(&toml::to_string(&written.run)?, &file)?;
         Ok(Recipe {
             name: name.to_owned(),
             title: written.title,
             table: written.table,
-            method: written.method,
             starts_from: written.starts_from,
             differs: written.differs,
             seed: written.seed,
-            run: from_toml(&toml::to_string(&written.run)?, &file)?,
+            method: if run.replicas.is_some() { Method::DataParallel } else { Method::Pipeline },
+            run,
         })
     }
 
@@ -207,7 +207,8 @@ mod tests {
             let other = |other: &Option<String>| {
                 other.as_ref().map(|other| recipes.iter().find(|r| r.name == *other).expect("a recipe's name"))
             };
-            assert_eq!(recipe.run.replicas.is_some(), recipe.method == Method::DataParallel, "{name}");
+            let told = recipe.seed.row.to_lowercase().replace(' ', "").contains("dataparallel");
+            assert_eq!(recipe.method == Method::DataParallel, told, "{name}");
             if let Some(first) = other(&recipe.seed.speed_up_to) {
                 assert_eq!(first.seed.speed_up, Some(1.0), "{name}");
                 // The seeds round to two or three figures.
@@ -221,7 +222,7 @@ mod tests {
     #[test]
     fn a_wrong_key_is_named_with_its_file() {
         let parse = |key: &str| {
-            let text = format!("title=''\ntable=''\nmethod='pipeline'\n[seed]\nrow=''\nhardware=''\n[run]\n{key}=1");
+            let text = format!("title=''\ntable=''\n[seed]\nrow=''\nhardware=''\n[run]\n{key}=1");
             format!("{:#}", Recipe::parse("x", &text).map(|recipe| recipe.name).unwrap_err())
         };
         assert!(

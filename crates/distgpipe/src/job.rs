@@ -89,7 +89,7 @@ pub fn forward_plan(plan: &Plan, micro_batches: usize) -> Result<Plan, ScheduleE
 /// More threads than any machine has cores; libtorch's pool ends the process at absurd numbers.
 pub const THREADS_MAX: usize = 1024;
 
-/// Beyond this, what replicas say to the driver takes longer than what they compute.
+/// A bound on how many members a job can make a worker reckon with.
 pub const REPLICAS_MAX: usize = 256;
 
 /// What a step is for.

@@ -248,15 +248,15 @@ impl Active {
         let mut squared_norms = BTreeMap::new();
         if step.purpose == Purpose::Train {
             self.commit(step).map_err(failed.clone()("updating its batch norms"))?;
-            if step.after != After::Keep {
-                self.share(step).map_err(failed.clone()("sharing gradients"))?;
-            }
-            squared_norms = self.learn(step).map_err(failed.clone()("updating its parameters"))?;
         } else {
             self.stage.partitions.values_mut().for_each(|p| p.norms().discard());
-            if step.purpose == Purpose::Gradients {
-                self.share(step).map_err(failed.clone()("sharing gradients"))?;
-            }
+        }
+        // Gradients that more are to be added to are shared with those.
+        if step.purpose == Purpose::Gradients || step.after != After::Keep {
+            self.share(step).map_err(failed.clone()("sharing gradients"))?;
+        }
+        if step.purpose == Purpose::Train {
+            squared_norms = self.learn(step).map_err(failed.clone()("updating its parameters"))?;
         }
         let (loss_sum, correct) = outcome.totals().map_err(failed("adding up the loss"))?;
         // What this worker has sent must have crossed before anybody's step is over, so this delays nothing.

@@ -100,11 +100,11 @@ pub struct Header {
     pub kind: Kind,
     /// The training step it belongs to.
     pub step: u64,
-    /// The micro-batch it belongs to.
+    /// The micro-batch it belongs to, or the number of a state tensor or share.
     pub micro_batch: u32,
-    /// The partition it comes from.
+    /// The partition it comes from, or the worker where it is not between partitions.
     pub from: u32,
-    /// The partition it goes to.
+    /// The partition it goes to, or the worker that a share goes to.
     pub to: u32,
     /// Which tensor of the message this is.
     pub slot: u16,
