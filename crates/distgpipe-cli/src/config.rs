@@ -194,6 +194,11 @@ impl RunConfig {
         matches!(self.workers, Workers::Threads)
     }
 
+    /// Whether codecs were chosen for more than single links.
+    pub fn encodes(&self) -> bool {
+        !(self.codecs.forward.is_raw() && self.codecs.backward.is_raw())
+    }
+
     /// Starts the workers.
     pub fn start(&self) -> anyhow::Result<Pipeline> {
         let mut pipeline = self.builder()?.build().map_err(|error| match error {

@@ -339,6 +339,8 @@ fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
     let spans: Vec<Value> =
         lines("trace.jsonl").lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert!(spans.iter().any(|span| span["action"] == "1B2"), "every action is there");
+    let last: Value = serde_json::from_str(lines("steps.jsonl").lines().last().unwrap()).expect("JSON");
+    assert_eq!(spans.last().unwrap()["step"], last["step"], "evaluations are not counted");
     let chrome: Value = serde_json::from_str(&lines("trace.json")).expect("JSON");
     // Each span, and a name for each of two workers and of what their links encode and decode.
     assert_eq!(chrome["traceEvents"].as_array().map(Vec::len), Some(spans.len() + 6));

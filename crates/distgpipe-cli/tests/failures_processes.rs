@@ -9,6 +9,7 @@ use distgpipe::core::wire::{DType, Header, Kind as WireKind, Layout, Shape, Tens
 use distgpipe::core::WorkerId;
 use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::transport::Timeouts;
 use distgpipe::{Batch, Pipeline, StepError, WorkerProgram, Workers};
 use mishaps::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S};
 use servers::Servers;
@@ -221,6 +222,21 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     assert_named(run_until_failure(servers.first(1), "server:panic@1F1"), "panic", "server", None);
     serves("a failed run");
     drop(servers);
+}
+
+/// A worker has one run at a time. Who comes second does not wait for ever, and hears of the likeliest cause.
+#[test]
+fn a_worker_that_has_a_run_is_given_up_by_the_next() {
+    let _alone = alone();
+    let servers = Servers::start(1);
+    let mut first = mishaps::pipeline(servers.first(1), "");
+    let short = Timeouts { connect_s: 0.5, ..Timeouts::default() };
+    let second = mishaps::builder(servers.first(1), "").timeouts(short).build();
+    let said = second.err().expect("it is busy").to_string();
+    assert!(said.contains("server failed in joining the run") && said.contains("in another run"), "{said}");
+    first.train_step(&batch()).expect("the first run goes on");
+    drop(first);
+    mishaps::pipeline(servers.first(1), "").train_step(&batch()).expect("and the next has its turn");
 }
 
 #[test]

@@ -111,6 +111,14 @@ fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
     assert!(String::from_utf8_lossy(&alone.stderr).contains("nothing crosses between partitions"));
 }
 
+/// Who asks for a codec expects it to be used.
+#[test]
+fn a_codec_without_a_link_is_told() {
+    let told = |arguments: &[&str]| fine(&[&["--steps", "1"], arguments].concat()).1.contains("nothing to encode");
+    assert!(told(&["--codec", "tile:4"]) && told(&["--codec-backward", "tile:4", "--replicas", "2"]));
+    assert!(!told(&[]) && !told(&["--codec", "tile:4", "--partitions", "2"]));
+}
+
 /// The attention mask is of integers: it goes raw every time, and the user hears of it once per link.
 #[test]
 fn what_a_codec_refuses_is_told_once_and_counted() {

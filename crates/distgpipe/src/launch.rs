@@ -169,7 +169,15 @@ impl Assembly<'_> {
         };
         let mut streams = Vec::new();
         for (&worker, address) in remote.iter().zip(addresses) {
-            streams.push(link::dial(address, Role::Driver, credentials, limit).map_err(at(worker))?);
+            // A worker that has a run lets the next one wait, and does not answer meanwhile.
+            let dialed = link::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
+                Fault::TimedOut { limit_s, .. } => Fault::TimedOut {
+                    what: "its answer, which a worker that is in another run gives after that,".to_owned(),
+                    limit_s,
+                },
+                other => other,
+            });
+            streams.push(dialed.map_err(at(worker))?);
         }
         for (&worker, stream) in remote.iter().zip(&mut streams) {
             let text = serde_json::to_vec(&Job { worker, ..self.job.clone() })

@@ -65,6 +65,9 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     if let Some(cut) = found_cut(config, &pipeline) {
         report::note(&cut);
     }
+    if config.encodes() && placement.workers() == 1 {
+        report::note("warning: the codec has nothing to encode, as one worker has the whole model: cut it, as with --partitions 2");
+    }
     if let Some(directory) = &config.capture {
         capture::prepare(directory)?;
     }

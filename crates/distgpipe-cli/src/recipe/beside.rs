@@ -7,6 +7,7 @@ use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
 use distgpipe::trace::Phase;
+use distgpipe::trainer::WorkerSummary;
 use distgpipe::Optim;
 use serde::Serialize;
 use serde_json::Value;
@@ -267,29 +268,45 @@ fn bandwidth(report: &RunReport) -> Ours {
 
 fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
     let workers = &ran.report.summary.workers;
+    let on_gpu = workers.iter().any(|worker| worker.reserved_bytes.is_some());
     // A GPU's allocator does not tell the threads of a process apart: each worker has the figure of all of them.
-    let shared = workers.iter().any(|worker| worker.reserved_bytes.is_some())
-        && ran.flags.workers.as_deref().unwrap_or("threads") == "threads";
-    let peaks = workers.iter().map(|worker| worker.peak_bytes);
-    let peak: u64 = if shared { peaks.max().unwrap_or(0) } else { peaks.sum() };
+    let shared = on_gpu && ran.flags.workers.as_deref().unwrap_or("threads") == "threads";
+    let peak = together(workers.iter().map(peak_of), shared);
+    let held = together(workers.iter().map(|worker| worker.peak_bytes), shared);
     // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
     let copies = copies(ran.optim);
     let model = ran.report.parameters * NUMBER_BYTES * copies * ran.report.replicas as u64;
+    let less = if metric == Metric::ActivationMemory { model } else { 0 };
     let bytes = match metric {
-        Metric::Memory => peak,
         Metric::ModelMemory => model,
-        _ => peak.saturating_sub(model),
+        _ => peak.saturating_sub(less),
     };
-    let text = match metric {
-        // Some rows have the memory of each GPU.
-        Metric::Memory if !shared && workers.len() > 1 => {
-            let each = workers.iter().map(|worker| format!("{} {}", worker.name, amount(worker.peak_bytes)));
-            format!("{}: {}", amount(bytes), each.collect::<Vec<_>>().join(", "))
-        }
-        Metric::ModelMemory => format!("{}, counted as {copies} copies of the parameters", amount(bytes)),
-        _ => amount(bytes),
-    };
+    let mut text = amount(bytes);
+    if metric == Metric::ModelMemory {
+        text = format!("{text}, counted as {copies} copies of the parameters");
+    } else if on_gpu {
+        text = format!("{text} taken from the GPU, {} of it held by tensors", amount(held.saturating_sub(less)));
+    }
+    // Some rows have the memory of each GPU.
+    if metric == Metric::Memory && !shared && workers.len() > 1 {
+        let each = workers.iter().map(|worker| format!("{} {}", worker.name, amount(peak_of(worker))));
+        text = format!("{text}: {}", each.collect::<Vec<_>>().join(", "));
+    }
     Ours::number(bytes as f64, text)
+}
+
+/// The bytes of all workers, each of which has the figure of all if it is `shared`.
+fn together(bytes: impl Iterator<Item = u64>, shared: bool) -> u64 {
+    if shared {
+        bytes.max().unwrap_or(0)
+    } else {
+        bytes.sum()
+    }
+}
+
+/// What the seeds measure: what a GPU's allocator took from it; on a CPU, what tensors held.
+fn peak_of(worker: &WorkerSummary) -> u64 {
+    worker.reserved_bytes.unwrap_or(worker.peak_bytes)
 }
 
 /// Large amounts in the unit of the seeds.
@@ -323,6 +340,20 @@ mod tests {
     fn copies_of_the_parameters_are_those_that_the_optimizer_keeps() {
         let optims = [Optim::sgd(0.0), Optim::sgd(0.9), Optim::rms_prop(0.0), Optim::adamw()];
         assert_eq!(optims.map(copies), [2, 3, 3, 4]);
+    }
+
+    /// The published figures are what allocators had taken, so ours are too, where there is such a thing.
+    #[test]
+    fn memory_is_what_a_gpu_s_allocator_took_and_once_for_threads_that_share_it() {
+        let worker = |reserved_bytes| WorkerSummary {
+            name: "w0".to_owned(),
+            phases_s: Default::default(),
+            steps_s: 1.0,
+            peak_bytes: 70,
+            reserved_bytes,
+        };
+        let peaks = |reserved, shared| together([worker(reserved), worker(reserved)].iter().map(peak_of), shared);
+        assert_eq!([peaks(Some(90), true), peaks(Some(90), false), peaks(None, false)], [90, 180, 140]);
     }
 
     #[test]

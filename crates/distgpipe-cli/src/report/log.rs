@@ -124,7 +124,8 @@ impl Log {
         // What is on disk is whole at every step, should the run be killed.
         self.steps.flush()?;
         if let Some(trace) = &mut self.trace {
-            let mut spans: Vec<Span> = outcome.spans().cloned().collect();
+            // Numbered as in steps.jsonl: a pipeline counts the steps of evaluations too, and from 0 after a resume.
+            let mut spans: Vec<Span> = outcome.spans().map(|span| Span { step: done.step, ..span.clone() }).collect();
             write_jsonl(&mut trace.lines, &spans)?;
             spans.truncate(CHROME_SPANS_MAX.saturating_sub(trace.spans.len()));
             trace.spans.append(&mut spans);
