@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The memory tables of torchgpipe (U-Net, AmoebaNet-D) on one GPU: two training steps of each row, all partitions on it.
+# The memory tables of torchgpipe (U-Net, AmoebaNet-D) on one GPU: two training steps of each row, all partitions on it. Of the
+# deepest U-Net it is one: nothing holds its gradients back on their way through more than 500 convolutions, and they overflow.
 # usage: bench/memory.sh OUT_DIR BINARY [ROW...]     rows: as named below; none means all. Rows may be run at the same time.
 #        bench/memory.py OUT_DIR                     the tables of what is there
 set -uo pipefail
@@ -12,10 +13,11 @@ torch=$(python3 -c 'import os, torch; print(os.path.dirname(torch.__file__))')
 export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
 row() { # NAME FLAGS...
-    local name=$1
+    local name=$1 steps=2
     shift
+    [[ $name == unet-8-* ]] && steps=1
     [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
-    "$binary" train --data synthetic --device cuda:0 --threads 4 --no-evaluate --json --epochs 1 --steps 2 --lr 1e-6 "$@" \
+    "$binary" train --data synthetic --device cuda:0 --threads 4 --no-evaluate --json --epochs 1 --steps $steps --lr 1e-6 "$@" \
         >"$out/$name.json" 2>"$out/$name.log" || echo "$name failed: $(tail -n 1 "$out/$name.log")" >&2
 }
 
