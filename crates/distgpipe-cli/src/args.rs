@@ -355,11 +355,12 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accumulate: Option<u64>,
-    /// Rows of a batch, all micro-batches together
+    /// Rows of a batch, all micro-batches together; rows that fill no batch at the end of an epoch are left out, others each
+    /// time
     #[arg(long, value_name = "ROWS", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch: Option<usize>,
-    /// How often each row is seen
+    /// How often the data is gone through
     #[arg(long, value_name = "N", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<u64>,

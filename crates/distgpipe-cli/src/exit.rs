@@ -39,10 +39,33 @@ fn status(result: anyhow::Result<()>) -> i32 {
     if error.chain().any(closed) {
         return 0;
     }
-    report::note(&format!("error: {error:#}"));
+    report::note(&format!("error: {}", told(&error)));
     if error.is::<Usage>() {
         2
     } else {
         1
+    }
+}
+
+/// An error with its causes; one that is already in the text is not said again.
+fn told(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |text, cause| match cause.to_string() {
+        said if text.contains(&said) => text,
+        said if text.is_empty() => said,
+        said => format!("{text}: {said}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use distgpipe::data::DataError;
+    use distgpipe::trainer::TrainError;
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let damaged = DataError::BatchSize { rows: 1, batch: 2 };
+        let (inner, outer) = (damaged.to_string(), anyhow::Error::from(TrainError::Data(damaged)).context("--data"));
+        assert_eq!(told(&outer), format!("--data: loading: {inner}"));
     }
 }

@@ -16,6 +16,8 @@ pub use files::Scratch;
 
 use crate::report::{self, units};
 use anyhow::{bail, Context};
+use distgpipe::data::cifar::KnownFile;
+use distgpipe::data::DataError;
 use files::{copy_hashed, md5_of, unpack};
 use std::collections::BTreeMap;
 use std::fs;
@@ -42,13 +44,13 @@ pub struct Recipe {
     /// What is needed, with MD5 where it is known.
     pub wanted: Wanted,
     /// Checks what was put into a directory, by reading it.
-    pub check: fn(&Path) -> anyhow::Result<()>,
+    pub check: fn(&Path) -> Result<(), DataError>,
 }
 
 /// Which files of an archive are needed.
 pub enum Wanted {
     /// These, with MD5 where it is known.
-    Files(&'static [(&'static str, Option<&'static str>)]),
+    Files(&'static [KnownFile]),
     /// All.
     Everything,
 }
@@ -78,7 +80,28 @@ impl Recipe {
         Ok(Got::From(source))
     }
 
-    /// Whether every file is there and right.
+    /// What a set that passed can be called.
+    pub fn checked(&self) -> &'static str {
+        match self.wanted {
+            Wanted::Files(files) if files.iter().all(|(_, md5)| md5.is_some()) => "right",
+            _ => "complete and in the right form; no hash of its files is published",
+        }
+    }
+
+    /// Checks files that are on their way, and tells of them as of those that the user knows.
+    fn check(&self, ready: &Path, raw: &Path) -> anyhow::Result<()> {
+        (self.check)(ready).map_err(|mut error| {
+            if let DataError::Damaged { file, remedy, .. } | DataError::Unreadable { file, remedy, .. } = &mut error {
+                if let Ok(inside) = file.strip_prefix(ready) {
+                    *file = raw.join(inside);
+                }
+                *remedy = "take another copy of it".to_owned();
+            }
+            error.into()
+        })
+    }
+
+    /// Whether every file is there and passes.
     fn is_there(&self, directory: &Path) -> bool {
         let right = |(file, md5): &(&str, Option<&str>)| {
             let path = directory.join(file);
@@ -150,7 +173,7 @@ impl Recipe {
             _ => raw.to_owned(),
         };
         let Wanted::Files(files) = self.wanted else {
-            (self.check)(&raw)?;
+            self.check(&raw, &raw)?;
             return move_all(&raw, directory, scratch);
         };
         let ready = scratch.made("ready")?;
@@ -169,7 +192,7 @@ impl Recipe {
                 bail!("{file}: expected MD5 {md5}, got {got}: the file is damaged, get it anew");
             }
         }
-        (self.check)(&ready)?;
+        self.check(&ready, &raw)?;
         move_all(&ready, directory, scratch)
     }
 }

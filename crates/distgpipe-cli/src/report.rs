@@ -11,14 +11,14 @@ use distgpipe::core::schedule::Pass;
 use serde::Serialize;
 use std::io::Write;
 
-/// Names listed before "and N more".
-const LISTED: usize = 8;
+/// Names listed before "and N more" where they are mentioned in passing.
+pub const FEW: usize = 8;
 
-/// `a, b, c`; of many, the first few and how many more.
-pub fn listed(names: &[String]) -> String {
-    let more = names.len().saturating_sub(LISTED);
+/// `a, b, c`; of more than `most`, how many more.
+pub fn listed(names: &[String], most: usize) -> String {
+    let more = names.len().saturating_sub(most);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-    format!("{}{more}", names[..names.len().min(LISTED)].join(", "))
+    format!("{}{more}", names[..names.len().min(most)].join(", "))
 }
 
 /// Columns of the terminal, or of a page where there is none.

@@ -10,9 +10,9 @@
 //! - Some tensors are no part of our models: see [`IGNORED`].
 
 use crate::exit::usage;
-use crate::report::{self, listed};
+use crate::report::{self, listed, FEW};
 use anyhow::Context;
-use distgpipe::tch::Kind;
+use distgpipe::tch::{Kind, TchError, Tensor};
 use distgpipe::weights::{self, Entry, SafetensorsWriter, Source};
 use distgpipe::{Model, Pipeline, TensorSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,6 +31,9 @@ const PARALLEL: &str = "module.";
 
 /// Before the names of the body in Hugging Face's models with a head.
 const BODY: &str = "roberta.";
+
+/// The most names of a kind that do not fit; a file may be anybody's.
+const COMPLAINTS_MAX: usize = 1000;
 
 /// What becomes of tensors of the model that the file does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +66,7 @@ impl Fitted {
             let (index, kind) = self.found[name];
             let tensor = source.read(index)?.f_to_kind(kind)?;
             // Told here, and not by a loss that is no number.
-            if i64::try_from(tensor.f_isfinite()?.f_all()?)? == 0 {
+            if !is_finite(&tensor)? {
                 anyhow::bail!("expected numbers in `{name}`, got one that is not finite: was the training of this file broken off?");
             }
             Ok(tensor)
@@ -110,7 +113,7 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted>
     let mut notes = Vec::new();
     let mut note = |names: &[String], what: &str| {
         if !names.is_empty() {
-            notes.push(format!("{}: {} {what}: {}", flag(), names.len(), listed(names)));
+            notes.push(format!("{}: {} {what}: {}", flag(), names.len(), listed(names, FEW)));
         }
     };
     note(&ignored, "not used, as the model has no such part");
@@ -129,7 +132,7 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted>
     ]
     .into_iter()
     .filter(|(_, names)| !names.is_empty())
-    .map(|(what, names)| format!("  {} {what}: {}", names.len(), listed(&names)))
+    .map(|(what, names)| format!("  {} {what}: {}", names.len(), listed(&names, COMPLAINTS_MAX)))
     .collect();
     if complaints.is_empty() {
         return Ok(Fitted { path: path.to_owned(), source: Mutex::new(source), found, notes });
@@ -140,6 +143,17 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted>
         flag(),
         complaints.join("\n")
     )))
+}
+
+/// Whether all values are numbers. Looked at piece by piece: what libtorch makes of a tensor for that is larger than it.
+fn is_finite(tensor: &Tensor) -> Result<bool, TchError> {
+    const PIECE: i64 = 1 << 18;
+    for piece in tensor.f_flatten(0, -1)?.f_split(PIECE, 0)? {
+        if i64::try_from(piece.f_isfinite()?.f_all()?)? == 0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// What the model may call a tensor of this name in a file.

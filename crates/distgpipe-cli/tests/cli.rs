@@ -577,11 +577,11 @@ fn sentences_are_got_and_learned_from() {
     let (root_name, into_name) = (root.to_str().expect("a plain path"), into.to_str().expect("a plain path"));
     let get = ["data", "get", "rte", "--dir", into_name, "--from", root_name];
     // A row too few is not taken, and leaves nothing behind.
-    assert!(refused(1, &get).contains("rte: expected 277 rows (Test), got 276"));
+    assert!(refused(1, &get).contains("RTE/dev.tsv: expected its 277 rows, got 276: take another copy of it"));
     assert_eq!(std::fs::read_dir(&into).expect("made").count(), 0);
     std::fs::write(from.join("dev.tsv"), rows(277)).expect("written");
     assert!(fine(&get).contains(&format!("use it with: distgpipe train --data rte --data-dir {into_name}")));
-    assert!(fine(&get).contains("is there already, and right"));
+    assert!(fine(&get).contains("is there already, and complete"));
     let tokenizer = golden("tokenizer");
     let small = [
         "vocabulary=400",

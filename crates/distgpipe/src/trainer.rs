@@ -62,7 +62,7 @@ pub enum TrainError {
 /// How to train.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TrainOptions {
-    /// How often each row is seen.
+    /// How often the data is gone through.
     pub epochs: u64,
     /// Ends after so many steps, if that is sooner.
     pub steps_max: Option<u64>,

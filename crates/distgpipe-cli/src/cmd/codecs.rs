@@ -272,7 +272,7 @@ impl<'a> Trial<'a> {
         match refusals.len() {
             0 => String::new(),
             1 => format!("1 tensor sent raw: {}\n", refusals[0]),
-            count => format!("{count} tensors sent raw: {}\n", report::listed(&refusals)),
+            count => format!("{count} tensors sent raw: {}\n", report::listed(&refusals, report::FEW)),
         }
     }
 

@@ -90,6 +90,12 @@ impl Metric {
         }
     }
 
+    /// Whether a run has it that took no step: it is counted, or comes with the checkpoint.
+    fn is_known_without_steps(self) -> bool {
+        use Metric::{Accuracy, Error, Matthews, ModelMemory, Parameters};
+        matches!(self, Accuracy | Error | Matthews | ModelMemory | Parameters)
+    }
+
     /// Where the figure alone would not say what it is.
     pub fn short(self) -> &'static str {
         match self {
@@ -171,6 +177,10 @@ pub fn table(lines: &[Line]) -> String {
 
 fn ours(metric: Metric, recipe: &Recipe, ran: &Ran<'_>, report: &Value) -> Ours {
     let summary = &ran.report.summary;
+    // A run that is resumed may have had all of its steps behind it.
+    if summary.steps == 0 && !metric.is_known_without_steps() {
+        return Ours::Not(": nothing was left to train".to_owned());
+    }
     let tested = |name: &str| last_epoch(report, name);
     let share = |value: Option<f64>| match value {
         Some(share) => Ours::number(100.0 * share, format!("{:.2} %", 100.0 * share)),

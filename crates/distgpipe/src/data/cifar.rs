@@ -10,12 +10,29 @@
 
 use super::image::{Image, ImageSource};
 use super::{DataError, Part, Place};
+use md5::{Digest, Md5};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 const SIDE: usize = 32;
 const PLANE: usize = SIDE * SIDE;
 const PIXELS: usize = 3 * PLANE;
+
+/// A file's name, and its MD5 where it is known.
+pub type KnownFile = (&'static str, Option<&'static str>);
+
+/// The files of CIFAR-10; the last one is to test with.
+pub const TEN: [KnownFile; 6] = [
+    ("data_batch_1.bin", Some("5dd7e06a14cb22eb9f671a540d1b7c25")),
+    ("data_batch_2.bin", Some("5ea93a67294ea407fff1d09f752e9692")),
+    ("data_batch_3.bin", Some("942cd6a4bcdd0dd3c604fbe906cb4421")),
+    ("data_batch_4.bin", Some("ae636b3ba5c66a11e91e8cb52e771fcb")),
+    ("data_batch_5.bin", Some("53f37980c15c3d472c316c40844f3f0d")),
+    ("test_batch.bin", Some("803d5f7f4d78ea53de84dbe85f74fb6d")),
+];
+
+/// The files of CIFAR-100; the last one is to test with.
+pub const HUNDRED: [KnownFile; 2] = [("train.bin", None), ("test.bin", None)];
 
 /// Which of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,16 +68,13 @@ impl Edition {
         }
     }
 
-    /// The files of a part and how many records each has.
-    pub fn files(self, part: Part) -> (&'static [&'static str], usize) {
+    /// The files of a part, and how many records each has.
+    pub fn files(self, part: Part) -> (&'static [KnownFile], usize) {
         match (self, part) {
-            (Edition::Ten, Part::Train) => (
-                &["data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin", "data_batch_4.bin", "data_batch_5.bin"],
-                10_000,
-            ),
-            (Edition::Ten, Part::Test) => (&["test_batch.bin"], 10_000),
-            (Edition::Hundred, Part::Train) => (&["train.bin"], 50_000),
-            (Edition::Hundred, Part::Test) => (&["test.bin"], 10_000),
+            (Edition::Ten, Part::Train) => (&TEN[..5], 10_000),
+            (Edition::Ten, Part::Test) => (&TEN[5..], 10_000),
+            (Edition::Hundred, Part::Train) => (&HUNDRED[..1], 50_000),
+            (Edition::Hundred, Part::Test) => (&HUNDRED[1..], 10_000),
         }
     }
 
@@ -98,11 +112,18 @@ impl Cifar {
             pixels: Vec::with_capacity(files.len() * records * PIXELS),
             labels: Vec::with_capacity(files.len() * records),
         };
-        for file in files {
+        for (file, md5) in files {
             let path = found.join(file);
             let remedy = remedy(edition, directory);
             let bytes = read(&path, records * edition.record_bytes(), &remedy)?;
             set.add(&bytes, records, &path, &remedy)?;
+            // Last, as what the checks above find has a place.
+            if let Some(expected) = md5 {
+                let (expected, got) = (format!("MD5 {expected}"), format!("MD5 {}", hexadecimal_md5(&bytes)));
+                if got != expected {
+                    return Err(DataError::Damaged { file: path, place: Place::Whole, expected, got, remedy });
+                }
+            }
         }
         Ok(set)
     }
@@ -162,6 +183,11 @@ impl ImageSource for Cifar {
     fn image<'a>(&'a self, row: usize, _: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
         Ok(Image { width: SIDE, height: SIDE, pixels: &self.pixels[row * PIXELS..][..PIXELS] })
     }
+}
+
+/// The MD5 of some bytes, as it is written.
+fn hexadecimal_md5(bytes: &[u8]) -> String {
+    Md5::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn remedy(edition: Edition, directory: &Path) -> String {
@@ -233,6 +259,18 @@ mod tests {
         let error = Cifar::open(Path::new("/nowhere/c10"), Edition::Ten, Part::Train).unwrap_err().to_string();
         assert!(error.starts_with("/nowhere/c10/data_batch_1.bin: "), "{error}");
         assert!(error.ends_with(": get it with `distgpipe data get cifar10 --dir /nowhere/c10`"), "{error}");
+    }
+
+    /// Pixels have no form of their own: only the hash tells.
+    #[test]
+    fn a_file_with_other_pixels_is_told_by_its_hash() {
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-cifar", std::process::id()));
+        std::fs::create_dir_all(&root).unwrap();
+        std::fs::write(root.join("test_batch.bin"), vec![0; 10_000 * Edition::Ten.record_bytes()]).unwrap();
+        let said = Cifar::open(&root, Edition::Ten, Part::Test).unwrap_err().to_string();
+        assert!(said.contains("test_batch.bin: expected MD5 803d5f7f4d78ea53de84dbe85f74fb6d, got MD5 "), "{said}");
+        std::fs::remove_dir_all(root).unwrap();
+        assert_eq!(hexadecimal_md5(b"abc"), "900150983cd24fb0d6963f7d28e17f72");
     }
 
     proptest! {

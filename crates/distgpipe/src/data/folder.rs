@@ -28,7 +28,8 @@ pub struct ImageFiles {
     /// The file and its class.
     files: Vec<(PathBuf, usize)>,
     classes: Vec<String>,
-    remedy: String,
+    /// For a file that cannot be read, and for one that is damaged.
+    remedies: [String; 2],
 }
 
 impl ImageFiles {
@@ -53,23 +54,37 @@ impl ImageFiles {
             let found = names(&path, Entry::Image, &remedy)?;
             files.extend(found.iter().map(|file| (path.join(file), number)));
         }
-        Self::new("image-folder", files, classes, remedy)
+        Self::new("image-folder", files, classes, [&remedy, "get it anew, or remove it"])
     }
 
-    /// These files, each with its class. Looks at each of them.
+    /// These files, each with its class, and what to do about one that cannot be read and one that is damaged. Looks at
+    /// each of them.
     pub(super) fn new(
         name: &'static str,
         files: Vec<(PathBuf, usize)>,
         classes: Vec<String>,
-        remedy: String,
+        remedies: [&str; 2],
     ) -> Result<Self, DataError> {
-        let set = ImageFiles { name, files, classes, remedy };
-        let never = AtomicBool::new(false);
-        let rows: Vec<usize> = (0..set.files.len()).collect();
-        Pass::new(0, 0).shared(LOOKING_THREADS, &never).fill(&mut vec![(); rows.len()], &rows, |row, _, ()| {
-            look(&mut set.opened(row)?).map_err(|flaw| set.damaged(row, flaw))
-        })?;
+        let set = ImageFiles { name, files, classes, remedies: remedies.map(str::to_owned) };
+        set.each(LOOKING_THREADS, |row, _| look(&mut set.opened(row)?).map_err(|flaw| set.damaged(row, flaw)))?;
         Ok(set)
+    }
+
+    /// Decodes every file, which finds what a look from both ends does not.
+    pub fn check_all(&self) -> Result<(), DataError> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        self.each(cores, |row, memory| self.image(row, memory).map(drop))
+    }
+
+    fn each(
+        &self,
+        threads: usize,
+        with: impl Fn(usize, &mut Vec<u8>) -> Result<(), DataError> + Sync,
+    ) -> Result<(), DataError> {
+        let never = AtomicBool::new(false);
+        let rows: Vec<usize> = (0..self.files.len()).collect();
+        let pass = Pass::new(0, 0).shared(threads, &never);
+        pass.fill(&mut vec![(); rows.len()], &rows, |row, _, memory| with(row, memory))
     }
 
     /// The names of the classes.
@@ -79,7 +94,7 @@ impl ImageFiles {
 
     fn opened(&self, row: usize) -> Result<File, DataError> {
         let path = &self.files[row].0;
-        File::open(path).map_err(|e| unreadable(path, &e, &self.remedy))
+        File::open(path).map_err(|e| unreadable(path, &e, &self.remedies[0]))
     }
 
     fn damaged(&self, row: usize, flaw: Flaw) -> DataError {
@@ -88,7 +103,7 @@ impl ImageFiles {
             place: flaw.place,
             expected: flaw.expected.to_owned(),
             got: flaw.got,
-            remedy: "get it anew, or remove it".to_owned(),
+            remedy: self.remedies[1].clone(),
         }
     }
 }
@@ -113,7 +128,7 @@ impl ImageSource for ImageFiles {
     fn image<'a>(&'a self, row: usize, memory: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
         let mut bytes = Vec::new();
         let read = self.opened(row)?.take(FILE_BYTES_MAX).read_to_end(&mut bytes);
-        read.map_err(|e| unreadable(&self.files[row].0, &e, &self.remedy))?;
+        read.map_err(|e| unreadable(&self.files[row].0, &e, &self.remedies[0]))?;
         let (width, height) = decode(&bytes, memory).map_err(|flaw| self.damaged(row, flaw))?;
         Ok(Image { width, height, pixels: memory })
     }
@@ -225,6 +240,11 @@ mod tests {
             let said = error(Part::Train);
             assert!(said.contains(words) && said.ends_with("get it anew, or remove it"), "{said}");
         }
+        // Both ends are there, the middle is not.
+        fs::write(root.join("train/cat/y.jpg"), [&whole[..600], &whole[whole.len() - 2..]].concat()).unwrap();
+        let set = ImageFiles::folder(&root, Part::Train).unwrap();
+        let said = set.check_all().unwrap_err().to_string();
+        assert!(said.contains("y.jpg: expected a whole JPEG image, got"), "{said}");
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -7,6 +7,7 @@
 //! ```
 
 use super::folder::{unreadable, ImageFiles};
+use super::image::ImageSource;
 use super::{DataError, Part, Place};
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,7 +21,7 @@ const LIST_BYTES_MAX: u64 = 64 << 20;
 
 /// Reads the lists of a part, and looks at each of its images. `directory` has them, or the archive's folder.
 pub fn open(directory: &Path, part: Part) -> Result<ImageFiles, DataError> {
-    let remedy = format!("get it with `distgpipe data get food101 --dir {}`", directory.display());
+    let remedy = remedy(directory);
     let unpacked = directory.join(FOLDER);
     let root = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
     let classes: Vec<String> = list(&root.join("meta/classes.txt"), &remedy)?;
@@ -43,7 +44,31 @@ pub fn open(directory: &Path, part: Part) -> Result<ImageFiles, DataError> {
         };
         files.push((root.join("images").join(class).join(format!("{image}.jpg")), number));
     }
-    ImageFiles::new("food101", files, classes, remedy)
+    let damaged = format!("{remedy}, or take it out of {}", path.display());
+    ImageFiles::new("food101", files, classes, [&remedy, &damaged])
+}
+
+/// Whether a part has all of its photographs, and each of them can be decoded.
+pub fn check(directory: &Path, part: Part) -> Result<(), DataError> {
+    let set = open(directory, part)?;
+    let expected = match part {
+        Part::Train => 75_750,
+        Part::Test => 25_250,
+    };
+    match set.len() == expected {
+        true => set.check_all(),
+        false => Err(DataError::Damaged {
+            file: directory.join("meta"),
+            place: Place::Whole,
+            expected: format!("{expected} photographs ({part:?})"),
+            got: set.len().to_string(),
+            remedy: remedy(directory),
+        }),
+    }
+}
+
+fn remedy(directory: &Path) -> String {
+    format!("get it with `distgpipe data get food101 --dir {}`", directory.display())
 }
 
 /// Whether a name stays in its folder.
@@ -71,7 +96,6 @@ fn list(path: &Path, remedy: &str) -> Result<Vec<String>, DataError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::image::ImageSource;
     use std::fs;
 
     #[test]
@@ -89,6 +113,8 @@ mod tests {
         fs::write(inner.join("meta/train.txt"), "soup/12\n").unwrap();
         let set = open(&root, Part::Train).unwrap();
         assert_eq!((set.len(), set.label(0), set.classes()), (1, 1, 2));
+        let few = check(&root, Part::Train).unwrap_err().to_string();
+        assert!(few.contains("expected 75750 photographs (Train), got 1"), "{few}");
         for (lines, words) in [
             ("soup/12\nsoup/13\n", "images/soup/13.jpg: No such file"),
             ("soup/12\nstew/1\n", "train.txt, line 2: expected a class of classes.txt"),

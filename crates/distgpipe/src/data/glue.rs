@@ -70,7 +70,8 @@ impl Task {
         }
     }
 
-    /// Reads a part; its file is in `directory` or in the folder there that the official archive unpacks to.
+    /// Reads a part; its file is in `directory` or in the folder there that the official archive unpacks to. It must
+    /// have all its [rows](Task::rows): a file that was cut short looks like a shorter one.
     pub fn read(self, directory: &Path, part: Part) -> Result<Vec<Row>, DataError> {
         let unpacked = directory.join(self.folder());
         let root = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
@@ -82,13 +83,12 @@ impl Task {
         let mut bytes = Vec::new();
         let read = File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX).read_to_end(&mut bytes));
         read.map_err(|e| unreadable(&path, &e, &remedy))?;
-        self.parse(&bytes).map_err(|(place, expected, got)| DataError::Damaged {
-            file: path,
-            place,
-            expected: expected.to_owned(),
-            got,
-            remedy,
-        })
+        let damaged = |place, expected: String, got| DataError::Damaged { file: path, place, expected, got, remedy };
+        match self.parse(&bytes) {
+            Ok(rows) if rows.len() == self.rows(part) => Ok(rows),
+            Ok(rows) => Err(damaged(Place::Whole, format!("its {} rows", self.rows(part)), rows.len().to_string())),
+            Err((place, expected, got)) => Err(damaged(place, expected.to_owned(), got)),
+        }
     }
 
     fn parse(self, bytes: &[u8]) -> Result<Vec<Row>, (Place, &'static str, String)> {
@@ -144,7 +144,10 @@ pub struct Glue {
 impl Glue {
     /// Reads a part and turns its sentences into numbers.
     pub fn open(directory: &Path, task: Task, part: Part, tokens: &Tokens) -> Result<Self, DataError> {
-        let rows = task.read(directory, part)?;
+        Glue::encoded(task.read(directory, part)?, tokens, directory)
+    }
+
+    fn encoded(rows: Vec<Row>, tokens: &Tokens, directory: &Path) -> Result<Self, DataError> {
         let shape = SampleShape::int(&[tokens.length() as i64]);
         let mut set = Glue { ids: Vec::new(), used: Vec::new(), labels: Vec::new(), input: [shape.clone(), shape] };
         for row in rows {
@@ -247,15 +250,27 @@ mod tests {
         assert!(missing.contains("/nowhere/dev.tsv: ") && missing.contains("`distgpipe data get rte --dir /nowhere`"));
     }
 
+    /// Cut at the end of a line, a file is still one.
+    #[test]
+    fn a_file_that_was_cut_short_is_told_by_its_rows() {
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-glue", std::process::id()));
+        std::fs::create_dir_all(root.join("CoLA")).unwrap();
+        let file = root.join("CoLA/dev.tsv");
+        let read = |rows: usize| {
+            std::fs::write(&file, "gj04\t1\t\tThey left.\n".repeat(rows)).unwrap();
+            Task::Cola.read(&root, Part::Test)
+        };
+        assert_eq!(read(1043).unwrap().len(), 1043);
+        let said = read(1042).unwrap_err().to_string();
+        assert!(said.contains("dev.tsv: expected its 1043 rows, got 1042: get it with `distgpipe data get"), "{said}");
+        std::fs::remove_dir_all(root).unwrap();
+    }
+
     #[test]
     fn batches_are_numbers_masks_and_classes() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizer");
-        let root = std::env::temp_dir().join(format!("distgpipe-{}-glue", std::process::id()));
-        std::fs::create_dir_all(root.join("RTE")).unwrap();
-        std::fs::write(root.join("RTE/dev.tsv"), RTE).unwrap();
         let tokens = Tokens::open(&golden, 40).unwrap();
-        let set = Glue::open(&root, Task::Rte, Part::Test, &tokens).unwrap();
-        std::fs::remove_dir_all(root).unwrap();
+        let set = Glue::encoded(Task::Rte.parse(RTE.as_bytes()).unwrap(), &tokens, Path::new("RTE")).unwrap();
         assert_eq!(token_length(set.input()), Some(40));
         let batch = set.batch(&[1, 0], Pass::new(0, 0)).unwrap();
         assert_eq!(Vec::<i64>::try_from(&batch.target).unwrap(), [0, 1]);

@@ -2,7 +2,7 @@
 
 use super::measure::taken;
 use crate::exit::usage;
-use crate::report::listed;
+use crate::report::{listed, FEW};
 use crate::tensor_file::{Entry, TensorFile};
 use distgpipe::core::weights::Dtype;
 use distgpipe::core::wire::{Layout, Limits, Shape};
@@ -118,7 +118,7 @@ pub fn selected<'a>(file: &'a TensorFile, path: &Path, pattern: Option<&str>) ->
         let names: Vec<String> = all.iter().map(|entry| entry.name.clone()).collect();
         return Err(usage(format!(
             "--tensor {pattern}: expected a part of a name in {flag}, which has: {}",
-            listed(&names)
+            listed(&names, FEW)
         )));
     }
     Ok(found)

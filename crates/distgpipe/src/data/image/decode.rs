@@ -110,7 +110,7 @@ fn checked_size(width: usize, height: usize) -> Result<(usize, usize), Flaw> {
 }
 
 fn jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
-    let flaw = |got: String| Flaw { place: Place::Whole, expected: "a JPEG image", got };
+    let flaw = |got: String| Flaw { place: Place::Whole, expected: "a whole JPEG image", got };
     let options = DecoderOptions::default()
         .set_max_width(SIDE_MAX)
         .set_max_height(SIDE_MAX)
@@ -126,6 +126,8 @@ fn jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
         )));
     }
     into.resize(3 * width * height, 0);
+    // Otherwise pixels that are missing or garbled come out as something, and are learned.
+    decoder.set_options(options.set_strict_mode(true));
     decoder.decode_into(into).map_err(|e| flaw(e.to_string()))?;
     Ok(size)
 }
@@ -214,6 +216,28 @@ mod tests {
         for bytes in [&b""[..], b"GIF89a", &JPEG, &PNG] {
             assert!(decode(bytes, &mut Vec::new()).is_err(), "{bytes:?}");
         }
+    }
+
+    /// The end is there, and what should come before it is not. Of a progressive JPEG, the first scans are an image.
+    #[test]
+    fn a_file_that_lacks_its_middle_is_told_by_decoding() {
+        for Golden { name, bytes, .. } in golden().into_iter().filter(|file| file.name != "progressive.jpg") {
+            let end: &[u8] = if name.ends_with("png") { b"\0\0\0\0IEND\xaeB\x60\x82" } else { &JPEG_END };
+            for part in [bytes.len() / 2, bytes.len() * 3 / 4] {
+                let gutted = [&bytes[..part], end].concat();
+                assert!(decode(&gutted, &mut Vec::new()).is_err(), "{name}, {part} of {} bytes", bytes.len());
+            }
+        }
+    }
+
+    /// Cameras and editors leave such things behind; they harm nothing.
+    #[test]
+    fn stray_bytes_between_headers_do_no_harm() {
+        let plain = golden().into_iter().find(|file| file.name == "plain.jpg").unwrap();
+        let segment = usize::from(u16::from_be_bytes([plain.bytes[4], plain.bytes[5]]));
+        let (start, rest) = plain.bytes.split_at(4 + segment);
+        let strayed = [start, &[0; 9], rest].concat();
+        assert_eq!(decode(&strayed, &mut Vec::new()), Ok(plain.size));
     }
 
     proptest! {
