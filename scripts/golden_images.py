@@ -65,6 +65,20 @@ def save(name, image, **options):
     return {"name": name, "size": decoded.size, "pixels": list(decoded.tobytes())}
 
 
+def photographs():
+    """Larger JPEG files, of which only is asked whether they are whole: one that ends in plain rows, one with restarts."""
+    noise = image(64, 96)
+    plain_below = torch.where(torch.arange(96)[:, None, None] < 40, noise, torch.full_like(noise, 255))
+    folder = TARGET.parent / "images/whole"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, pixels, options in [
+        ("noise.jpg", noise, {}),
+        ("plain_below.jpg", plain_below, {"subsampling": "4:2:0"}),
+        ("restarts.jpg", plain_below, {"restart_marker_blocks": 5}),
+    ]:
+        Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / name, quality=30, **options)
+
+
 def files():
     """Every form that the decoders have a branch for. Smooth, because JPEG decoders differ where colours jump."""
     y, x, c = torch.meshgrid(torch.arange(14), torch.arange(19), torch.arange(3), indexing="ij")
@@ -87,5 +101,6 @@ def files():
 
 
 golden = {"crops": [crop(*c) for c in CROPS], "middles": [middle(*m) for m in MIDDLES], "files": files()}
+photographs()
 TARGET.write_text(json.dumps(golden) + "\n")
 print(TARGET)

@@ -109,7 +109,46 @@ fn checked_size(width: usize, height: usize) -> Result<(usize, usize), Flaw> {
     })
 }
 
+/// Pixels that are missing or garbled come out of a decoder as something, and would be learned. A decoder that is told to
+/// be strict finds most of it, but takes a scan for whole that its end comes too early in, unless nothing follows.
 fn jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
+    let end = bytes.windows(2).rposition(|pair| *pair == JPEG_END).unwrap_or(bytes.len());
+    if is_progressive(bytes) {
+        return jpeg_as_it_is(bytes, into);
+    }
+    if let Ok(size) = jpeg_as_it_is(&bytes[..end], into) {
+        return Ok(size);
+    }
+    // The last rows may be so plain that they were read ahead. Those of a whole scan do not depend on what follows it.
+    let size = jpeg_as_it_is(bytes, into)?;
+    let noise = (0..1u32 << 16).map(|i| (i.wrapping_mul(0x9e37_79b1) >> 24) as u8).map(|byte| byte.min(0xfe));
+    let mut followed = bytes[..end].to_vec();
+    followed.extend(noise.chain(JPEG_END));
+    let mut otherwise = Vec::new();
+    match jpeg_as_it_is(&followed, &mut otherwise) {
+        Ok(_) if otherwise == *into => Ok(size),
+        _ => {
+            let (expected, got) =
+                ("the pixels of a JPEG image", "the end of the image before the last of them".to_owned());
+            Err(Flaw { place: Place::Byte(end as u64), expected, got })
+        }
+    }
+}
+
+/// Whether an image comes in scans that refine each other, by the segments before the first.
+fn is_progressive(bytes: &[u8]) -> bool {
+    let mut at = 2;
+    while let Some(&[0xff, kind, high, low]) = bytes.get(at..).and_then(<[u8]>::first_chunk::<4>) {
+        match kind {
+            0xc0 | 0xc1 | 0xda => return false,
+            0xc2 => return true,
+            _ => at += 2 + usize::from(u16::from_be_bytes([high, low])),
+        }
+    }
+    false
+}
+
+fn jpeg_as_it_is(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
     let flaw = |got: String| Flaw { place: Place::Whole, expected: "a whole JPEG image", got };
     let options = DecoderOptions::default()
         .set_max_width(SIDE_MAX)
@@ -126,7 +165,6 @@ fn jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
         )));
     }
     into.resize(3 * width * height, 0);
-    // Otherwise pixels that are missing or garbled come out as something, and are learned.
     decoder.set_options(options.set_strict_mode(true));
     decoder.decode_into(into).map_err(|e| flaw(e.to_string()))?;
     Ok(size)
@@ -228,6 +266,27 @@ mod tests {
                 assert!(decode(&gutted, &mut Vec::new()).is_err(), "{name}, {part} of {} bytes", bytes.len());
             }
         }
+    }
+
+    /// Wherever the end comes too early, except in the very last bytes of a scan, which may be all padding.
+    #[test]
+    fn a_photograph_that_ends_early_is_told_and_one_with_plain_last_rows_is_not() {
+        let folder = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/images/whole"));
+        let mut seen = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let bytes = std::fs::read(&path).unwrap();
+            assert_eq!(decode(&bytes, &mut Vec::new()), Ok((64, 96)), "{path:?}");
+            let scan = bytes.windows(2).rposition(|pair| *pair == JPEG_SCAN).unwrap() + 14;
+            for end in scan..bytes.len() - 6 {
+                let flaw = decode(&[&bytes[..end], &JPEG_END[..]].concat(), &mut Vec::new());
+                // The decoder takes the end for the restart that it expects there.
+                let restarts = bytes[end] == 0xff && (0xd0..=0xd7).contains(&bytes[end + 1]);
+                assert!(flaw.is_err() || restarts, "{path:?} cut at {end} of {}", bytes.len());
+            }
+            seen += 1;
+        }
+        assert_eq!(seen, 3);
     }
 
     /// Cameras and editors leave such things behind; they harm nothing.
