@@ -109,8 +109,8 @@ fn checked_size(width: usize, height: usize) -> Result<(usize, usize), Flaw> {
     })
 }
 
-/// Pixels that are missing or garbled come out of a decoder as something, and would be learned. A decoder that is told to
-/// be strict finds most of it, but takes a scan for whole that its end comes too early in, unless nothing follows.
+/// Pixels that are missing or garbled come out of a decoder as something, and would be learned. Told to be strict, it finds
+/// that out, except where the image's end comes before its last pixel: that it finds out if the mark of the end is not there.
 fn jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
     let end = bytes.windows(2).rposition(|pair| *pair == JPEG_END).unwrap_or(bytes.len());
     if is_progressive(bytes) {
