@@ -75,8 +75,10 @@ def photographs():
         ("noise.jpg", noise, {}),
         ("plain_below.jpg", plain_below, {"subsampling": "4:2:0"}),
         ("restarts.jpg", plain_below, {"restart_marker_blocks": 5}),
+        ("grey_restarts.jpg", noise[:, :, :1].expand(-1, -1, 3), {"restart_marker_rows": 1}),
     ]:
-        Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / name, quality=30, **options)
+        whole = Image.fromarray(pixels.to(torch.uint8).contiguous().numpy())
+        (whole.convert("L") if name.startswith("grey") else whole).save(folder / name, quality=30, **options)
 
 
 def files():

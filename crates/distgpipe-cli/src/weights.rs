@@ -32,8 +32,8 @@ const PARALLEL: &str = "module.";
 /// Before the names of the body in Hugging Face's models with a head.
 const BODY: &str = "roberta.";
 
-/// The most names of a kind that do not fit; a file may be anybody's.
-const COMPLAINTS_MAX: usize = 1000;
+/// How many names are listed of each kind of misfit.
+const COMPLAINTS_MAX: usize = 50;
 
 /// What becomes of tensors of the model that the file does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

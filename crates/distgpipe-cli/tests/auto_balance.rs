@@ -1,25 +1,9 @@
 //! Cuts that are found by measuring, as a user meets them: the table, the links, the memory.
 
+mod command;
+
+use command::{ended, json};
 use serde_json::Value;
-use std::process::{Command, Output, Stdio};
-
-fn distgpipe(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.args(arguments).env_remove("DISTGPIPE_TOKEN").stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
-
-/// Standard output and error of a command that must end with this status.
-fn ended(status: i32, arguments: &[&str]) -> (String, String) {
-    let output = distgpipe(arguments);
-    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {err}");
-    (out, err)
-}
-
-fn json(arguments: &[&str]) -> Value {
-    serde_json::from_str(&ended(0, arguments).0).expect("--json prints JSON and nothing else")
-}
 
 const HEADINGS: [&str; 11] = [
     "partition",

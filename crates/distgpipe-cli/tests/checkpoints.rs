@@ -1,27 +1,18 @@
 //! Law 6 from the user's chair: `distgpipe train --checkpoint` is killed, and goes on.
 
+mod command;
+
+use command::{directory, distgpipe};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::path::Path;
+use std::process::Output;
 use std::time::Duration;
 
-fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.arg("train").args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
 fn train(arguments: &[&str]) -> (Output, String) {
-    let output = command(arguments).output().expect("the binary was built with this test");
+    let output = distgpipe(&[&["train"], arguments].concat()).output().expect("the binary was built with this test");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     (output, said)
-}
-
-fn directory(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("checkpoints").join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    path
 }
 
 /// The bits of each step's loss, as the log has them.
@@ -56,11 +47,11 @@ const RUN: [&str; 16] = [
 
 #[test]
 fn a_run_that_is_killed_again_and_again_learns_what_one_learns_that_is_not() {
-    let folder = directory("killed");
+    let folder = directory("checkpoints/killed");
     let [whole, killed, log, other] = ["whole", "killed", "log", "other"].map(|name| folder.join(name));
     let run = |saved: &Path, log: &Path, more: &[&str]| {
         let saved = ["--checkpoint", saved.to_str().unwrap(), "--log", log.to_str().unwrap()];
-        command(&[&RUN[..], &saved, more].concat())
+        distgpipe(&[&["train"], &RUN[..], &saved, more].concat())
     };
     let output = run(&whole, &log, &[]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -93,7 +84,7 @@ fn a_run_that_is_killed_again_and_again_learns_what_one_learns_that_is_not() {
 /// Stopped in the middle of an epoch; the number of replicas is its own unless it is told another.
 #[test]
 fn a_run_of_replicas_goes_on_with_as_many_or_others() {
-    let folder = directory("replicas");
+    let folder = directory("checkpoints/replicas");
     let run = |saved: &str, more: &[&str]| {
         let (saved, log) = (folder.join(saved), folder.join(format!("{saved}-log")));
         let to = ["--checkpoint", saved.to_str().unwrap(), "--log", log.to_str().unwrap()];
@@ -120,7 +111,7 @@ fn a_run_of_replicas_goes_on_with_as_many_or_others() {
 
 #[test]
 fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
-    let folder = directory("flags");
+    let folder = directory("checkpoints/flags");
     let saved = folder.to_str().unwrap();
     let small = ["--set", "hidden=[16,16]", "--batch", "128", "--limit", "512", "--keep", "1"];
     let (first, said) = train(
@@ -185,7 +176,7 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
 
 #[test]
 fn a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on() {
-    let folder = directory("spoilt");
+    let folder = directory("checkpoints/spoilt");
     let saved = folder.to_str().unwrap();
     let run = ["--set", "hidden=[16]", "--partitions", "2", "--batch", "256", "--epochs", "2", "--checkpoint", saved];
     assert!(train(&run).0.status.success());

@@ -1,47 +1,12 @@
 //! The command as its users meet it: what it prints, how it ends, and that it does what it says.
 
+mod command;
+
+use command::{directory, distgpipe, ended, fine, json, refused};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
-
-fn distgpipe(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.args(arguments).env_remove("DISTGPIPE_TOKEN").stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// Standard output of a command that must succeed.
-fn fine(arguments: &[&str]) -> String {
-    let output = distgpipe(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
-    text(&output.stdout)
-}
-
-fn json(arguments: &[&str]) -> Value {
-    serde_json::from_str(&fine(arguments)).expect("--json prints JSON and nothing else")
-}
-
-/// Standard error of a command that must end with this status.
-fn refused(status: i32, arguments: &[&str]) -> String {
-    let output = distgpipe(arguments);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {said}");
-    assert!(output.stdout.is_empty(), "{arguments:?}: {}", text(&output.stdout));
-    said
-}
-
-/// A directory of one test, empty.
-fn directory(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("the target directory can be written");
-    path
-}
+use std::process::Stdio;
 
 #[test]
 fn help_teaches_every_command() {
@@ -270,7 +235,7 @@ fn threads_and_processes_learn_the_same() {
 #[test]
 fn a_test_of_two_classes_tells_f1_and_matthews() {
     let split = ["train", "--cut", "first=1,last=1", "--workers", "processes", "--epochs", "1"];
-    let said = |more: &[&str]| text(&distgpipe(&[&split[..], more].concat()).stderr);
+    let said = |more: &[&str]| ended(0, &[&split[..], more].concat()).1;
     let two = said(&["--data", "synthetic", "--set", "classes=2", "--samples", "64", "--batch", "16"]);
     for word in ["epoch 1/1: loss ", "; test loss ", ", accuracy ", ", F1 ", ", Matthews "] {
         assert!(two.contains(word), "expected `{word}` in: {two}");
@@ -431,11 +396,7 @@ fn made_up_data_serves_every_model() {
 
 #[test]
 fn a_failed_run_ends_with_1_and_names_the_cause() {
-    let said = {
-        let output = distgpipe(&[&SPLIT[..], &["--faults", "server:error@1F1"]].concat());
-        assert_eq!(output.status.code(), Some(1));
-        text(&output.stderr)
-    };
+    let said = ended(1, &[&SPLIT[..], &["--faults", "server:error@1F1"]].concat()).1;
     assert!(said.contains("server failed in 1F1"), "{said}");
 }
 
@@ -444,38 +405,19 @@ fn a_failed_run_ends_with_1_and_names_the_cause() {
 fn a_worker_whose_driver_is_gone_ends_by_itself_and_does_not_crash() {
     let token = "5a".repeat(32);
     for _ in 0..3 {
-        let mut worker = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
-            .args(["worker", "--child"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("the binary was built with this test");
+        let mut worker = distgpipe(&["worker", "--child"]);
+        let mut worker = worker.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().expect("it starts");
         let mut input = worker.stdin.take().expect("piped");
         writeln!(input, "{token}").expect("it reads");
         let mut line = String::new();
         let mut output = BufReader::new(worker.stdout.take().expect("piped"));
         output.read_line(&mut line).expect("it says where it listens");
         let address = line.trim().strip_prefix("listening ").expect("listening ADDRESS");
-        let mut driver = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
-            .args(["train", "--model", "mobilenet_v2", "--set", "image=32", "--partitions", "2", "--workers", address])
-            .args([
-                "--data",
-                "synthetic",
-                "--samples",
-                "16",
-                "--batch",
-                "8",
-                "--no-evaluate",
-                "--epochs",
-                "10000",
-                "--lr",
-                "0",
-            ])
-            .env("DISTGPIPE_TOKEN", &token)
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the binary was built with this test");
+        let model =
+            ["train", "--model", "mobilenet_v2", "--set", "image=32", "--partitions", "2", "--workers", address];
+        let data = ["--data", "synthetic", "--samples", "16", "--batch", "8", "--no-evaluate"];
+        let mut driver = distgpipe(&[&model[..], &data, &["--epochs", "10000", "--lr", "0"]].concat());
+        let mut driver = driver.env("DISTGPIPE_TOKEN", &token).spawn().expect("it starts");
         let mut said = BufReader::new(driver.stderr.take().expect("piped"));
         // What it does, and then a line each epoch: many are to come when the driver is gone.
         for _ in 0..4 {
@@ -491,16 +433,11 @@ fn a_worker_whose_driver_is_gone_ends_by_itself_and_does_not_crash() {
 
 #[test]
 fn a_closed_output_is_no_panic() {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
-        .args(["schedule", "--partitions", "8", "--chunks", "200"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the binary was built with this test");
+    let mut child = distgpipe(&["schedule", "--partitions", "8", "--chunks", "200"]).spawn().expect("it starts");
     // As `head` does, only at once.
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
-    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()));
+    assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()));
 }
 
 #[test]
@@ -604,14 +541,16 @@ fn sentences_are_got_and_learned_from() {
 }
 
 #[test]
-fn a_file_with_another_hash_is_not_taken() {
-    let root = directory("hashes");
+fn files_that_no_run_could_read_are_not_taken() {
+    let root = directory("not-taken");
     let (from, into) = (root.join("from"), root.join("into"));
     std::fs::create_dir_all(&from).expect("created");
-    std::fs::write(from.join("data_batch_1.bin"), "abc").expect("written");
+    for file in ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"] {
+        std::fs::write(from.join(format!("{file}.bin")), "abc").expect("written");
+    }
     let names = [&from, &into].map(|path| path.to_str().expect("a plain path"));
     let said = refused(1, &["data", "get", "cifar10", "--from", names[0], "--dir", names[1]]);
-    let words = "data_batch_1.bin: expected MD5 5dd7e06a14cb22eb9f671a540d1b7c25, got 900150983cd24fb0d6963f7d28e17f72";
+    let words = "from/data_batch_1.bin: expected 30730000 bytes, got 3: take another copy of it";
     assert!(said.contains(words), "{said}");
     assert_eq!(std::fs::read_dir(&into).expect("made").count(), 0);
 }

@@ -1,6 +1,9 @@
 //! `distgpipe codecs` as its users meet it. Bytes on the wire are compared with the formulas of docs/codecs.md, and errors
 //! with what the written file differs in.
 
+mod command;
+
+use command::directory;
 use distgpipe_core::codec::ALL;
 use distgpipe_core::wire::HEADER_BYTES;
 use safetensors::tensor::TensorView;
@@ -8,45 +11,20 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::path::Path;
+use std::process::Command;
 
-fn distgpipe(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.arg("codecs").args(arguments).stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// Standard output of a command that must succeed.
 fn fine(arguments: &[&str]) -> String {
-    let output = distgpipe(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
-    text(&output.stdout)
+    command::fine(&[&["codecs"], arguments].concat())
 }
 
 fn json(arguments: &[&str]) -> Value {
-    serde_json::from_str(&fine(&[arguments, &["--json"]].concat())).expect("--json prints JSON and nothing else")
+    command::json(&[&["codecs"], arguments, &["--json"]].concat())
 }
 
-/// Standard error of a command that must be refused as called wrongly.
+/// Standard error of a command that was called wrongly.
 fn refused(arguments: &[&str]) -> String {
-    let output = distgpipe(arguments);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
-    assert!(output.stdout.is_empty(), "{arguments:?}: {}", text(&output.stdout));
-    said
-}
-
-/// A directory of one test, empty.
-fn directory(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("codecs-{name}"));
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("the target directory can be written");
-    path
+    command::refused(2, &[&["codecs"], arguments].concat())
 }
 
 fn plain(path: &Path) -> &str {

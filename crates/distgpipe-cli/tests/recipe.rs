@@ -1,35 +1,13 @@
 //! `distgpipe recipe` as its users meet it: the seed's figures, ours beside them, and what differs.
 
+mod command;
+
+use command::{ended, fine, json};
 use serde_json::Value;
-use std::process::{Command, Output, Stdio};
-
-fn distgpipe(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    // Another directory than the checkout's: the recipes are in the binary.
-    command.args(arguments).current_dir(env!("CARGO_TARGET_TMPDIR")).stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn fine(arguments: &[&str]) -> String {
-    let output = distgpipe(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
-    text(&output.stdout)
-}
-
-fn json(arguments: &[&str]) -> Value {
-    serde_json::from_str(&fine(arguments)).expect("--json prints JSON and nothing else")
-}
 
 /// Standard error of a command that was called wrongly.
 fn refused(arguments: &[&str]) -> String {
-    let output = distgpipe(arguments);
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
-    said
+    ended(2, arguments).1
 }
 
 #[test]

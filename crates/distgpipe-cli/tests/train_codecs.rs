@@ -1,30 +1,21 @@
 //! `distgpipe train` with codecs: the flags, the table, the warning, the captured file, the trace.
 
-use serde_json::Value;
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+mod command;
 
-fn train(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.arg("train").args(arguments).stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
+use command::{directory, ended};
+use serde_json::Value;
 
 fn fine(arguments: &[&str]) -> (String, String) {
-    let output = train(arguments);
-    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success(), "{arguments:?}: {err}");
-    (out, err)
+    ended(0, &[&["train"], arguments].concat())
+}
+
+/// Standard error of a run that was asked for wrongly.
+fn refused(arguments: &[&str]) -> String {
+    command::refused(2, &[&["train"], arguments].concat())
 }
 
 fn json(arguments: &[&str]) -> Value {
-    serde_json::from_str(&fine(&[arguments, &["--json"]].concat()).0).expect("--json prints JSON and nothing else")
-}
-
-fn directory(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    path
+    command::json(&[&["train"], arguments, &["--json"]].concat())
 }
 
 /// The cuts of a report: pass and codec, with the ratio.
@@ -102,13 +93,10 @@ fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
         (&["--capture", "x", "--capture-step", "0"], "counted from 1"),
     ];
     for (arguments, remedy) in cases {
-        let output = train(&with(arguments));
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        let said = refused(&with(arguments));
         assert!(said.contains(remedy), "{arguments:?}: {said}");
     }
-    let alone = train(&["--capture", "x"]);
-    assert!(String::from_utf8_lossy(&alone.stderr).contains("nothing crosses between partitions"));
+    assert!(refused(&["--capture", "x"]).contains("nothing crosses between partitions"));
 }
 
 /// Who asks for a codec expects it to be used.

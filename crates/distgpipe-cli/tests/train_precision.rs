@@ -1,23 +1,16 @@
 //! `--precision` from the command line to the report.
 
-use serde_json::Value;
-use std::process::{Command, Output, Stdio};
+mod command;
 
-fn distgpipe(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.args(arguments).stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
+use command::{ended, refused};
+use serde_json::Value;
 
 fn fine(arguments: &[&str]) -> (String, String) {
-    let output = distgpipe(arguments);
-    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success(), "{arguments:?}: {err}");
-    (out, err)
+    ended(0, arguments)
 }
 
 fn json(arguments: &[&str]) -> Value {
-    serde_json::from_str(&fine(&[arguments, &["--json"]].concat()).0).expect("--json prints JSON and nothing else")
+    command::json(&[arguments, &["--json"]].concat())
 }
 
 const RUN: [&str; 8] = ["train", "--partitions", "2", "--steps", "6", "--epochs", "1", "--no-evaluate"];
@@ -70,10 +63,8 @@ fn layers_are_measured_in_the_precision_of_the_run() {
 
 #[test]
 fn another_precision_is_told_which_there_are() {
-    for command in [&["train", "--precision", "fp16"][..], &["models", "mlp", "--precision", "half"]] {
-        let output = distgpipe(command);
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{told}");
+    for arguments in [&["train", "--precision", "fp16"][..], &["models", "mlp", "--precision", "half"]] {
+        let told = refused(2, arguments);
         assert!(told.contains("--precision") && told.contains("expected `fp32` or `bf16`"), "{told}");
     }
 }

@@ -1,28 +1,14 @@
 //! `distgpipe train --save` and `--weights`: what is written is what comes back.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+mod command;
 
-fn train(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
-    command.arg("train").args(arguments).stdin(Stdio::null());
-    command.output().expect("the binary was built with this test")
-}
+use command::{directory, ended, refused};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 /// What a run that must succeed said on standard error.
 fn fine(arguments: &[&str]) -> String {
-    let output = train(arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{arguments:?}: {said}");
-    said
-}
-
-fn directory(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let _ = std::fs::remove_dir_all(&path);
-    std::fs::create_dir_all(&path).expect("the target directory can be written");
-    path
+    ended(0, &[&["train"], arguments].concat()).1
 }
 
 fn text(path: &Path) -> &str {
@@ -69,9 +55,7 @@ fn what_cannot_be_saved_is_said_before_the_training() {
         (directory.join("none").join("model.safetensors"), "a directory that exists"),
         (directory.clone(), "got a directory"),
     ] {
-        let output = train(&["--save", text(&path)]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
+        let said = refused(2, &["train", "--save", text(&path)]);
         assert!(said.contains("--save") && said.contains(why), "{said}");
     }
 }
@@ -79,9 +63,7 @@ fn what_cannot_be_saved_is_said_before_the_training() {
 #[test]
 fn a_file_that_would_run_a_program_is_refused_by_name() {
     let evil = concat!(env!("CARGO_MANIFEST_DIR"), "/../distgpipe/tests/golden/pth/evil.pth");
-    let output = train(&["--weights", evil]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(2), "{said}");
+    let said = refused(2, &["train", "--weights", evil]);
     assert!(
         said.contains("--weights") && said.contains("expected tensors only") && said.contains("posix.system"),
         "{said}"
@@ -97,7 +79,6 @@ fn weights_that_are_no_numbers_are_told_before_the_training() {
     let last = bytes.len() - 4;
     bytes[last..].copy_from_slice(&f32::NAN.to_le_bytes());
     std::fs::write(&path, bytes).unwrap();
-    let output = train(&[&model[..], &["--weights", text(&path)]].concat());
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("model.safetensors") && said.contains("not finite"), "{said}");
+    let said = refused(1, &[&["train"], &model[..], &["--weights", text(&path)]].concat());
+    assert!(said.contains("model.safetensors") && said.contains("not finite"), "{said}");
 }

@@ -36,6 +36,7 @@ pub use tokens::Tokens;
 use crate::failure::Fault;
 use crate::layer::SampleShape;
 use crate::pipeline::Batch;
+use md5::{Digest, Md5};
 use std::fmt;
 use std::path::PathBuf;
 
@@ -165,5 +166,18 @@ fn check(rows: &[usize], len: usize) -> Result<(), DataError> {
     match rows.iter().find(|&&row| row >= len) {
         Some(&got) => Err(DataError::NoSuchRow { len, got }),
         None => Ok(()),
+    }
+}
+
+/// The MD5 of what a reader gives, in hexadecimal: published beside data sets, to compare files with.
+pub fn md5(mut from: impl std::io::Read) -> std::io::Result<String> {
+    let (mut hash, mut block) = (Md5::new(), vec![0; 1 << 16]);
+    loop {
+        match from.read(&mut block) {
+            Ok(0) => return Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
+            Ok(bytes) => hash.update(&block[..bytes]),
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
     }
 }

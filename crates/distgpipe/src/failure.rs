@@ -45,6 +45,12 @@ pub enum Fault {
         /// The time-out.
         limit_s: f64,
     },
+    /// A worker did not take up a run in time.
+    #[error("it did not answer within {limit_s:.1} s: it may be in another run (wait for that, or start another worker), it is suspended, or the network is down")]
+    NoAnswer {
+        /// The time-out.
+        limit_s: f64,
+    },
     /// A peer sent what cannot be a frame.
     #[error("what came over the link is not valid: {0}")]
     Wire(#[from] WireError),

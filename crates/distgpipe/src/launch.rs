@@ -171,10 +171,7 @@ impl Assembly<'_> {
         for (&worker, address) in remote.iter().zip(addresses) {
             // A worker that has a run lets the next one wait, and does not answer meanwhile.
             let dialed = link::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
-                Fault::TimedOut { limit_s, .. } => Fault::TimedOut {
-                    what: "its answer, which a worker that is in another run gives after that,".to_owned(),
-                    limit_s,
-                },
+                Fault::TimedOut { limit_s, .. } => Fault::NoAnswer { limit_s },
                 other => other,
             });
             streams.push(dialed.map_err(at(worker))?);

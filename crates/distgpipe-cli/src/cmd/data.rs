@@ -5,7 +5,7 @@ use crate::datasets::{directory, open, threads};
 use crate::exit::usage;
 use crate::fetch::{Got, Recipe, Wanted};
 use crate::report::{self, units};
-use distgpipe::data::cifar::{self, Edition};
+use distgpipe::data::cifar::Edition;
 use distgpipe::data::glue::Task;
 use distgpipe::data::{food101, Cifar, DataError, Loader, LoaderOptions, Part};
 use distgpipe::{engine, SampleShape};
@@ -21,8 +21,10 @@ const RECIPES: &[Recipe] = &[
         archive_bytes: 170_052_171,
         archive_md5: Some("c32a1d4ab5d03f1284b67883e8d87530"),
         folder: "cifar-10-batches-bin",
-        wanted: Wanted::Files(&cifar::TEN),
+        wanted: Wanted::Files(|| Edition::Ten.file_names()),
+        hashed: true,
         check: |directory| both(|part| Cifar::open(directory, Edition::Ten, part).map(drop)),
+        flaws: |_| Ok(Vec::new()),
     },
     Recipe {
         name: "cifar100",
@@ -30,8 +32,10 @@ const RECIPES: &[Recipe] = &[
         archive_bytes: 168_513_733,
         archive_md5: Some("03b5dce01913d631647c71ecec9e9cb8"),
         folder: "cifar-100-binary",
-        wanted: Wanted::Files(&cifar::HUNDRED),
+        wanted: Wanted::Files(|| Edition::Hundred.file_names()),
+        hashed: false,
         check: |directory| both(|part| Cifar::open(directory, Edition::Hundred, part).map(drop)),
+        flaws: |_| Ok(Vec::new()),
     },
     Recipe {
         name: "food101",
@@ -40,7 +44,13 @@ const RECIPES: &[Recipe] = &[
         archive_md5: Some("85eeb15f3717b99a5da872d97d918f87"),
         folder: food101::FOLDER,
         wanted: Wanted::Everything,
+        hashed: false,
         check: |directory| both(|part| food101::check(directory, part)),
+        flaws: |directory| {
+            let mut flaws = food101::open(directory, Part::Train)?.flaws()?;
+            flaws.extend(food101::open(directory, Part::Test)?.flaws()?);
+            Ok(flaws)
+        },
     },
     Recipe {
         name: "rte",
@@ -48,8 +58,10 @@ const RECIPES: &[Recipe] = &[
         archive_bytes: 697_150,
         archive_md5: Some("bef554d0cafd4ab6743488101c638539"),
         folder: "RTE",
-        wanted: Wanted::Files(&[("train.tsv", None), ("dev.tsv", None)]),
+        wanted: Wanted::Files(|| vec!["train.tsv", "dev.tsv"]),
+        hashed: false,
         check: |directory| both(|part| Task::Rte.read(directory, part).map(drop)),
+        flaws: |_| Ok(Vec::new()),
     },
     Recipe {
         name: "cola",
@@ -58,8 +70,10 @@ const RECIPES: &[Recipe] = &[
         // None is published: the number of rows has to do.
         archive_md5: None,
         folder: "CoLA",
-        wanted: Wanted::Files(&[("train.tsv", None), ("dev.tsv", None)]),
+        wanted: Wanted::Files(|| vec!["train.tsv", "dev.tsv"]),
+        hashed: false,
         check: |directory| both(|part| Task::Cola.read(directory, part).map(drop)),
+        flaws: |_| Ok(Vec::new()),
     },
 ];
 
@@ -154,12 +168,19 @@ fn get(args: &GetArgs) -> anyhow::Result<()> {
     let directory = directory(recipe.name, args.dir.as_deref(), "--dir")?;
     let start = Instant::now();
     let text = match recipe.get(&directory, args.from.as_deref())? {
-        Got::AlreadyThere => format!("is there already, and {}", recipe.checked()),
-        Got::From(source) => {
+        Got::AlreadyThere => format!("is there already, and {}", recipe.checked(false)),
+        Got::From { source, verified } => {
             let took = units::seconds(start.elapsed().as_secs_f64());
-            format!("came from {source} in {took} and is {}", recipe.checked())
+            format!("came from {source} in {took} and is {}", recipe.checked(verified))
         }
     };
+    let flaws = (recipe.flaws)(&directory)?;
+    for flaw in flaws.iter().take(report::FEW) {
+        report::note(&format!("warning: {flaw}"));
+    }
+    if flaws.len() > report::FEW {
+        report::note(&format!("warning: and {} more", flaws.len() - report::FEW));
+    }
     report::print(&format!(
         "{}: {} {text}\n{}",
         recipe.name,

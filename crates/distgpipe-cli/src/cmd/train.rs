@@ -66,7 +66,7 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         report::note(&cut);
     }
     if config.encodes() && placement.workers() == 1 {
-        report::note("warning: the codec has nothing to encode, as one worker has the whole model: cut it, as with --partitions 2");
+        report::note("warning: the codec has nothing to encode, as one worker has all partitions: use two, as with --partitions 2 or --place a,b");
     }
     if let Some(directory) = &config.capture {
         capture::prepare(directory)?;

@@ -335,6 +335,8 @@ fn copies(optim: Optim) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use distgpipe::trainer::RunSummary;
+    use distgpipe::Precision;
     use serde_json::json;
 
     #[test]
@@ -352,18 +354,77 @@ mod tests {
         assert_eq!(optims.map(copies), [2, 3, 3, 4]);
     }
 
-    /// The published figures are what allocators had taken, so ours are too, where there is such a thing.
-    #[test]
-    fn memory_is_what_a_gpu_s_allocator_took_and_once_for_threads_that_share_it() {
-        let worker = |reserved_bytes| WorkerSummary {
-            name: "w0".to_owned(),
+    /// A run of two workers that held 70 MB each, with a model of 5 MB and its gradients.
+    fn report(reserved_bytes: Option<u64>, steps: u64) -> RunReport {
+        let worker = |name: &str| WorkerSummary {
+            name: name.to_owned(),
             phases_s: Default::default(),
             steps_s: 1.0,
-            peak_bytes: 70,
+            peak_bytes: 70_000_000,
             reserved_bytes,
         };
-        let peaks = |reserved, shared| together([worker(reserved), worker(reserved)].iter().map(peak_of), shared);
-        assert_eq!([peaks(Some(90), true), peaks(Some(90), false), peaks(None, false)], [90, 180, 140]);
+        let summary = RunSummary {
+            epochs: Vec::new(),
+            resumed_at: None,
+            steps,
+            warm_up_steps: 0,
+            samples_per_s_median: None,
+            samples_per_s_mean: None,
+            seconds: 1.0,
+            loading_s: 0.0,
+            workers: vec![worker("w0"), worker("w1")],
+            links: Vec::new(),
+        };
+        RunReport {
+            command: String::new(),
+            model: String::new(),
+            parameters: 1_250_000,
+            balance: vec![1, 1],
+            placement: vec!["w0".to_owned(), "w1".to_owned()],
+            replicas: 1,
+            micro_batches: 1,
+            precision: Precision::Fp32,
+            summary,
+        }
+    }
+
+    /// The published figures are what allocators had taken, so ours are too, where there is such a thing; threads share
+    /// an allocator.
+    #[test]
+    fn memory_is_what_a_gpu_s_allocator_took_and_once_for_threads_that_share_it() {
+        let said = |metric, reserved, workers: &str| {
+            let flags = TrainFlags { workers: Some(workers.to_owned()), ..TrainFlags::default() };
+            let report = report(reserved, 1);
+            let Ours::Measured { text, value } =
+                memory(metric, &Ran { report: &report, flags: &flags, optim: Optim::sgd(0.0) })
+            else {
+                panic!("memory is always measured")
+            };
+            (text, value)
+        };
+        let whole = |reserved, workers| said(Metric::Memory, reserved, workers);
+        let taken = "90.0 MB taken from the GPU, 70.0 MB of it held by tensors";
+        assert_eq!(whole(Some(90_000_000), "threads"), (taken.to_owned(), Some(90e6)));
+        let each = "180.0 MB taken from the GPU, 140.0 MB of it held by tensors: w0 90.0 MB, w1 90.0 MB";
+        assert_eq!(whole(Some(90_000_000), "processes"), (each.to_owned(), Some(180e6)));
+        assert_eq!(whole(None, "threads"), ("140.0 MB: w0 70.0 MB, w1 70.0 MB".to_owned(), Some(140e6)));
+        let above = "80.0 MB taken from the GPU, 60.0 MB of it held by tensors";
+        let activations = said(Metric::ActivationMemory, Some(90_000_000), "threads");
+        assert_eq!(activations, (above.to_owned(), Some(80e6)));
+    }
+
+    #[test]
+    fn a_run_without_steps_says_so_and_not_zero() {
+        let recipe = super::super::find("cifar10-sort8").unwrap();
+        let flags = TrainFlags::default();
+        let (none, one) = (report(None, 0), report(None, 1));
+        let line = |report, metric: Metric| {
+            let lines = compare(&recipe, &Ran { report, flags: &flags, optim: Optim::sgd(0.0) }).unwrap();
+            lines.into_iter().find(|line| line.metric == metric).unwrap().ours
+        };
+        assert_eq!(line(&none, Metric::Compression), "not measured: nothing was left to train");
+        assert_ne!(line(&one, Metric::Compression), "not measured: nothing was left to train");
+        assert_eq!(line(&none, Metric::Parameters), "1,250,000");
     }
 
     #[test]

@@ -8,21 +8,21 @@
 //!
 //! A part is held in memory as bytes: 154 MB to learn from, 31 MB to test with.
 
+use super::folder::unreadable;
 use super::image::{Image, ImageSource};
-use super::{DataError, Part, Place};
-use md5::{Digest, Md5};
+use super::{md5, DataError, Part, Place};
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const SIDE: usize = 32;
 const PLANE: usize = SIDE * SIDE;
 const PIXELS: usize = 3 * PLANE;
 
 /// A file's name, and its MD5 where it is known.
-pub type KnownFile = (&'static str, Option<&'static str>);
+type KnownFile = (&'static str, Option<&'static str>);
 
 /// The files of CIFAR-10; the last one is to test with.
-pub const TEN: [KnownFile; 6] = [
+const TEN: [KnownFile; 6] = [
     ("data_batch_1.bin", Some("5dd7e06a14cb22eb9f671a540d1b7c25")),
     ("data_batch_2.bin", Some("5ea93a67294ea407fff1d09f752e9692")),
     ("data_batch_3.bin", Some("942cd6a4bcdd0dd3c604fbe906cb4421")),
@@ -32,7 +32,7 @@ pub const TEN: [KnownFile; 6] = [
 ];
 
 /// The files of CIFAR-100; the last one is to test with.
-pub const HUNDRED: [KnownFile; 2] = [("train.bin", None), ("test.bin", None)];
+const HUNDRED: [KnownFile; 2] = [("train.bin", None), ("test.bin", None)];
 
 /// Which of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,8 +68,14 @@ impl Edition {
         }
     }
 
+    /// The names of its files.
+    pub fn file_names(self) -> Vec<&'static str> {
+        let parts = [Part::Train, Part::Test].into_iter();
+        parts.flat_map(|part| self.files(part).0).map(|(name, _)| *name).collect()
+    }
+
     /// The files of a part, and how many records each has.
-    pub fn files(self, part: Part) -> (&'static [KnownFile], usize) {
+    fn files(self, part: Part) -> (&'static [KnownFile], usize) {
         match (self, part) {
             (Edition::Ten, Part::Train) => (&TEN[..5], 10_000),
             (Edition::Ten, Part::Test) => (&TEN[5..], 10_000),
@@ -112,14 +118,15 @@ impl Cifar {
             pixels: Vec::with_capacity(files.len() * records * PIXELS),
             labels: Vec::with_capacity(files.len() * records),
         };
-        for (file, md5) in files {
+        for (file, published) in files {
             let path = found.join(file);
             let remedy = remedy(edition, directory);
             let bytes = read(&path, records * edition.record_bytes(), &remedy)?;
             set.add(&bytes, records, &path, &remedy)?;
             // Last, as what the checks above find has a place.
-            if let Some(expected) = md5 {
-                let (expected, got) = (format!("MD5 {expected}"), format!("MD5 {}", hexadecimal_md5(&bytes)));
+            if let Some(expected) = published {
+                let got = md5(&bytes[..]).map_err(|e| unreadable(&path, &e, &remedy))?;
+                let (expected, got) = (format!("MD5 {expected}"), format!("MD5 {got}"));
                 if got != expected {
                     return Err(DataError::Damaged { file: path, place: Place::Whole, expected, got, remedy });
                 }
@@ -185,11 +192,6 @@ impl ImageSource for Cifar {
     }
 }
 
-/// The MD5 of some bytes, as it is written.
-fn hexadecimal_md5(bytes: &[u8]) -> String {
-    Md5::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 fn remedy(edition: Edition, directory: &Path) -> String {
     format!("get it with `distgpipe data get {} --dir {}`", edition.name(), directory.display())
 }
@@ -198,12 +200,7 @@ fn remedy(edition: Edition, directory: &Path) -> String {
 fn read(path: &Path, expected_bytes: usize, remedy: &str) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::with_capacity(expected_bytes + 1);
     let read = std::fs::File::open(path).and_then(|file| file.take(expected_bytes as u64 + 1).read_to_end(&mut bytes));
-    match read {
-        Ok(_) => Ok(bytes),
-        Err(error) => {
-            Err(DataError::Unreadable { file: PathBuf::from(path), why: error.to_string(), remedy: remedy.to_owned() })
-        }
-    }
+    read.map(|_| bytes).map_err(|error| unreadable(path, &error, remedy))
 }
 
 #[cfg(test)]
@@ -270,7 +267,6 @@ mod tests {
         let said = Cifar::open(&root, Edition::Ten, Part::Test).unwrap_err().to_string();
         assert!(said.contains("test_batch.bin: expected MD5 803d5f7f4d78ea53de84dbe85f74fb6d, got MD5 "), "{said}");
         std::fs::remove_dir_all(root).unwrap();
-        assert_eq!(hexadecimal_md5(b"abc"), "900150983cd24fb0d6963f7d28e17f72");
     }
 
     proptest! {

@@ -15,6 +15,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, PoisonError};
 
 /// The most bytes of an image file.
 const FILE_BYTES_MAX: u64 = 64 << 20;
@@ -71,9 +72,17 @@ impl ImageFiles {
     }
 
     /// Decodes every file, which finds what a look from both ends does not.
-    pub fn check_all(&self) -> Result<(), DataError> {
+    pub fn flaws(&self) -> Result<Vec<DataError>, DataError> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        self.each(cores, |row, memory| self.image(row, memory).map(drop))
+        let flaws = Mutex::new(Vec::new());
+        self.each(cores, |row, memory| match self.image(row, memory) {
+            Err(flaw @ DataError::Damaged { .. }) => {
+                flaws.lock().unwrap_or_else(PoisonError::into_inner).push(flaw);
+                Ok(())
+            }
+            other => other.map(drop),
+        })?;
+        Ok(flaws.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn each(
@@ -241,10 +250,11 @@ mod tests {
             assert!(said.contains(words) && said.ends_with("get it anew, or remove it"), "{said}");
         }
         // Both ends are there, the middle is not.
-        fs::write(root.join("train/cat/y.jpg"), [&whole[..600], &whole[whole.len() - 2..]].concat()).unwrap();
+        fs::write(root.join("train/cat/y.jpg"), [&whole[..700], &whole[whole.len() - 2..]].concat()).unwrap();
         let set = ImageFiles::folder(&root, Part::Train).unwrap();
-        let said = set.check_all().unwrap_err().to_string();
-        assert!(said.contains("y.jpg: expected a whole JPEG image, got"), "{said}");
+        let flaws = set.flaws().unwrap();
+        let said = flaws[0].to_string();
+        assert!(flaws.len() == 1 && said.contains("y.jpg, byte 700: expected a whole JPEG image, got"), "{said}");
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -48,20 +48,20 @@ pub fn open(directory: &Path, part: Part) -> Result<ImageFiles, DataError> {
     ImageFiles::new("food101", files, classes, [&remedy, &damaged])
 }
 
-/// Whether a part has all of its photographs, and each of them can be decoded.
+/// Whether a part has all of its photographs; the list of them could have been cut short.
 pub fn check(directory: &Path, part: Part) -> Result<(), DataError> {
-    let set = open(directory, part)?;
+    let got = open(directory, part)?.len();
     let expected = match part {
         Part::Train => 75_750,
         Part::Test => 25_250,
     };
-    match set.len() == expected {
-        true => set.check_all(),
+    match got == expected {
+        true => Ok(()),
         false => Err(DataError::Damaged {
             file: directory.join("meta"),
             place: Place::Whole,
             expected: format!("{expected} photographs ({part:?})"),
-            got: set.len().to_string(),
+            got: got.to_string(),
             remedy: remedy(directory),
         }),
     }
