@@ -9,7 +9,7 @@ use clap::{Args as _, ValueEnum};
 use distgpipe::core::balance::Objective;
 use distgpipe::core::codec::Spec;
 use distgpipe::core::schedule::{Recompute, Schedule};
-use distgpipe::engine::Device;
+use distgpipe::engine::Devices;
 use distgpipe::rate::WarmUp;
 use distgpipe::Precision;
 use serde::{Deserialize, Serialize};
@@ -289,10 +289,11 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capture_step: Option<u64>,
 
-    /// Where every worker computes: cpu, cuda:N, or auto (the first GPU if there is one)
-    #[arg(long, value_name = "DEVICE", help_heading = "Engine")]
+    /// Where every worker computes: cpu, cuda:N, or auto (the first GPU if there is one); several, such as cuda:0,cuda:1,
+    /// are taken in turn
+    #[arg(long, value_name = "DEVICE[,...]", help_heading = "Engine")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub device: Option<Device>,
+    pub device: Option<Devices>,
     /// libtorch threads per worker
     #[arg(long, value_name = "N", help_heading = "Engine")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -431,7 +432,7 @@ impl TrainFlags {
             recompute: Some(Recompute::Never),
             timeout: Some(300.0),
             codec: Some(Spec::default()),
-            device: Some(Device::Cpu),
+            device: Some(Devices::default()),
             threads: Some(1),
             precision: Some(Precision::Fp32),
             seed: Some(0),

@@ -17,6 +17,7 @@ use distgpipe::core::partition::Balance;
 use distgpipe::core::placement::Placement;
 use distgpipe::core::schedule::{check, Plan};
 use distgpipe::data::{Loader, Pass};
+use distgpipe::engine::Devices;
 use distgpipe::job::REPLICAS_MAX;
 use distgpipe::model::Recipe;
 use distgpipe::models;
@@ -134,7 +135,7 @@ impl RunConfig {
         if flags.threads == Some(0) {
             return Err(usage("--threads 0: a worker needs at least 1"));
         }
-        flags.device.unwrap_or_default().open().map_err(|e| usage(format!("--device: {e}")))?;
+        check_devices(&flags.device.clone().unwrap_or_default(), worker_count.saturating_mul(replicas), &workers)?;
         let (optim, learning_rate) = optimizer(&flags)?;
         let trace = flags.trace == Some(true);
         if trace && flags.log.is_none() {
@@ -230,7 +231,7 @@ impl RunConfig {
             .loss(self.loss)
             .codecs(self.codecs.clone())
             .seed(flags.seed.unwrap_or_default())
-            .device(flags.device.unwrap_or_default())
+            .device(flags.device.clone().unwrap_or_default())
             .threads(flags.threads.unwrap_or(1))
             .channels_last(flags.no_channels_last != Some(true))
             .precision(flags.precision.unwrap_or_default())
@@ -492,6 +493,24 @@ fn within(flag: &str, value: Option<f64>, max: f64) -> anyhow::Result<f64> {
     } else {
         Err(usage(format!("{flag} {value}: expected a number from 0 to {max}")))
     }
+}
+
+/// Whether the devices of the workers on this machine are there, and each has a worker.
+fn check_devices(devices: &Devices, worker_count: usize, workers: &Workers) -> anyhow::Result<()> {
+    if devices.count() > worker_count {
+        return Err(usage(format!(
+            "--device {devices}: there are {} devices and {worker_count} worker(s): name fewer, or cut the model further",
+            devices.count()
+        )));
+    }
+    let here = match workers {
+        Workers::Remote { .. } => 1,
+        _ => devices.count(),
+    };
+    for worker in 0..here {
+        devices.of(worker).open().map_err(|e| usage(format!("--device: {e}")))?;
+    }
+    Ok(())
 }
 
 fn codecs(flags: &TrainFlags) -> anyhow::Result<Codecs> {

@@ -114,10 +114,8 @@ pub fn threads(flags: &TrainFlags) -> anyhow::Result<usize> {
         Some(threads) => Err(usage(format!("--loader-threads {threads}: use 1 to {LOADER_THREADS_MAX}"))),
         None => {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let computing = match flags.device {
-                Some(Device::Cuda(_) | Device::Auto) => 0,
-                _ => flags.threads.unwrap_or(1),
-            };
+            let first = flags.device.clone().unwrap_or_default().of(0);
+            let computing = if first == Device::Cpu { flags.threads.unwrap_or(1) } else { 0 };
             Ok(cores.saturating_sub(computing).clamp(1, LOADER_THREADS_MAX))
         }
     }

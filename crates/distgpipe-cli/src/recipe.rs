@@ -175,7 +175,7 @@ mod tests {
             let run = TrainFlags {
                 data: Some(DataName::Synthetic),
                 samples: recipe.run.batch,
-                device: Some(Device::Cpu),
+                device: Some(Device::Cpu.into()),
                 no_evaluate: Some(true),
                 ..recipe.run.clone()
             };

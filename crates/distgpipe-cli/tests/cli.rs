@@ -78,7 +78,8 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--partitions", "2", "--workers", "h:1,h:2"], &["--workers", "expected 1 address"]),
         (&["train", "--schedule", "zb"], &["--schedule", "`gpipe`, `1f1b`, `interleaved`"]),
         (&["train", "--trace"], &["--trace", "add --log DIR"]),
-        (&["train", "--device", "tpu"], &["--device", "`cpu`, `cuda:N` or `auto`"]),
+        (&["train", "--device", "cpu,tpu"], &["--device", "`tpu`", "`cpu`, `cuda:N` or `auto`"]),
+        (&["train", "--device", "cpu,cpu"], &["--device cpu,cpu", "2 devices and 1 worker(s)"]),
         (&["train", "--optimizer", "adamw", "--momentum", "0.5"], &["--momentum", "remove it"]),
         (&["train", "--optimizer", "adam", "--nesterov"], &["--nesterov", "--optimizer sgd"]),
         (&["train", "--nesterov", "--momentum", "0"], &["--nesterov", "--momentum above 0"]),
@@ -223,7 +224,7 @@ const SPLIT: [&str; 11] = [
 fn threads_and_processes_learn_the_same() {
     let with = |more: &[&str]| json(&[&SPLIT[..], &["--json"], more].concat());
     let threads = with(&["--workers", "threads"]);
-    let processes = with(&["--workers", "processes"]);
+    let processes = with(&["--workers", "processes", "--device", "cpu,cpu"]);
     assert_eq!(losses(&threads).len(), 2);
     assert_eq!(losses(&threads), losses(&processes));
     let link = &processes["links"][0];

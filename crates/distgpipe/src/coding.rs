@@ -50,7 +50,7 @@ impl Coding {
             plan: Arc::new(plan.clone()),
             crew,
             // A device that cannot be opened fails the worker by itself.
-            near: job.device.open().unwrap_or(tch::Device::Cpu),
+            near: job.device().open().unwrap_or(tch::Device::Cpu),
             forgotten: Arc::default(),
             beside: Beside::new(job.worker.0, job.trace),
         }

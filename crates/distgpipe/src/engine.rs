@@ -7,7 +7,7 @@ mod ffi;
 mod random;
 
 pub use autocast::{Autocast, Precision};
-pub use device::{Device, DeviceError};
+pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
 pub use ffi::Layout;
 pub(crate) use ffi::{bytes_mut, floats_mut};

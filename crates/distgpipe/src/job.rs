@@ -1,7 +1,7 @@
 //! What a worker is told: the job once, then one command after the other; and what it answers.
 
 use crate::codecs::Codecs;
-use crate::engine::{Device, Precision};
+use crate::engine::{Device, Devices, Precision};
 use crate::failure::Fault;
 use crate::loss::Loss;
 use crate::metrics::ClassCounts;
@@ -39,7 +39,7 @@ pub struct Job {
     /// How tensors are encoded on their way between workers.
     pub codecs: Codecs,
     /// Where to compute.
-    pub device: Device,
+    pub devices: Devices,
     /// libtorch threads per worker.
     pub threads: usize,
     /// Whether images and convolution weights lie channels-last.
@@ -57,6 +57,11 @@ pub struct Job {
 }
 
 impl Job {
+    /// Where this worker computes.
+    pub fn device(&self) -> Device {
+        self.devices.of(self.worker.0 as usize)
+    }
+
     /// The members and their plan, if they and everything else that a peer may have sent wrongly are sound.
     pub fn roster(&self) -> Result<Roster, Fault> {
         let plan: Plan = self.plan.parse().map_err(|e| Fault::protocol("a plan", format!("{e}")))?;

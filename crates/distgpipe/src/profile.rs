@@ -54,7 +54,7 @@ impl Options {
     /// As a job will run.
     pub fn of(job: &Job) -> Self {
         Options {
-            device: job.device,
+            device: job.device(),
             threads: job.threads,
             channels_last: job.channels_last,
             precision: job.precision,

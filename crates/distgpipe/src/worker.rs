@@ -126,7 +126,7 @@ impl Active {
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
         let skips =
             SkipLayout::new(&uses, &job.balance).map_err(|e| Fault::protocol("skips that fit", e.to_string()))?;
-        let device = job.device.open().map_err(|e| Fault::protocol("a device that works", e.to_string()))?;
+        let device = job.device().open().map_err(|e| Fault::protocol("a device that works", e.to_string()))?;
         let scenario = job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
         let stream = Stream::new(job.seed);
         let how = Building {

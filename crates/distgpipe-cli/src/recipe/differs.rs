@@ -46,15 +46,22 @@ pub fn differences(recipe: &Recipe, run: &TrainFlags) -> anyhow::Result<Vec<Stri
 
 /// Whether a run computes on the CPU, asked of the machine.
 fn on_cpu(flags: &TrainFlags) -> bool {
-    flags.device.unwrap_or_default().open().is_ok_and(|device| device == distgpipe::tch::Device::Cpu)
+    let devices = flags.device.clone().unwrap_or_default();
+    let cpu = |device: Device| device.open().is_ok_and(|device| device == distgpipe::tch::Device::Cpu);
+    (0..devices.count()).all(|worker| cpu(devices.of(worker)))
 }
 
 fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let device = match run.device.unwrap_or_default() {
-        Device::Auto if on_cpu(run) => Device::Cpu,
-        Device::Auto => Device::Cuda(0),
-        device => device,
+    let devices = run.device.clone().unwrap_or_default();
+    let devices = match devices.of(0) {
+        Device::Auto if devices.count() == 1 && on_cpu(run) => Device::Cpu.into(),
+        Device::Auto if devices.count() == 1 => Device::Cuda(0).into(),
+        _ => devices,
+    };
+    let compute = match devices.count() {
+        1 => format!("every worker computes on {devices}"),
+        _ => format!("workers compute on {devices} in turn"),
     };
     let workers = match run.workers.as_deref().unwrap_or("threads") {
         "threads" => "workers are threads of one process on one machine".to_owned(),
@@ -62,7 +69,7 @@ fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
         addresses => format!("workers are here and at {addresses}"),
     };
     format!(
-        "Hardware: there {}; here {cores} core(s), every worker computes on {device} with {} libtorch thread(s), {workers}.",
+        "Hardware: there {}; here {cores} core(s), {compute} with {} libtorch thread(s), {workers}.",
         recipe.seed.hardware,
         run.threads.unwrap_or(1)
     )

@@ -101,6 +101,62 @@ impl FromStr for Device {
     }
 }
 
+/// The devices of a run: its workers take them in turn.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Devices(Vec<Device>);
+
+impl Devices {
+    /// The device of a worker.
+    pub fn of(&self, worker: usize) -> Device {
+        self.0.get(worker % self.0.len().max(1)).copied().unwrap_or_default()
+    }
+
+    /// How many there are, one device written twice counted twice.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl Default for Devices {
+    fn default() -> Self {
+        Device::default().into()
+    }
+}
+
+impl From<Device> for Devices {
+    fn from(device: Device) -> Self {
+        Devices(vec![device])
+    }
+}
+
+impl FromStr for Devices {
+    type Err = DeviceError;
+    fn from_str(text: &str) -> Result<Self, DeviceError> {
+        text.split(',').map(|device| device.trim().parse()).collect::<Result<_, _>>().map(Devices)
+    }
+}
+
+impl TryFrom<String> for Devices {
+    type Error = DeviceError;
+    fn try_from(text: String) -> Result<Self, DeviceError> {
+        text.parse()
+    }
+}
+
+impl From<Devices> for String {
+    fn from(devices: Devices) -> String {
+        devices.to_string()
+    }
+}
+
+impl fmt::Display for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<String> = self.0.iter().map(Device::to_string).collect();
+        f.write_str(&names.join(","))
+    }
+}
+
 impl TryFrom<String> for Device {
     type Error = DeviceError;
     fn try_from(text: String) -> Result<Self, DeviceError> {
@@ -120,6 +176,23 @@ impl fmt::Display for Device {
             Device::Cpu => f.write_str("cpu"),
             Device::Cuda(n) => write!(f, "cuda:{n}"),
             Device::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_take_devices_in_turn() {
+        let devices: Devices = "cuda:1, cpu,cuda".parse().unwrap();
+        let taken: Vec<Device> = (0..5).map(|worker| devices.of(worker)).collect();
+        assert_eq!(taken, [Device::Cuda(1), Device::Cpu, Device::Cuda(0), Device::Cuda(1), Device::Cpu]);
+        assert_eq!(devices.to_string(), "cuda:1,cpu,cuda:0");
+        assert_eq!(Devices::default().of(3), Device::Cpu);
+        for wrong in ["", "cpu,", "cuda:0;cuda:1", "tpu"] {
+            assert!(wrong.parse::<Devices>().is_err(), "{wrong}");
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::{Batch, Pipeline};
 use crate::auto_balance::{AutoBalance, Run};
 use crate::codecs::{Codecs, CodecsError};
-use crate::engine::{self, Device, Precision};
+use crate::engine::{self, Devices, Precision};
 use crate::failure::Failure;
 use crate::job::{Job, REPLICAS_MAX};
 use crate::launch::{self, Workers};
@@ -95,7 +95,7 @@ impl Builder {
             optim: Optim::default(),
             loss: Loss::default(),
             codecs: Codecs::default(),
-            device: Device::Cpu,
+            devices: Devices::default(),
             threads: 1,
             channels_last: true,
             precision: Precision::default(),
@@ -205,9 +205,9 @@ impl Builder {
         self
     }
 
-    /// Where every worker computes.
-    pub fn device(mut self, device: Device) -> Self {
-        self.job.device = device;
+    /// Where workers compute: all on one device, or on several in turn, those of the first replica first.
+    pub fn device(mut self, devices: impl Into<Devices>) -> Self {
+        self.job.devices = devices.into();
         self
     }
 
