@@ -4,6 +4,7 @@ mod mishaps;
 
 use distgpipe::core::schedule::{evaluate_plan, Request};
 use distgpipe::core::WorkerId;
+use distgpipe::engine::Devices;
 use distgpipe::failure::Fault;
 use distgpipe::models::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
@@ -41,6 +42,20 @@ fn a_broken_link_is_found_at_any_message() {
                 assert_named(run_until_failure(Workers::Threads, &scenario), &scenario, from, None);
             }
         }
+    }
+}
+
+/// Each worker opens its own device.
+#[test]
+fn a_device_that_is_not_there_is_the_failure_of_the_worker_that_has_it() {
+    for (devices, worker) in [("cpu,cuda:99", "server"), ("cuda:99,cpu", "client")] {
+        let devices: Devices = devices.parse().unwrap();
+        let built = mishaps::builder(Workers::Threads, "").device(devices).build();
+        let said = match built.map(|mut pipeline| pipeline.train_step(&mishaps::batch())) {
+            Err(error) => error.to_string(),
+            Ok(step) => step.unwrap_err().to_string(),
+        };
+        assert!(said.starts_with(&format!("{worker} failed")) && said.contains("cuda:99"), "{said}");
     }
 }
 
