@@ -122,14 +122,11 @@ fn jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
     }
     // Later scans refine the first ones, and may be missing without a trace.
     if outline.progressive {
-        return strict_jpeg(bytes, into);
+        return strict_jpeg(bytes, Place::Whole, into);
     }
     // The decoder reads ahead by less than this.
     const AHEAD: [u8; 16] = [0; 16];
-    strict_jpeg(&[&bytes[..outline.end], &AHEAD].concat(), into).map_err(|mut found| {
-        found.place = Place::Byte(outline.end as u64);
-        found
-    })
+    strict_jpeg(&[&bytes[..outline.end], &AHEAD].concat(), Place::Byte(outline.end as u64), into)
 }
 
 /// The marks and segments of a JPEG file, as far as they tell whether all of it is there.
@@ -214,7 +211,8 @@ impl Frame {
     }
 }
 
-fn strict_jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
+/// Decodes as it is; pixels that are not there are said to be missing at `end`.
+fn strict_jpeg(bytes: &[u8], end: Place, into: &mut Vec<u8>) -> Result<(usize, usize), Flaw> {
     let flaw = |got: String| Flaw { place: Place::Whole, expected: "a whole JPEG image", got };
     let options = DecoderOptions::default()
         .set_max_width(SIDE_MAX)
@@ -232,7 +230,7 @@ fn strict_jpeg(bytes: &[u8], into: &mut Vec<u8>) -> Result<(usize, usize), Flaw>
     }
     into.resize(3 * width * height, 0);
     decoder.set_options(options.set_strict_mode(true));
-    decoder.decode_into(into).map_err(|e| flaw(e.to_string()))?;
+    decoder.decode_into(into).map_err(|e| Flaw { place: end, ..flaw(e.to_string()) })?;
     Ok(size)
 }
 
