@@ -52,6 +52,7 @@ GOOD = {
     "parameter": {"weight": torch.nn.Parameter(ramp(2, 2)), "frozen": torch.nn.Parameter(ramp(3), requires_grad=False)},
     "module": module().state_dict(),
     "nested": {"epoch": 3, "lr": 0.1, "name": "x", "done": True, "none": None, "list": [1, 2], "state_dict": collections.OrderedDict(w=ramp(2))},
+    "imagenet": {"epoch": 3, "arch": "x", "best_acc1": torch.tensor(12.5), "state_dict": {"w": ramp(2)}, "optimizer": {}},
     "under_model": {"model": {"w": ramp(2)}, "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "groups": [{"lr": 0.1}]}},
 }
 BAD = {

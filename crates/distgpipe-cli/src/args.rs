@@ -420,6 +420,15 @@ pub struct TrainFlags {
 }
 
 impl TrainFlags {
+    /// Has a cut that was found stand in the place of the search for it.
+    pub fn keep_cut(&mut self, balance: &[usize]) {
+        if self.auto_balance.take().is_some() {
+            let sizes: Vec<String> = balance.iter().map(ToString::to_string).collect();
+            self.balance = Some(sizes.join(","));
+            (self.balance_by, self.memory_limit, self.link_rate, self.link_latency) = (None, None, None, None);
+        }
+    }
+
     /// What flags that nobody gave are, except those that depend on others.
     pub fn defaults() -> Self {
         TrainFlags {

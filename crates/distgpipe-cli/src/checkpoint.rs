@@ -96,11 +96,7 @@ impl Saving {
     /// do with it.
     pub fn settings(&self, balance: &[usize]) -> serde_json::Result<serde_json::Value> {
         let mut flags = self.flags.clone();
-        if flags.auto_balance.take().is_some() {
-            let sizes: Vec<String> = balance.iter().map(ToString::to_string).collect();
-            flags.balance = Some(sizes.join(","));
-            (flags.balance_by, flags.memory_limit, flags.link_rate, flags.link_latency) = (None, None, None, None);
-        }
+        flags.keep_cut(balance);
         serde_json::to_value(flags)
     }
 }
@@ -112,8 +108,12 @@ fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainF
     let saved: TrainFlags = serde_json::from_value(checkpoint.about().settings.clone())
         .with_context(|| format!("{}: its flags are not those of this version of `distgpipe train`", named()))?;
     let mut given = given.clone();
-    if given.weights.is_some() {
-        note("the checkpoint's tensors are used; those of --weights are what the run began with");
+    if let Some(weights) = given.weights.take_if(|weights| saved.weights.as_ref() != Some(weights)) {
+        return Err(usage(format!(
+            "{}: --weights {}: the checkpoint has the tensors, and those are used: leave the flag out, or start anew in another folder",
+            named(),
+            weights.display()
+        )));
     }
     (given.weights, given.init_missing) = (None, None);
     let flags = saved.clone().overlaid(&given)?;

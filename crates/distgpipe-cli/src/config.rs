@@ -132,8 +132,8 @@ impl RunConfig {
         };
         let worker_count = placement.as_ref().map_or(partitions, Placement::workers);
         let workers = workers(&flags, worker_count.saturating_mul(replicas))?;
-        if flags.threads == Some(0) {
-            return Err(usage("--threads 0: a worker needs at least 1"));
+        if let Some(threads) = flags.threads.filter(|threads| !(1..=THREADS_MAX).contains(threads)) {
+            return Err(usage(format!("--threads {threads}: use 1 to {THREADS_MAX}")));
         }
         check_devices(&flags.device.clone().unwrap_or_default(), worker_count.saturating_mul(replicas), &workers)?;
         let (optim, learning_rate) = optimizer(&flags)?;
@@ -494,6 +494,9 @@ fn within(flag: &str, value: Option<f64>, max: f64) -> anyhow::Result<f64> {
         Err(usage(format!("{flag} {value}: expected a number from 0 to {max}")))
     }
 }
+
+/// More would be a slip of the finger, and take minutes to start.
+const THREADS_MAX: usize = 1024;
 
 /// Whether the devices of the workers on this machine are there, and each has a worker.
 fn check_devices(devices: &Devices, worker_count: usize, workers: &Workers) -> anyhow::Result<()> {

@@ -2,6 +2,7 @@
 
 use crate::args::{DataName, TrainFlags};
 use crate::exit::usage;
+use crate::report;
 use distgpipe::data::cifar::Edition;
 use distgpipe::data::food101;
 use distgpipe::data::glue::{token_length, Task};
@@ -55,6 +56,11 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
                 "--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}"
             )));
         }
+    }
+    if let (Some(classes), Some(scores)) = (train.classes(), scores.filter(|&scores| train.classes() < Some(scores))) {
+        report::note(&format!(
+            "warning: the model tells {scores} classes apart, and the data has {classes}: --set classes={classes}, if that is all there are"
+        ));
     }
     if train.classes().is_some() && scores.is_none() {
         return Err(usage(format!(

@@ -204,7 +204,7 @@ impl Recipe {
             let (path, made) = (raw.join(file), ready.join(file));
             if path.is_file() {
                 write(fs::File::open(&path)?, &made).with_context(|| path.display().to_string())?;
-            } else if self.name == cifar10_npm::NAME {
+            } else if self.name == cifar10_npm::NAME && cifar10_npm::is_package(&raw) {
                 write(&cifar10_npm::rebuilt(&raw, file, &mut labels)?[..], &made)?;
             } else {
                 bail!("expected {file} in {}: is this the right place?", raw.display());

@@ -2,7 +2,7 @@
 
 mod command;
 
-use command::{ended, json};
+use command::{directory, ended, json};
 use serde_json::Value;
 
 const HEADINGS: [&str; 11] = [
@@ -81,6 +81,33 @@ fn training_cuts_where_little_crosses_a_slow_link() {
     assert!(narrow_bytes * 100 < wide_bytes, "{narrow_bytes} {wide_bytes}");
     // Between processes links cost something, and the user is told how to count it.
     assert!(trained(&["--workers", "processes"]).2.contains("--link-rate"));
+}
+
+/// Measured again, the cut might be another, and with a codec the losses.
+#[test]
+fn a_log_keeps_the_cut_that_was_found() {
+    let log = directory("found-cut").join("log");
+    let flags = ["--auto-balance", "2", "--link-rate", "100kbit", "--steps", "1", "--log", log.to_str().unwrap()];
+    let report = json(&[&["train"], &FUNNEL[..], &flags, &["--json"]].concat());
+    let config = std::fs::read_to_string(log.join("config.toml")).unwrap();
+    let cut: Vec<String> = report["balance"].as_array().unwrap().iter().map(Value::to_string).collect();
+    assert!(config.contains(&format!("balance = \"{}\"", cut.join(","))), "{config}");
+    assert!(!config.contains("auto-balance") && !config.contains("link-rate"), "{config}");
+}
+
+#[test]
+fn costs_of_other_settings_are_refused_and_a_limit_is_said() {
+    let file = directory("other-costs").join("costs.json");
+    let (costs, _) = ended(0, &["models", "mlp", "--set", "hidden=[8,8]", "--profile", "--rows", "2", "--json"]);
+    std::fs::write(&file, costs).unwrap();
+    let balance = |hidden: &str, status| {
+        let model = ["balance", "mlp", "--set", hidden, "--partitions", "2", "--memory-limit", "1GiB"];
+        ended(status, &[&model[..], &["--costs", file.to_str().unwrap()]].concat())
+    };
+    let (found, _) = balance("hidden=[8,8]", 0);
+    assert!(found.contains("as far as they need at most 1.1 GB on a worker"), "{found}");
+    let (_, said) = balance("hidden=[8,9]", 2);
+    assert!(said.contains("measured with hidden=[8,8], and the model has hidden=[8,9]"), "{said}");
 }
 
 #[test]

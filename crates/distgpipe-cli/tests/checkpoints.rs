@@ -166,6 +166,7 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
     };
     assert!(resume(&["--batch", "64"]).contains("--batch 64 (was 128)"));
     assert!(resume(&["--seed", "1"]).contains("the seed"));
+    assert!(resume(&["--weights", "other.pth"]).contains("--weights other.pth: the checkpoint has the tensors"));
     assert!(resume(&["--optimizer", "adam"]).contains("the optimizer"));
     assert!(resume(&["--set", "hidden=[16,17]"]).contains("the model"));
     let (nowhere, said) = train(&["--checkpoint", folder.join("nowhere").to_str().unwrap(), "--resume"]);

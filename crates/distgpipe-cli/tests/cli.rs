@@ -114,6 +114,7 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--tokenizer", "x"], &["--tokenizer", "remove it"]),
         (&["train", "--limit", "0"], &["--limit 0", "1 or more"]),
         (&["train", "--loader-threads", "0"], &["--loader-threads 0", "use 1 to"]),
+        (&["train", "--threads", "10000"], &["--threads 10000", "use 1 to 1024"]),
         (&["train", "--samples", "9"], &["--samples", "--limit"]),
         (&["data", "get", "mnist"], &["data get mnist", "expected one of cifar10"]),
         (&["data", "get", "cifar10", "--from", "/nowhere"], &["--from /nowhere"]),
@@ -248,6 +249,13 @@ fn a_test_of_two_classes_tells_f1_and_matthews() {
 }
 
 #[test]
+fn classes_that_the_data_does_not_have_are_told() {
+    let said = |classes: &str| ended(0, &["train", "--set", classes, "--steps", "1"]).1;
+    assert!(said("classes=12").contains("12 classes apart, and the data has 10: --set classes=10"));
+    assert!(!said("classes=10").contains("classes"));
+}
+
+#[test]
 fn the_learning_rate_rises_and_falls_as_told() {
     let log = directory("rates");
     let name = log.to_str().expect("a plain path");
@@ -297,6 +305,8 @@ fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
     let flags = json(&[&SPLIT[..], &["--set", "dropout=0.0", "--json", "--log", log_name, "--trace"]].concat());
     let from_file = json(&["train", "--config", name, "--epochs", "2", "--json"]);
     assert_eq!(losses(&flags), losses(&from_file));
+    let over = refused(2, &["train", "--steps", "1", "--log", log_name]);
+    assert!(over.contains("it has the log of another run: name another folder"), "{over}");
     let logged = log.join("config.toml");
     let again = json(&["train", "--config", logged.to_str().expect("a plain path"), "--json"]);
     assert_eq!(losses(&flags), losses(&again));
@@ -472,7 +482,7 @@ fn images_in_folders_are_learned_from_and_their_loading_is_measured() {
     }
     let name = root.to_str().expect("a plain path");
     let train = ["train", "--data", "image-folder", "--data-dir", name, "--model", "mobilenet_v2", "--set", "image=32"];
-    let small = ["--set", "width=0.35", "--batch", "2", "--chunks", "2", "--epochs", "1", "--json"];
+    let small = ["--set", "width=0.35", "--batch", "4", "--chunks", "2", "--epochs", "2", "--json"];
     let runs = ["1", "3"].map(|threads| json(&[&train[..], &small, &["--loader-threads", threads]].concat()));
     assert_eq!(runs[0]["steps"], 2);
     // What is learned does not depend on who loads.
@@ -553,5 +563,8 @@ fn files_that_no_run_could_read_are_not_taken() {
     let said = refused(1, &["data", "get", "cifar10", "--from", names[0], "--dir", names[1]]);
     let words = "from/data_batch_1.bin: expected 30730000 bytes, got 3: take another copy of it";
     assert!(said.contains(words), "{said}");
+    std::fs::remove_file(from.join("data_batch_4.bin")).expect("removed");
+    let said = refused(1, &["data", "get", "cifar10", "--from", names[0], "--dir", names[1]]);
+    assert!(said.contains("expected data_batch_4.bin in "), "{said}");
     assert_eq!(std::fs::read_dir(&into).expect("made").count(), 0);
 }

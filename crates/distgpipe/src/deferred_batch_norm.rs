@@ -93,12 +93,16 @@ impl DeferredBatchNorm {
         if passing == Passing::Train && self.norms.get(&place).is_some_and(|norm| norm.gathered.len() >= GATHERED_MAX) {
             self.merge_before(micro_batch)?;
         }
+        let count = x.numel() / weight.numel().max(1);
+        if count < 2 {
+            let got = format!("an input of {:?}", x.size());
+            let expected = "more than one value of each channel in a micro-batch, without which a batch norm cannot learn (more rows in a micro-batch, or larger images)";
+            return Err(Fault::protocol(expected, got));
+        }
         // With momentum 1 libtorch leaves this micro-batch's own statistics in the scratch tensors.
         let (mean, var) = tch::no_grad(|| Ok::<_, Fault>((running_mean.f_zeros_like()?, running_var.f_zeros_like()?)))?;
         let y = normalise(&mean, &var, true)?;
         if passing == Passing::Train {
-            let channels = weight.numel().max(1);
-            let count = (x.numel() / channels) as f64;
             let norm = self.norms.entry(place).or_insert_with(|| Norm {
                 running_mean: running_mean.shallow_clone(),
                 running_var: running_var.shallow_clone(),
@@ -107,9 +111,7 @@ impl DeferredBatchNorm {
                 merged: None,
                 gathered: BTreeMap::new(),
             });
-            // A single value has no variance of its own; libtorch says NaN, but it adds nothing.
-            let var = if count > 1.0 { var } else { var.f_zeros_like()? };
-            norm.gathered.insert(micro_batch, Gathered { count, mean, var });
+            norm.gathered.insert(micro_batch, Gathered { count: count as f64, mean, var });
         }
         Ok(y)
     }

@@ -111,7 +111,7 @@ fn parameters_that_some_replicas_did_not_use_get_the_gradient_of_the_others() {
 fn any_number_of_replicas_has_the_gradients_of_one_pipeline() {
     for subject in subjects() {
         for count in [3, 4, 5] {
-            let batch = subject.batch(13, 1);
+            let batch = subject.batch(23, 1);
             let mut one = replicas(&subject, 1, "one").micro_batches(2 * count).build().unwrap();
             let (expected, truth) = one.gradients(&batch).unwrap();
             let mut many = replicas(&subject, count, "client,server,client").build().unwrap();

@@ -50,7 +50,7 @@ fn kind(name: &str) -> Kind {
 fn files_of_torch_save_hold_what_torch_load_finds_in_them() {
     let expected: Value = serde_json::from_slice(&std::fs::read(golden("expected.json")).unwrap()).unwrap();
     let files = expected.as_object().unwrap();
-    assert_eq!(files.len(), 8);
+    assert_eq!(files.len(), 9);
     for (file, tensors) in files {
         let mut source = weights::open(&golden(&format!("{file}.pth"))).unwrap_or_else(|e| panic!("{file}: {e}"));
         let tensors = tensors.as_array().unwrap();

@@ -19,6 +19,7 @@ use distgpipe::core::wire::DType;
 use distgpipe::profile::LayerCost;
 use distgpipe::{BuildError, Model, Optim, Precision};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -113,7 +114,12 @@ enum GivenCost {
 #[serde(untagged)]
 enum GivenCosts {
     List(Vec<GivenCost>),
-    Models { rows: Option<usize>, precision: Option<Precision>, layers: Vec<GivenCost> },
+    Models {
+        settings: Option<serde_json::Map<String, Value>>,
+        rows: Option<usize>,
+        precision: Option<Precision>,
+        layers: Vec<GivenCost>,
+    },
 }
 
 /// What the layers cost, wherever that is from.
@@ -186,6 +192,7 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
         placement: &problem.placement,
         micro_batches: args.chunks,
         link: judging.link,
+        memory_limit_bytes: judging.memory_limit_bytes,
         memory_known: costs.memory_known,
     };
     if args.json {
@@ -221,10 +228,19 @@ fn read_costs(path: &Path, model: &Model, sample: &SampleArgs) -> anyhow::Result
             flag()
         ))
     })?;
-    let (costs, rows, precision) = match given {
-        GivenCosts::List(costs) => (costs, None, None),
-        GivenCosts::Models { rows, precision, layers } => (layers, rows, precision),
+    let (costs, settings, rows, precision) = match given {
+        GivenCosts::List(costs) => (costs, None, None, None),
+        GivenCosts::Models { settings, rows, precision, layers } => (layers, settings, rows, precision),
     };
+    let ours = model.recipe.as_ref().map(|recipe| &recipe.settings);
+    for (name, measured) in settings.iter().flatten() {
+        if let Some(asked) = ours.and_then(|ours| ours.get(name)).filter(|asked| *asked != measured) {
+            return Err(usage(format!(
+                "{}: it was measured with {name}={measured}, and the model has {name}={asked}: measure it anew, or give --set {name}={measured}",
+                flag()
+            )));
+        }
+    }
     // What the file does not say, flags do.
     let (rows, precision) = (rows.unwrap_or(sample.rows), precision.unwrap_or(sample.precision));
     if rows == 0 {

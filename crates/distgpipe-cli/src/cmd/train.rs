@@ -87,7 +87,7 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
             }
         }
         // After the checkpoint was taken: a run that is refused leaves the log of the one before it as it is.
-        log = config.log.as_deref().map(|directory| Log::create(directory, config, names)).transpose()?;
+        log = config.log.as_deref().map(|directory| Log::create(directory, config, &balance, names)).transpose()?;
         let mut progress = Progress::new(trainer.steps(), config.options.epochs);
         summary = trainer.run(&mut |event: &Event<'_>| {
             progress.on(event)?;
@@ -139,6 +139,7 @@ fn found_cut(config: &RunConfig, pipeline: &Pipeline) -> Option<String> {
         placement: pipeline.plan().placement(),
         micro_batches: pipeline.plan().micro_batches(),
         link: config.judging.link,
+        memory_limit_bytes: config.judging.memory_limit_bytes,
         memory_known: true,
     };
     let mut text = report.text();

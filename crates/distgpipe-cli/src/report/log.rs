@@ -1,6 +1,7 @@
 //! The log directory of a run: what it was asked, every step, every single event if wanted, and the result.
 
 use crate::config::RunConfig;
+use crate::exit::usage;
 use anyhow::Context;
 use distgpipe::trace::{write_chrome, write_jsonl, Span};
 use distgpipe::trainer::{Event, Observer, StepDone};
@@ -49,18 +50,26 @@ struct WorkerLine<'a> {
 }
 
 impl Log {
-    /// Makes the directory and writes what the run was asked. `names` are the workers'.
-    pub fn create(directory: &Path, config: &RunConfig, names: Vec<String>) -> anyhow::Result<Self> {
+    /// Makes the directory and writes what the run was asked, with the cut that it has. `names` are the workers'.
+    pub fn create(directory: &Path, config: &RunConfig, balance: &[usize], names: Vec<String>) -> anyhow::Result<Self> {
         let flag = || format!("--log {}", directory.display());
         std::fs::create_dir_all(directory).with_context(flag)?;
         let mut flags = config.flags.clone();
+        // Measured again, the cut might be another.
+        flags.keep_cut(balance);
         // A run repeated from this file must not write over what this one wrote.
         (flags.log, flags.trace, flags.json) = (None, None, None);
         (flags.checkpoint, flags.checkpoint_every, flags.keep) = (None, None, None);
         (flags.save, flags.capture, flags.capture_step) = (None, None, None);
-        std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
         let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
         let path = directory.join("steps.jsonl");
+        if resumed.is_none() && path.exists() {
+            return Err(usage(format!(
+                "{}: it has the log of another run: name another folder, or remove this one",
+                flag()
+            )));
+        }
+        std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
         match resumed {
             Some(from) => keep_before(&path, from.about().progress.step),
             None => File::create(&path).map(drop),

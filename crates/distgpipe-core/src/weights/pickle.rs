@@ -511,17 +511,15 @@ impl<'a> Machine<'a> {
             return Err(self.wrong("a dictionary of tensors", self.described(Some(top)), DICTIONARY));
         };
         let outer = &self.dicts[top];
-        let has_tensors = outer.iter().any(|(_, value)| matches!(value, Value::Tensor(_)));
-        if has_tensors || outer.is_empty() {
-            return self.of_dict(top, AMONG_OTHERS);
-        }
         let named = |(key, value): &(Value, Value)| match (key, value) {
             (Value::Text(key), Value::Dict(dict)) if KEYS.contains(&self.texts[*key]) => Some(*dict),
             _ => None,
         };
         let found: Vec<usize> = outer.iter().filter_map(named).collect();
+        let has_tensors = outer.iter().any(|(_, value)| matches!(value, Value::Tensor(_)));
         match found[..] {
             [inner] => self.of_dict(inner, UNDER_A_KEY),
+            _ if has_tensors || outer.is_empty() => self.of_dict(top, AMONG_OTHERS),
             _ => {
                 let keys: Vec<String> = outer.iter().take(16).map(|(key, _)| self.described(Some(*key))).collect();
                 let expected = "tensors, or one dictionary of them under `state_dict` or `model`";
