@@ -16,7 +16,7 @@ use crate::transport::Outgoing;
 use crate::worker::{meter, Worker};
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -78,7 +78,8 @@ impl Server {
     /// [`ServeOptions::once`]; otherwise `tell` is given the failure and the next job is waited for.
     pub fn run(&self, stop: impl Fn() -> bool, tell: impl Fn(&Failure)) -> Result<(), Failure> {
         engine::start();
-        while let Some((mut stream, from)) = self.accept(&stop) {
+        let mut lobby = Lobby::default();
+        while let Some((mut stream, from)) = lobby.next(&self.listener, &stop) {
             // Whoever cannot introduce himself is no reason to stop serving others.
             let hello = match link::answer(&mut stream, &self.options.token, None, HANDSHAKE) {
                 Ok(hello) if hello.role == Role::Driver => hello,
@@ -101,20 +102,6 @@ impl Server {
             }
         }
         Ok(())
-    }
-
-    /// The next connection, or `None` once it is time to stop.
-    fn accept(&self, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
-        loop {
-            // Whatever goes wrong with one connection, or for want of file handles, is no reason to stop listening.
-            if let Ok(accepted) = self.listener.accept() {
-                return Some(accepted);
-            }
-            if stop() {
-                return None;
-            }
-            std::thread::sleep(POLL);
-        }
     }
 
     fn session(&self, mut driver: TcpStream, run: [u8; 16]) -> Result<(), Failure> {
@@ -167,9 +154,11 @@ impl Server {
             }
         }
         let deadline = Instant::now() + limit;
+        let mut lobby = Lobby::default();
         while !awaited.is_empty() {
             let fate = session.fate.clone();
-            let Some((mut stream, _)) = self.accept(|| fate.failure().is_some() || Instant::now() >= deadline) else {
+            let stop = || fate.failure().is_some() || Instant::now() >= deadline;
+            let Some((mut stream, _)) = lobby.next(&self.listener, stop) else {
                 fate.check()?;
                 let names: Vec<String> = awaited.iter().map(|&w| roster.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
@@ -187,6 +176,51 @@ impl Server {
             }
         }
         Ok(())
+    }
+}
+
+/// Connections of which nobody has said anything yet. They do not keep those waiting who have.
+#[derive(Default)]
+struct Lobby {
+    waiting: VecDeque<(TcpStream, SocketAddr, Instant)>,
+}
+
+/// So many may wait there; who has waited longest makes room.
+const LOBBY_MAX: usize = 64;
+
+impl Lobby {
+    /// The next connection that says something, or `None` once it is time to stop.
+    fn next(&mut self, listener: &TcpListener, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
+        loop {
+            // Whatever goes wrong with one connection, or for want of file handles, is no reason to stop listening.
+            while let Ok((stream, from)) = listener.accept() {
+                if stream.set_nonblocking(true).is_ok() {
+                    self.waiting.push_back((stream, from, Instant::now()));
+                }
+                if self.waiting.len() > LOBBY_MAX {
+                    self.waiting.pop_front();
+                }
+            }
+            if let Some(at) = self.waiting.iter().position(|(stream, ..)| speaks(stream)) {
+                let (stream, from, _) = self.waiting.remove(at)?;
+                if stream.set_nonblocking(false).is_ok() {
+                    return Some((stream, from));
+                }
+            }
+            self.waiting.retain(|(_, _, since)| since.elapsed() < HANDSHAKE);
+            if stop() {
+                return None;
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+}
+
+/// Whether bytes have come, or nothing will come any more.
+fn speaks(stream: &TcpStream) -> bool {
+    match stream.peek(&mut [0]) {
+        Ok(_) => true,
+        Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
     }
 }
 
