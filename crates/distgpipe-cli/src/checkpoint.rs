@@ -21,6 +21,8 @@ pub struct Saving {
     pub every: SaveEvery,
     /// What it goes on from.
     pub from: Option<Checkpoint>,
+    /// Whether it was to go on, if there was something to go on from.
+    pub resumes: bool,
     flags: TrainFlags,
 }
 
@@ -89,7 +91,7 @@ impl Saving {
             Some(steps) => SaveEvery::Steps(steps),
             None => SaveEvery::Epoch,
         };
-        Ok((Some(Saving { checkpoints, every, from, flags: flags.clone() }), flags))
+        Ok((Some(Saving { checkpoints, every, from, resumes: given.resume.is_some(), flags: flags.clone() }), flags))
     }
 
     /// The flags for whoever resumes. A cut that was measured is kept: measured again, it might be another, and what codecs

@@ -63,7 +63,8 @@ impl Log {
         (flags.save, flags.capture, flags.capture_step) = (None, None, None);
         let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
         let path = directory.join("steps.jsonl");
-        if resumed.is_none() && path.exists() {
+        // A command that is run again until it is done may have been killed before its first checkpoint.
+        if !config.saving.as_ref().is_some_and(|saving| saving.resumes) && path.exists() {
             return Err(usage(format!(
                 "{}: it has the log of another run: name another folder, or remove this one",
                 flag()
