@@ -199,7 +199,7 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     let start = Instant::now();
     serves("silent strangers");
-    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     drop(silent);
     // A frame that asks for a gigabyte before any token was shown.
     let mut header = Header { slots: 1, ..Header::new(WireKind::Activation) };
