@@ -8,6 +8,7 @@ use crate::cmd::worker::given_token;
 use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::files::read_text;
+use crate::report::log;
 use crate::weights::{Fitted, Missing};
 use anyhow::Context;
 use distgpipe::codecs::Codecs;
@@ -18,7 +19,7 @@ use distgpipe::core::placement::Placement;
 use distgpipe::core::schedule::{check, Plan};
 use distgpipe::data::{Loader, Pass};
 use distgpipe::engine::Devices;
-use distgpipe::job::REPLICAS_MAX;
+use distgpipe::job::{REPLICAS_MAX, THREADS_MAX};
 use distgpipe::model::Recipe;
 use distgpipe::models;
 use distgpipe::pipeline::{BuildError, Builder};
@@ -140,6 +141,14 @@ impl RunConfig {
         let trace = flags.trace == Some(true);
         if trace && flags.log.is_none() {
             return Err(usage("--trace: add --log DIR, which says where to write it"));
+        }
+        // A command that is run again until it is done may have been killed before its first checkpoint.
+        let goes_on = saving.as_ref().is_some_and(|saving| saving.resumes);
+        if let Some(log) = flags.log.as_deref().filter(|log| !goes_on && log::is_used(log)) {
+            let log = log.display();
+            return Err(usage(format!(
+                "--log {log}: it has the log of another run: name another folder, or remove this one"
+            )));
         }
         let options = TrainOptions {
             epochs: flags
@@ -495,9 +504,6 @@ fn within(flag: &str, value: Option<f64>, max: f64) -> anyhow::Result<f64> {
     }
 }
 
-/// More would be a slip of the finger, and take minutes to start.
-const THREADS_MAX: usize = 1024;
-
 /// Whether the devices of the workers on this machine are there, and each has a worker.
 fn check_devices(devices: &Devices, worker_count: usize, workers: &Workers) -> anyhow::Result<()> {
     if devices.count() > worker_count {
@@ -510,8 +516,8 @@ fn check_devices(devices: &Devices, worker_count: usize, workers: &Workers) -> a
         Workers::Remote { .. } => 1,
         _ => devices.count(),
     };
-    for worker in 0..here {
-        devices.of(worker).open().map_err(|e| usage(format!("--device: {e}")))?;
+    for device in devices.iter().take(here) {
+        device.open().map_err(|e| usage(format!("--device: {e}")))?;
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ use distgpipe::data::{
 };
 use distgpipe::engine::{Device, Layout};
 use distgpipe::{Loss, Model, SampleShape};
+use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -51,16 +52,12 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     };
     let train = limited(part(Part::Train)?, "--limit", flags.limit)?;
     if let (Some(classes), Some(scores)) = (train.classes(), scores) {
-        if scores < classes {
-            return Err(usage(format!(
-                "--model: it tells {scores} classes apart, and the data has {classes}: --set classes={classes}"
-            )));
+        let told = format!("it tells {scores} classes apart, and the data has {classes}: --set classes={classes}");
+        match scores.cmp(&classes) {
+            Ordering::Less => return Err(usage(format!("--model: {told}"))),
+            Ordering::Equal => {}
+            Ordering::Greater => report::note(&format!("warning: --model: {told}, if that is all there are")),
         }
-    }
-    if let (Some(classes), Some(scores)) = (train.classes(), scores.filter(|&scores| train.classes() < Some(scores))) {
-        report::note(&format!(
-            "warning: the model tells {scores} classes apart, and the data has {classes}: --set classes={classes}, if that is all there are"
-        ));
     }
     if train.classes().is_some() && scores.is_none() {
         return Err(usage(format!(

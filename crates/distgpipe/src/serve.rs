@@ -193,7 +193,9 @@ impl Lobby {
     fn next(&mut self, listener: &TcpListener, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
         loop {
             // Whatever goes wrong with one connection, or for want of file handles, is no reason to stop listening.
-            while let Ok((stream, from)) = listener.accept() {
+            // However many come, those who speak have their turn.
+            for _ in 0..LOBBY_MAX {
+                let Ok((stream, from)) = listener.accept() else { break };
                 if stream.set_nonblocking(true).is_ok() {
                     self.waiting.push_back((stream, from, Instant::now()));
                 }

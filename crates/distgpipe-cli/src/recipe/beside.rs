@@ -6,11 +6,13 @@ use crate::args::TrainFlags;
 use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
+use distgpipe::engine::Device;
 use distgpipe::trace::Phase;
 use distgpipe::trainer::WorkerSummary;
 use distgpipe::Optim;
 use serde::Serialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// Bytes of a number.
 const NUMBER_BYTES: u64 = 4;
@@ -280,10 +282,15 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
     let workers = &ran.report.summary.workers;
     let on_gpu = workers.iter().any(|worker| worker.reserved_bytes.is_some());
     // A GPU's allocator does not tell the threads of a process apart: each worker has the figure of all that are on it.
-    let shared = on_gpu && ran.flags.workers.as_deref().unwrap_or("threads") == "threads";
-    let devices = if shared { ran.flags.device.clone().unwrap_or_default().count() } else { workers.len() };
-    let peak = together(workers, devices, peak_of);
-    let held = together(workers, devices, |worker| worker.peak_bytes);
+    let threads = ran.flags.workers.as_deref().unwrap_or("threads") == "threads";
+    let devices = ran.flags.device.clone().unwrap_or_default();
+    let shared = |worker: usize| match devices.of(worker).found() {
+        Device::Cuda(gpu) if threads => Some(gpu),
+        _ => None,
+    };
+    let gpus: Vec<Option<usize>> = (0..workers.len()).map(shared).collect();
+    let peak = together(workers, &gpus, peak_of);
+    let held = together(workers, &gpus, |worker| worker.peak_bytes);
     // Counted as the benchmark counts it: whole copies of the parameters, and the rest is activations.
     let copies = copies(ran.optim);
     let model = ran.report.parameters * NUMBER_BYTES * copies * ran.report.replicas as u64;
@@ -299,24 +306,27 @@ fn memory(metric: Metric, ran: &Ran<'_>) -> Ours {
         text = format!("{text} taken from the GPU, {} of it held by tensors", amount(held.saturating_sub(less)));
     }
     // Some rows have the memory of each GPU.
-    if metric == Metric::Memory && devices == workers.len() && workers.len() > 1 {
+    let alone = gpus.iter().enumerate().all(|(i, gpu)| gpu.is_none() || !gpus[..i].contains(gpu));
+    if metric == Metric::Memory && alone && workers.len() > 1 {
         let each = workers.iter().map(|worker| format!("{} {}", worker.name, amount(peak_of(worker))));
         text = format!("{text}: {}", each.collect::<Vec<_>>().join(", "));
     }
     Ours::number(bytes as f64, text)
 }
 
-/// The bytes of all workers, which take so many devices in turn; those on one GPU all have its figure.
-fn together(workers: &[WorkerSummary], devices: usize, bytes: fn(&WorkerSummary) -> u64) -> u64 {
-    let on_one = |device: usize| {
-        let there = workers.iter().skip(device).step_by(devices.max(1));
-        if there.clone().any(|worker| worker.reserved_bytes.is_some()) {
-            there.map(bytes).max().unwrap_or(0)
-        } else {
-            there.map(bytes).sum()
+/// The bytes of all workers, of which those that share a GPU all have its figure.
+fn together(workers: &[WorkerSummary], gpus: &[Option<usize>], bytes: fn(&WorkerSummary) -> u64) -> u64 {
+    let (mut alone, mut shared) = (0, BTreeMap::<usize, u64>::new());
+    for (worker, gpu) in workers.iter().zip(gpus) {
+        match gpu {
+            None => alone += bytes(worker),
+            Some(gpu) => {
+                let most = shared.entry(*gpu).or_default();
+                *most = bytes(worker).max(*most);
+            }
         }
-    };
-    (0..devices).map(on_one).sum()
+    }
+    alone + shared.values().sum::<u64>()
 }
 
 /// What the seeds measure: what a GPU's allocator took from it; on a CPU, what tensors held.
@@ -398,8 +408,12 @@ mod tests {
     #[test]
     fn memory_is_what_a_gpu_s_allocator_took_and_once_for_threads_that_share_it() {
         let said = |metric, reserved, workers: &str| {
-            let devices = if workers == "two GPUs" { "cuda:0,cuda:1" } else { "cuda:0" };
-            let workers = if workers == "two GPUs" { "threads" } else { workers };
+            let (workers, devices) = match workers {
+                "two GPUs" => ("threads", "cuda:0,cuda:1"),
+                "one GPU twice" => ("threads", "cuda:0,cuda:0"),
+                "CPU" => ("threads", "cpu"),
+                workers => (workers, "cuda:0"),
+            };
             let device = Some(devices.parse().unwrap());
             let flags = TrainFlags { workers: Some(workers.to_owned()), device, ..TrainFlags::default() };
             let report = report(reserved, 1);
@@ -416,7 +430,8 @@ mod tests {
         let each = "180.0 MB taken from the GPU, 140.0 MB of it held by tensors: w0 90.0 MB, w1 90.0 MB";
         assert_eq!(whole(Some(90_000_000), "processes"), (each.to_owned(), Some(180e6)));
         assert_eq!(whole(Some(90_000_000), "two GPUs"), (each.to_owned(), Some(180e6)));
-        assert_eq!(whole(None, "threads"), ("140.0 MB: w0 70.0 MB, w1 70.0 MB".to_owned(), Some(140e6)));
+        assert_eq!(whole(Some(90_000_000), "one GPU twice"), (taken.to_owned(), Some(90e6)));
+        assert_eq!(whole(None, "CPU"), ("140.0 MB: w0 70.0 MB, w1 70.0 MB".to_owned(), Some(140e6)));
         let above = "80.0 MB taken from the GPU, 60.0 MB of it held by tensors";
         let activations = said(Metric::ActivationMemory, Some(90_000_000), "threads");
         assert_eq!(activations, (above.to_owned(), Some(80e6)));

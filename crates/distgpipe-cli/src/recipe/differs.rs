@@ -3,7 +3,6 @@
 
 use super::Recipe;
 use crate::args::TrainFlags;
-use distgpipe::engine::Device;
 
 /// Flags that change where things are or how the run is watched, and those that have a sentence of their own.
 const SILENT: [&str; 23] = [
@@ -44,24 +43,13 @@ pub fn differences(recipe: &Recipe, run: &TrainFlags) -> anyhow::Result<Vec<Stri
     Ok(all)
 }
 
-/// Whether a run computes on the CPU, asked of the machine.
-fn on_cpu(flags: &TrainFlags) -> bool {
-    let devices = flags.device.clone().unwrap_or_default();
-    let cpu = |device: Device| device.open().is_ok_and(|device| device == distgpipe::tch::Device::Cpu);
-    (0..devices.count()).all(|worker| cpu(devices.of(worker)))
-}
-
 fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let devices = run.device.clone().unwrap_or_default();
-    let devices = match devices.of(0) {
-        Device::Auto if devices.count() == 1 && on_cpu(run) => Device::Cpu.into(),
-        Device::Auto if devices.count() == 1 => Device::Cuda(0).into(),
-        _ => devices,
-    };
-    let compute = match devices.count() {
-        1 => format!("every worker computes on {devices}"),
-        _ => format!("workers compute on {devices} in turn"),
+    let devices: Vec<String> = devices.iter().map(|device| device.found().to_string()).collect();
+    let compute = match &devices[..] {
+        [device] => format!("every worker computes on {device}"),
+        devices => format!("workers compute on {} in turn", devices.join(", ")),
     };
     let workers = match run.workers.as_deref().unwrap_or("threads") {
         "threads" => "workers are threads of one process on one machine".to_owned(),

@@ -1,7 +1,6 @@
 //! The log directory of a run: what it was asked, every step, every single event if wanted, and the result.
 
 use crate::config::RunConfig;
-use crate::exit::usage;
 use anyhow::Context;
 use distgpipe::trace::{write_chrome, write_jsonl, Span};
 use distgpipe::trainer::{Event, Observer, StepDone};
@@ -9,6 +8,9 @@ use serde::Serialize;
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
+
+/// The file of steps.
+const STEPS: &str = "steps.jsonl";
 
 /// The most events that go into the trace for browsers, which is held in memory until the end; trace.jsonl has all.
 const CHROME_SPANS_MAX: usize = 500_000;
@@ -49,6 +51,11 @@ struct WorkerLine<'a> {
     peak_bytes: u64,
 }
 
+/// Whether a directory has a log.
+pub fn is_used(directory: &Path) -> bool {
+    directory.join(STEPS).exists()
+}
+
 impl Log {
     /// Makes the directory and writes what the run was asked, with the cut that it has. `names` are the workers'.
     pub fn create(directory: &Path, config: &RunConfig, balance: &[usize], names: Vec<String>) -> anyhow::Result<Self> {
@@ -61,16 +68,9 @@ impl Log {
         (flags.log, flags.trace, flags.json) = (None, None, None);
         (flags.checkpoint, flags.checkpoint_every, flags.keep) = (None, None, None);
         (flags.save, flags.capture, flags.capture_step) = (None, None, None);
-        let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
-        let path = directory.join("steps.jsonl");
-        // A command that is run again until it is done may have been killed before its first checkpoint.
-        if !config.saving.as_ref().is_some_and(|saving| saving.resumes) && path.exists() {
-            return Err(usage(format!(
-                "{}: it has the log of another run: name another folder, or remove this one",
-                flag()
-            )));
-        }
         std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
+        let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
+        let path = directory.join(STEPS);
         match resumed {
             Some(from) => keep_before(&path, from.about().progress.step),
             None => File::create(&path).map(drop),
@@ -86,7 +86,7 @@ impl Log {
             true => Some(Trace { lines: file("trace.jsonl", resumed.is_some())?, spans: Vec::new(), names }),
             false => None,
         };
-        Ok(Log { directory: directory.to_owned(), steps: file("steps.jsonl", true)?, trace })
+        Ok(Log { directory: directory.to_owned(), steps: file(STEPS, true)?, trace })
     }
 
     /// Writes the result.

@@ -61,7 +61,16 @@ impl Device {
                     Err(DeviceError::NoSuchCuda { index, count })
                 }
             }
-            Device::Auto => Ok(Device::Cuda(0).open().unwrap_or(tch::Device::Cpu)),
+            Device::Auto => self.found().open(),
+        }
+    }
+
+    /// The device that `auto` is on this machine; any other is itself.
+    pub fn found(self) -> Device {
+        match self {
+            Device::Auto if Device::Cuda(0).open().is_ok() => Device::Cuda(0),
+            Device::Auto => Device::Cpu,
+            device => device,
         }
     }
 }
@@ -110,6 +119,11 @@ impl Devices {
     /// The device of a worker.
     pub fn of(&self, worker: usize) -> Device {
         self.0.get(worker % self.0.len().max(1)).copied().unwrap_or_default()
+    }
+
+    /// All of them, in order.
+    pub fn iter(&self) -> impl Iterator<Item = Device> + '_ {
+        self.0.iter().copied()
     }
 
     /// How many there are, one device written twice counted twice.
