@@ -29,28 +29,36 @@ use std::sync::Arc;
 use thiserror::Error;
 
 pub mod bits;
+#[path = "codec/executor.rs"]
 pub mod crew;
 pub mod delta;
 pub mod fast;
 pub mod feedback;
 mod grid;
 pub mod half;
+#[path = "codec/kernel_runner.rs"]
 mod hands;
+#[path = "codec/wrapped.rs"]
 mod inner;
+#[path = "codec/order_statistics.rs"]
 mod order;
+#[path = "codec/channels_last.rs"]
 mod planes;
 pub mod power_svd;
 pub mod raw;
 mod rice;
+#[path = "codec/quantile_bins.rs"]
 mod runs;
 #[allow(unsafe_code)]
 mod simd;
 pub mod sort;
 mod spec;
+#[path = "codec/lru_cache.rs"]
 mod store;
 pub mod tile;
 pub mod top_k;
 pub mod uniform;
+#[path = "codec/half_adapter.rs"]
 mod widened;
 
 pub use crew::{Alone, Crew};

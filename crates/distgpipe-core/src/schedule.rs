@@ -23,6 +23,7 @@ mod list;
 mod lower;
 mod one_f_one_b;
 mod plan;
+#[path = "schedule/compiled_plan.rs"]
 pub(crate) mod rehearse;
 mod render;
 mod simulate;
