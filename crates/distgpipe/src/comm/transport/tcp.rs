@@ -9,6 +9,7 @@
 //! The queue is bounded by what the plan sends in a step. A writer with nothing to send gives a sign of life every
 //! [`HEARTBEAT`]; a reader that hears nothing for the silence time-out calls the peer dead.
 
+#[path = "tcp/frames.rs"]
 mod frames;
 
 pub use frames::{read_frame, write_frame, Frame, Patience};

@@ -8,7 +8,9 @@
 //! [`open`] tells them apart by their first bytes. A [`Source`] knows names, types and dimensions at once and reads a
 //! tensor's elements when it is asked for them, so a model that is larger than the memory can be handed on piece by piece.
 
+#[path = "weights/pth.rs"]
 pub mod pth;
+#[path = "weights/safetensors.rs"]
 pub mod safetensors;
 
 pub use safetensors::SafetensorsWriter;

@@ -7,10 +7,15 @@
 //!
 //! Sending is [`Outgoing`]; what arrives is put into the receiver's [`Mailbox`](crate::mailbox::Mailbox).
 
+#[path = "transport/faulty.rs"]
 pub mod faulty;
+#[path = "transport/memory.rs"]
 pub mod memory;
+#[path = "transport/queue.rs"]
 mod queue;
+#[path = "transport/loopback.rs"]
 pub mod recoded;
+#[path = "transport/tcp.rs"]
 pub mod tcp;
 
 use crate::failure::Fault;

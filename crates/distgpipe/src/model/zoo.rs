@@ -8,13 +8,21 @@
 //! - [`roberta`]: an encoder for text with a classifier, Hugging Face's layout and names, any size
 //! - [`mlp`]: the smallest thing that learns
 
+#[path = "zoo/amoebanet_d.rs"]
 pub mod amoebanet_d;
+#[path = "zoo/classifier.rs"]
 mod classifier;
+#[path = "zoo/mlp.rs"]
 pub mod mlp;
+#[path = "zoo/mobilenet_v2.rs"]
 pub mod mobilenet_v2;
+#[path = "zoo/resnet.rs"]
 pub mod resnet;
+#[path = "zoo/roberta.rs"]
 pub mod roberta;
+#[path = "zoo/unet.rs"]
 pub mod unet;
+#[path = "zoo/vgg.rs"]
 pub mod vgg;
 
 pub use amoebanet_d::AmoebaNetD;

@@ -1,6 +1,7 @@
 //! The pipeline as a user holds it: built once, then stepped.
 
 mod builder;
+#[path = "pipeline/state_transfer.rs"]
 mod state;
 
 pub use builder::{BuildError, Builder};
