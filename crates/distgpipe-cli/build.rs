@@ -13,7 +13,7 @@ fn main() {
 
 /// Writes `recipes.rs`: name and text of every `recipes/*.toml`, by name.
 fn recipes() {
-    let directory = "../../recipes";
+    let directory = "recipes";
     println!("cargo:rerun-if-changed={directory}");
     let entries = std::fs::read_dir(directory).unwrap_or_else(|e| panic!("{directory}: {e}"));
     let paths = entries.map(|entry| entry.expect("the directory can be read").path());

@@ -1,6 +1,7 @@
 //! The `distgpipe` command: flags → validated configuration → plan → run.
 
 mod args;
+#[path = "balance_options.rs"]
 mod balancing;
 mod capture;
 mod checkpoint;

@@ -9,8 +9,11 @@
 //!
 //! What a recipe runs is written with the flags of `distgpipe train`, so that one reader and one set of checks serve both.
 
+#[path = "recipe/comparison.rs"]
 pub mod beside;
+#[path = "recipe/deviations.rs"]
 pub mod differs;
+#[path = "recipe/published.rs"]
 pub mod seed;
 
 use crate::args::{from_toml, TrainFlags};
@@ -135,7 +138,7 @@ mod tests {
     use std::path::Path;
 
     fn directory() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes")
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes")
     }
 
     fn names() -> BTreeSet<String> {
