@@ -1,4 +1,4 @@
-# One command per wish; `make` alone lists them. Afterwards plain `cargo` works too: .cargo/config.toml points it at .libtorch.
+# One target per task; `make` alone lists them. Afterwards plain `cargo` works too: .cargo/config.toml points it at .libtorch.
 
 # rustup's folder may be missing from the PATH of a shell that has not been restarted since, or of a CI job.
 export PATH := $(PATH):$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -9,7 +9,7 @@ endif
 PYTHON ?= python3
 RUST_MINOR_MIN := 89
 
-.PHONY: help tools setup demo test fuzz-smoke bench golden lint clean
+.PHONY: help tools setup demo test test-isa examples fuzz-smoke bench golden lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -44,6 +44,14 @@ test: setup ## all tests, and a short run of the fuzz targets
 	cargo test --locked --workspace --no-fail-fast
 	scripts/fuzz-smoke.sh
 
+test-isa: setup ## the numeric tests with each instruction set (or some: ISA="avx2 sse41")
+	scripts/test-isa.sh $(ISA)
+
+examples: setup ## run all examples of the library
+	for example in crates/distgpipe/examples/*.rs; do \
+	    cargo run --locked --quiet -p distgpipe --example $$(basename $$example .rs) || exit 1; \
+	done
+
 fuzz-smoke: tools ## only the short run of the fuzz targets
 	scripts/fuzz-smoke.sh
 
@@ -58,6 +66,7 @@ golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' 
 	.venv/bin/python scripts/golden_images.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py
 	.venv/bin/python scripts/golden_models.py
+	.venv/bin/python scripts/golden_deviations.py
 	.venv/bin/python scripts/golden_optimizers.py
 	.venv/bin/python scripts/golden_rates.py
 	.venv/bin/python scripts/golden_pth.py

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures the codecs beside the PyTorch code that they replace, on one thread, and writes the run into a folder.
+"""Measures the codecs and the PyTorch code that they replace, on one thread, and writes the results to a folder.
 
 The original sorts the flattened tensor with torch.sort, rounds each of the 2^S parts of the sorted values to its own range, and
-puts the symbols back by the sort's permutation; its fast variant finds the ends of the runs with torch.kthvalue and rounds by
-masks. Both decode by masks, one run after another. They take turns with ours and with copies of the tensor, round by round, so
-that a disturbance from outside hits all alike; of each, the best of all rounds counts.
+puts the symbols back with the sort's permutation. Its fast variant finds the boundaries of the bins with torch.kthvalue and
+rounds with masks. Both decode with masks, one bin after another. The original, our codecs and plain copies of the tensor take
+turns, round by round, so that an outside disturbance affects all of them alike. The best of all rounds counts.
 
 usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9]      needs: cargo, torch
 """
@@ -91,7 +91,7 @@ def measure_original(tensors):
                 decoded, decode_speed = timed(lambda: decode(encoded, q, s, tensor.shape), size)
                 _, copy_speed = timed(lambda: target.copy_(tensor), size)
                 error = (decoded - tensor).abs().max().item()
-                assert error <= (tensor.max() - tensor.min()).item() / (2**q - 1), f"{codec}:{bits} is off by {error}"
+                assert error <= (tensor.max() - tensor.min()).item() / (2**q - 1), f"the error of {codec}:{bits} is {error}, which is too large"
                 figures = {"encode_gb_s": encode_speed, "decode_gb_s": decode_speed, "copy_gb_s": copy_speed}
                 rows.append({"by": "original", "codec": f"{codec}:{bits}", "tensor": name, **figures})
     return rows
@@ -116,9 +116,9 @@ def report(rows, options):
         f"Machine: {machine()}, torch {torch.__version__}.  ",
         f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}`; every round is in `raw.jsonl`.",
         "",
-        "GB/s of the tensor's float32 values, for packing of 16-bit codes; `relu` is max(0, gaussian). The best of all rounds.",
+        "Speeds count the tensor's float32 values or, in the `pack` rows, 16-bit codes. `relu` is max(0, gaussian). Each figure is the best of all rounds.",
         "",
-        "| codec | tensor | encode | of a copy | × original | decode | of a copy | × original |",
+        "| codec | tensor | encoding, GB/s | speed relative to a copy | speed-up over the original (its GB/s) | decoding, GB/s | speed relative to a copy | speed-up over the original (its GB/s) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (by, codec, tensor), ours in best.items():
@@ -135,9 +135,9 @@ def report(rows, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the folder for the run")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeat", type=int, default=9, help="of ours, in a round")
+    parser.add_argument("--repeat", type=int, default=9, help="repetitions of our codecs per round")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def main():
     for number in range(options.rounds):
         for row in measure_original(tensors) + measure_ours(options.repeat):
             rows.append({"round": number, **row})
-        print(f"round {number} of {options.rounds} is done", flush=True)
+        print(f"finished round {number} of {options.rounds}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (options.out / "README.md").write_text(report(rows, options))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How far codecs move real activations and gradients: `distgpipe codecs` decodes a captured file, numpy measures.
+"""Measures how much codecs change real activations and gradients.
 
-The file is one that `distgpipe train … --capture DIR` wrote. For each cut and direction, all micro-batches together:
-relative mean squared error (over the mean square), mean absolute error and median absolute error (both over the root mean
-square), beside how much of the tensor is exactly 0.
+Reads a file that `distgpipe train … --capture DIR` wrote, runs it through `distgpipe codecs`, and prints for each cut and
+direction, over all micro-batches: the mean squared error (relative to the mean square), the mean and median absolute errors
+(relative to the root mean square), and how much of the tensor is exactly 0.
 
 usage: bench/fidelity.py CAPTURED.safetensors [--codecs C,C,…] [--title TEXT]     needs: a release build, numpy, safetensors
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Plain PyTorch on one GPU, doing the same work as `distgpipe train --device cuda:0`: samples/s and peak memory.
+"""Measures samples/s and peak memory of plain PyTorch on one GPU, for the same work as `distgpipe train --device cuda:0`.
 
 usage: bench/gpu.py [--steps 20]      needs: torch 2.11.0 with CUDA, torchvision, transformers
-Prints one JSON line per measurement. Data come from host memory each step, as in training, unless the name says otherwise.
+Prints one JSON line per measurement. Each step reads its data from host memory, as in training, unless the name says otherwise.
 """
 import argparse
 import json
@@ -85,7 +85,7 @@ def main():
     for name, run in runs.items():
         try:
             print(json.dumps({"name": name, **run()}), flush=True)
-        except Exception as error:  # one that cannot run must not cost the others
+        except Exception as error:  # if one cannot run, the others still should
             print(json.dumps({"name": name, "error": str(error)}), flush=True)
         torch.cuda.empty_cache()
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One GPU: distgpipe with one and two partitions on it, beside plain PyTorch doing the same work.
-# usage: bench/gpu.sh OUT_DIR [BINARY]     needs: bench/gpu.py's packages in python3; the binary may come from a machine without CUDA
+# Measures distgpipe on one GPU, with one and two partitions, and plain PyTorch doing the same work.
+# usage: bench/gpu.sh OUT_DIR [BINARY]     needs: bench/gpu.py's packages in python3; the binary may have been built without CUDA
 set -uo pipefail
 out=$1
 binary=${2:-target/release/distgpipe}

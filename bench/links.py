@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measures what codecs cost and what they bring, in training steps, and writes the run into bench/runs/.
+"""Measures what codecs cost and gain in training steps, and writes the results to bench/runs/.
 
   overhead   two processes on this host, MobileNetV2 224×224 cut after its first block, so that the link carries
-             [rows, 32, 112, 112] there and back: raw beside codecs. The socket is as fast as memory, so codecs can only cost.
-  thin       client and server in network namespaces of their own, between them a link of so many Mbit/s (veth, `tc … tbf`):
-             raw beside codecs, with the same model, and with one that computes almost nothing, where the link is all there is.
-             Needs root, `ip` and `tc` (Debian: iproute2); everything is removed at the end.
+             [rows, 32, 112, 112] in both directions. The socket is as fast as memory, so codecs can only cost time.
+  thin       client and server in separate network namespaces, connected by a link of --mbit Mbit/s (veth, `tc … tbf`), with
+             the same model and with one that computes almost nothing, so that the link is the bottleneck.
+             Needs root, `ip` and `tc` (Debian: iproute2); removes everything it created.
 
-The measurements are taken in rounds, each round through the whole list, so that a disturbance from outside hits all of them
-alike; ratios are between medians over all steps of all rounds.
+Both compare raw with several codecs. Measurements run in rounds, each going through the whole list, so that an outside
+disturbance affects all of them alike. Ratios compare medians over all steps of all rounds.
 
 usage: bench/links.py overhead|thin [--rounds 3] [--steps 4] [--mbit 100] [--name NAME]            needs: a release build
 """
@@ -45,7 +45,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
     with tempfile.TemporaryDirectory() as log:
         command = [
             *prefix, str(BINARY), "train", *flags.split(), "--place", "client,server", "--schedule", "1f1b",
-            "--data", "synthetic", "--samples", str(rows * (steps + WARM_UP)), "--batch", str(rows), "--threads", "1",
+            "--data", "synthetic", "--samples", str(rows * (steps + WARM_UP)), "--batch", str(rows), "--threads", "1", "--device", "cpu",
             "--optimizer", "sgd", "--momentum", "0", "--lr", "0.005", "--no-evaluate", "--epochs", "1", "--json",
             "--codec", codec, "--log", log, "--trace", *workers,
         ]
@@ -71,7 +71,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
 
 
 def overlap(spans):
-    """The share of the time of encoding and decoding in which some stage computes; none if there was no codec."""
+    """The share of the encoding and decoding time during which some stage computes; None without a codec."""
     work = sorted((s["start_ns"], s["end_ns"]) for s in spans if s["phase"] in ("forward", "recompute", "backward"))
     busy = []
     for start, end in work:
@@ -91,12 +91,12 @@ def run(*command):
 
 @contextlib.contextmanager
 def thin_link(mbit):
-    """Two namespaces with a slow link between them; the server's worker listens in one of them."""
+    """Connects two network namespaces by a slow link and starts the server's worker in one of them."""
     if os.geteuid() != 0:
-        raise SystemExit("network namespaces need root: run this with sudo")
+        raise SystemExit("creating network namespaces needs root: run this with sudo")
     for tool in ("ip", "tc"):
         if not shutil.which(tool):
-            raise SystemExit(f"there is no `{tool}`: install iproute2")
+            raise SystemExit(f"`{tool}` is not installed: install iproute2")
     names = [f"dg{os.getpid()}{end}" for end in "cs"]
     worker = None
     try:
@@ -128,12 +128,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["overhead", "thin"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="per round, after the warm-up")
-    parser.add_argument("--mbit", type=int, default=100, help="of the thin link")
-    parser.add_argument("--name", default=datetime.date.today().isoformat() + "-links", help="of the folder under bench/runs")
+    parser.add_argument("--steps", type=int, default=4, help="steps per round, after the warm-up")
+    parser.add_argument("--mbit", type=int, default=100, help="rate of the thin link, in Mbit/s")
+    parser.add_argument("--name", default=datetime.date.today().isoformat() + "-links", help="name of the folder under bench/runs")
     options = parser.parse_args()
     if not BINARY.exists():
-        raise SystemExit(f"there is no {BINARY.relative_to(HERE.parent)}: run `cargo build --release` first")
+        raise SystemExit(f"{BINARY.relative_to(HERE.parent)} does not exist: run `cargo build --release` first")
     rows = []
     link = thin_link(options.mbit) if options.mode == "thin" else contextlib.nullcontext(([], ["--workers", "processes"]))
     with link as (prefix, workers):
@@ -142,7 +142,7 @@ def main():
                 for codec in CODECS:
                     row = train(model, codec, options.mode, options.steps, workers, prefix)
                     rows.append({**row, "round": round_number})
-                    print(f"round {round_number}  {model:12} {codec:8} {statistics.median(row['step_s']):7.3f} s a step", flush=True)
+                    print(f"round {round_number}  {model:12} {codec:8} {statistics.median(row['step_s']):7.3f} s per step", flush=True)
     folder = HERE / "runs" / options.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{options.mode}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -152,7 +152,7 @@ def main():
 
 
 def report(rows, options):
-    title = {"overhead": "on one host, where the link costs nothing", "thin": f"over a link of {options.mbit} Mbit/s"}
+    title = {"overhead": "on one host, where the link is as fast as memory", "thin": f"over a {options.mbit} Mbit/s link"}
     mbit = f" --mbit {options.mbit}" if options.mode == "thin" else ""
     lines = [
         f"# Codecs in training steps, {title[options.mode]}",
@@ -170,7 +170,7 @@ def report(rows, options):
             "",
             f"`{of['raw'][0]['command']}`",
             "",
-            "| codec | seconds a step, median | times as fast as raw | on the wire a step | encode | decode | beside computing |",
+            "| codec | seconds per step, median | speed-up over raw | bytes on the wire per step | encoding per step | decoding per step | overlap with compute |",
             "| --- | --- | --- | --- | --- | --- | --- |",
         ]
         for codec in CODECS:
@@ -182,7 +182,7 @@ def report(rows, options):
                 f"{mean('encode_ms_a_step'):.0f} ms | {mean('decode_ms_a_step'):.0f} ms | {beside} |")
     lines += [
         "",
-        "Beside computing: the share of the time of encoding and decoding in which a stage was computing, from the trace.",
+        "Overlap with compute is the share of the encoding and decoding time during which a stage was computing, from the trace.",
     ]
     return "\n".join(lines) + "\n"
 

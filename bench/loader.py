@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Images per second of torchvision's own preparation, one thread, beside `distgpipe data speed` with the same files.
+"""Measures torchvision's image preprocessing in images per second on one thread, to compare with `distgpipe data speed`.
 
 usage: bench/loader.py DATA_DIR [SECONDS]      DATA_DIR has CIFAR-10's data_batch_1.bin; needs: torch, torchvision
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The tables of bench/memory.sh's runs, beside torchgpipe's published figures.
+"""Prints tables of bench/memory.sh's runs, next to torchgpipe's published figures.
 
-torchgpipe's figures are what its allocators had taken from the GPUs (max_memory_cached, added up over the partitions' GPUs);
-ours are both: the most that tensors held, and the most that the one GPU's allocator had taken.
+torchgpipe's figures are what its allocators had reserved on the GPUs (max_memory_cached, added up over the partitions' GPUs).
+Ours are two: the peak that tensors held, and the peak that the one GPU's allocator had reserved.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 GIB = 2**30
-# Rows: name here, model, torchgpipe's total (U-Net) or activation (AmoebaNet-D) memory in GiB.
+# Rows: our name, the model, and torchgpipe's total (U-Net) or activation (AmoebaNet-D) memory in GiB.
 UNET = [("plain", "(6, 72)", 20.3), ("1", "(11, 128)", 20.5), ("2", "(24, 128)", 43.4), ("4", "(24, 160)", 79.1), ("8", "(48, 160)", 154.1)]
 AMOEBA = [("plain", "(18, 208)", None), ("1", "(18, 416)", 0.91), ("2", "(18, 544)", 3.39), ("4", "(36, 544)", 6.91), ("8", "(72, 512)", 10.83)]
 
@@ -26,9 +26,9 @@ def read(directory, name):
 
 
 def table(directory, family, rows, copies, total):
-    """`copies`: how many tensors of the size of each parameter there are: itself, its gradient, the optimizer's."""
+    """Prints one table. `copies` counts the tensors per parameter: itself, its gradient, and the optimizer's."""
     what = "memory" if total else "activations"
-    print(f"| partitions | model | parameters | model memory, GiB | {what} held, GPipe as torchgpipe | taken | {what} held, 1F1B, all recomputed | taken | torchgpipe, taken |")
+    print(f"| partitions | model | parameters | model memory, GiB | {what} held, torchgpipe's schedule (GPipe) | reserved, torchgpipe's schedule | {what} held, 1F1B, `always` | reserved, 1F1B, `always` | torchgpipe, reserved (published) |")
     print("| --- " * 9 + "|")
     for row, model, theirs in rows:
         cells, parameters = [], None
@@ -46,7 +46,7 @@ def table(directory, family, rows, copies, total):
 
 
 if __name__ == "__main__":
-    print("U-Net (B, C), whole memory\n")
+    print("U-Net (B, C), total memory\n")
     table(sys.argv[1], "unet", UNET, 2, True)
-    print("\nAmoebaNet-D (L, D), activations: the peak less the model memory\n")
+    print("\nAmoebaNet-D (L, D), activations: the peak minus the model memory\n")
     table(sys.argv[1], "amoeba", AMOEBA, 3, False)

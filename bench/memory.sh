@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The memory tables of torchgpipe (U-Net, AmoebaNet-D) on one GPU: two training steps of each row, all partitions on it. Of the
-# deepest U-Net it is one: nothing holds its gradients back on their way through more than 500 convolutions, and they overflow.
-# usage: bench/memory.sh OUT_DIR BINARY [ROW...]     rows: as named below; none means all. Rows may be run at the same time.
-#        bench/memory.py OUT_DIR                     the tables of what is there
+# Runs torchgpipe's memory benchmarks (U-Net, AmoebaNet-D) on one GPU that holds all partitions: two training steps per row.
+# The deepest U-Net runs only one step: nothing limits its gradients over more than 500 convolutions, and they overflow.
+# usage: bench/memory.sh OUT_DIR BINARY [ROW...]     rows as named below, all by default; rows may run at the same time
+#        bench/memory.py OUT_DIR                     prints the tables for the rows that ran
 set -uo pipefail
 out=$1
 binary=$2
@@ -21,7 +21,7 @@ row() { # NAME FLAGS...
         >"$out/$name.json" 2>"$out/$name.log" || echo "$name failed: $(tail -n 1 "$out/$name.log")" >&2
 }
 
-# Batches, micro-batches, cuts and optimizers as in torchgpipe's own benchmarks.
+# Batches, micro-batches, cuts and optimizers are those of torchgpipe's benchmarks.
 unet="--model unet --optimizer sgd --momentum 0 --batch 32 --samples 64"
 amoeba="--model amoebanet_d --optimizer rmsprop --batch 128 --samples 256"
 gpipe="--schedule gpipe --recompute except-last"

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Measures what one would use instead of distgpipe, on this machine's CPU, doing the same work.
+"""Measures the alternatives to distgpipe on this machine's CPU, all doing the same work.
 
 The work: training steps of torchvision's MobileNetV2 on 224×224 images, a batch of 32 in 4 micro-batches, SGD with a
 learning rate of 0.005; two partitions, where there are partitions, and one compute thread per worker.
 
-torchgpipe has one worker thread per device, and a machine has one CPU device: its two partitions take turns on one core.
-`--threads 2` lets its operators use both; quote that figure too where torchgpipe is compared with something on two cores.
+torchgpipe has one worker thread per device, and a machine has one CPU device, so its two partitions take turns on one core.
+`--threads 2` lets its operators use both cores; quote that figure too when comparing torchgpipe with something on two cores.
 
 usage: bench/peers.py [--only NAME] [--steps N] [--json] ...      needs: bench/requirements.txt
 
-Each measurement runs in a process of its own, one after the other, so that its peak memory is its own. Beside a table,
---json prints a line per measurement: every step's time, not only the summary, and the peak resident memory (VmHWM) of
-every process that took part, in bytes.
+Each measurement runs in its own process, one after the other, so that its peak memory is not affected by the others. Instead
+of a table, --json prints a line per measurement with the time of every step and the peak resident memory (VmHWM) of every
+process that took part, in bytes.
 """
 import argparse
 import json
@@ -32,14 +32,14 @@ NAMES = [
     "pipelining-1f1b",
     "data-parallel",
 ]
-# Layers in the first of two partitions, of 23; bench/README.md says why 4.
+# Layers in the first of two partitions, out of 23; bench/README.md explains why 4.
 PIPELINING_CUT = 4
 LEARNING_RATE = 0.005
 CLASSES = 10
 
 
 def layers():
-    """MobileNetV2 as a flat sequence of 23 layers, the form in which both pipelines take a model."""
+    """MobileNetV2 as a flat sequence of 23 layers, the form that both pipeline libraries accept."""
     import torch
     from torchvision.models import mobilenet_v2
 
@@ -57,7 +57,7 @@ def batch_of(options):
 
 
 def timed(step, options):
-    """Seconds of each step after the warm-up."""
+    """The duration in seconds of each step after the warm-up."""
     times = []
     for index in range(options.warmup + options.steps):
         start = time.perf_counter()
@@ -73,7 +73,7 @@ def peak_rss_bytes():
 
 
 def training_step(model, options):
-    """zero, forward, backward, update: for the models that are called like one."""
+    """A function that runs one step (zero gradients, forward, backward, update) of a model that is called like a module."""
     import torch
 
     x, labels = batch_of(options)
@@ -88,13 +88,13 @@ def training_step(model, options):
 
 
 def one_process(options):
-    """Plain PyTorch with the whole batch at once: what a pipeline of two is a gain over."""
+    """Plain PyTorch with the whole batch at once: the baseline for a pipeline of two."""
     model = layers()
     return timed(training_step(model, options), options), [peak_rss_bytes()], [len(model)]
 
 
 def torchgpipe(options, checkpoint):
-    """One process, one worker thread (both partitions are on the one CPU device), balanced by torchgpipe's own profiler unless --cut says otherwise."""
+    """One process, one worker thread (both partitions are on the one CPU device), balanced by torchgpipe's own profiler unless --cut is given."""
     import torch
     from torchgpipe import GPipe
     from torchgpipe.balance import balance_by_time
@@ -110,7 +110,7 @@ def torchgpipe(options, checkpoint):
 
 
 def in_two_processes(rank_of, options, *arguments):
-    """Both ranks of something, Gloo between them. A step counts until both have finished it."""
+    """Runs both ranks in processes connected by Gloo. A step ends when both have finished it."""
     import torch.multiprocessing as multiprocessing
 
     context = multiprocessing.get_context("spawn")
@@ -123,14 +123,14 @@ def in_two_processes(rank_of, options, *arguments):
         for process in ranks:
             process.join()
     if any(process.exitcode for process in ranks):
-        sys.exit(f"the ranks ended with {[process.exitcode for process in ranks]}")
+        sys.exit(f"the ranks exited with {[process.exitcode for process in ranks]}")
     by_rank = dict(results.get() for _ in ranks)
     times = [max(pair) for pair in zip(by_rank[0]["times"], by_rank[1]["times"])]
     return times, [by_rank[rank]["peak"] for rank in range(2)], by_rank[0]["balance"]
 
 
 def data_parallel_rank(rank, options, meeting_file, results):
-    """DistributedDataParallel: each process has the model and half of the batch, without micro-batches."""
+    """DistributedDataParallel: each process has the whole model and half of the batch, without micro-batches."""
     import torch
     import torch.distributed as distributed
 
@@ -154,7 +154,7 @@ def data_parallel_rank(rank, options, meeting_file, results):
 
 
 def pipelining_rank(rank, options, meeting_file, results, schedule):
-    """torch.distributed.pipelining: a process per partition."""
+    """torch.distributed.pipelining: one process per partition."""
     import torch
     import torch.distributed as distributed
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -165,7 +165,7 @@ def pipelining_rank(rank, options, meeting_file, results, schedule):
     model = layers()
     cut = options.cut or PIPELINING_CUT
     balance = [cut, len(model) - cut]
-    # The other half is dropped before the measurement, so that the memory counted is one partition's.
+    # Drop the other half before measuring, so that only one partition's memory counts.
     part = model[:cut] if rank == 0 else model[cut:]
     del model
     x, labels = batch_of(options)
@@ -218,17 +218,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=NAMES, metavar="NAME", help="one of: " + ", ".join(NAMES))
     parser.add_argument("--steps", type=int, default=5, help="steps to time, after the warm-up (default 5)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default 2)")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps (default 2)")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--chunks", type=int, default=4, help="micro-batches in a batch (default 4)")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads of each process (default 1)")
-    parser.add_argument("--cut", type=int, help=f"layers in the first partition, 1 to 22 (default: torchgpipe its own profiler's, pipelining {PIPELINING_CUT})")
-    parser.add_argument("--json", action="store_true", help="a JSON line per measurement")
+    parser.add_argument("--chunks", type=int, default=4, help="micro-batches per batch (default 4)")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads per process (default 1)")
+    parser.add_argument("--cut", type=int, help=f"layers in the first partition, 1 to 22 (default: what torchgpipe's profiler finds, or {PIPELINING_CUT} for pipelining)")
+    parser.add_argument("--json", action="store_true", help="print a JSON line per measurement")
     options = parser.parse_args()
     if min(options.steps, options.batch, options.chunks, options.threads) < 1 or options.warmup < 0 or not 1 <= (options.cut or 1) <= 22:
-        parser.error("--steps, --batch, --chunks and --threads start at 1, --warmup at 0, --cut is 1 to 22")
+        parser.error("--steps, --batch, --chunks and --threads must be at least 1, --warmup at least 0, and --cut 1 to 22")
 
-    # The number of compute threads from the first instruction on, whatever the libraries' own defaults are.
+    # Set the number of compute threads before any library is loaded, whatever its own default is.
     os.environ.update(OMP_NUM_THREADS=str(options.threads), MKL_NUM_THREADS=str(options.threads), GLOO_SOCKET_IFNAME="lo")
     if options.only:
         result = measure(options.only, options)

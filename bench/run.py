@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures distgpipe beside its peers in one run, and writes the run into bench/runs/.
+"""Measures distgpipe and its peers in one run, and writes the results to bench/runs/.
 
-Everything trains MobileNetV2 on 224×224 images, a batch of 32, SGD with a learning rate of 0.005. The measurements are
-taken in rounds, each round through the whole list, so that a disturbance from outside hits all of them alike; ratios
-are between medians over all steps of all rounds.
+Every measurement trains MobileNetV2 on 224×224 images with a batch of 32 and SGD with a learning rate of 0.005.
+Measurements run in rounds, each going through the whole list, so that an outside disturbance affects all of them alike.
+Ratios compare medians over all steps of all rounds.
 
-usage: bench/run.py [--rounds 3] [--steps 4] [--name NAME] [--only REGEX]      needs: bench/requirements.txt, a release build
+usage: bench/run.py [--rounds 3] [--steps 4] [--name NAME] [--only REGEX] [--against BINARY]      needs: bench/requirements.txt, a release build
 """
 import argparse
 import datetime
@@ -22,13 +22,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 BINARY = HERE.parent / "target" / "release" / "distgpipe"
 WARM_UP = 2
+OTHER = ", other build"
 
 TRAIN = (
     "train --model mobilenet_v2 --set dropout=0.0 --data synthetic --batch 32 --optimizer sgd --momentum 0 --lr 0.005 "
-    "--threads 1 --no-evaluate --json --epochs 1"
+    "--threads 1 --device cpu --no-evaluate --json --epochs 1"
 ).split()
 
-# What is measured: name, and the flags beside TRAIN for ours or the arguments of peers.py.
+# What is measured: its name, and the flags added to TRAIN for distgpipe, or the arguments of peers.py.
 OURS = {
     "ours, 1 worker, 1 micro-batch": "--place a --chunks 1",
     "ours, 1 worker, 4 micro-batches": "--place a --chunks 4",
@@ -50,22 +51,22 @@ PEERS = {
     "torch DistributedDataParallel": "--only data-parallel --threads 1",
 }
 RATIOS = [
-    # what, the figure, the figure it is compared with, at least
-    ("except-last against torchgpipe's except_last", "ours, 2 threads, gpipe, except-last", "torchgpipe, except_last", 1.8),
-    ("… with both cores for its operators", "ours, 2 threads, gpipe, except-last", "torchgpipe, except_last, 2 threads", None),
-    ("1F1B, never, against torch pipelining's (threads)", "ours, 2 threads, 1f1b, never", "torch pipelining, 1F1B", 1.3),
-    ("1F1B, never, against torch pipelining's (processes)", "ours, 2 processes, 1f1b, never", "torch pipelining, 1F1B", 1.3),
-    ("2 replicas against DistributedDataParallel (threads)", "ours, 2 replicas, threads", "torch DistributedDataParallel", None),
-    ("2 replicas against DistributedDataParallel (processes)", "ours, 2 replicas, processes", "torch DistributedDataParallel", None),
-    ("2 replicas against 1F1B, never, in 2 partitions (threads)", "ours, 2 replicas, threads", "ours, 2 threads, 1f1b, never", None),
-    ("one worker against PyTorch, 1 thread", "ours, 1 worker, 1 micro-batch", "PyTorch, one process, 1 thread", None),
+    # label, measurement, the measurement it is compared with, target (at least)
+    ("GPipe, `except-last`: speed-up over torchgpipe (`except_last`)", "ours, 2 threads, gpipe, except-last", "torchgpipe, except_last", 1.8),
+    ("GPipe, `except-last`: speed-up over torchgpipe (`except_last`) with two compute threads", "ours, 2 threads, gpipe, except-last", "torchgpipe, except_last, 2 threads", None),
+    ("1F1B in 2 threads: speed-up over torch.distributed.pipelining's 1F1B", "ours, 2 threads, 1f1b, never", "torch pipelining, 1F1B", 1.3),
+    ("1F1B in 2 processes: speed-up over torch.distributed.pipelining's 1F1B", "ours, 2 processes, 1f1b, never", "torch pipelining, 1F1B", 1.3),
+    ("2 replicas in 2 threads: speed-up over DistributedDataParallel", "ours, 2 replicas, threads", "torch DistributedDataParallel", None),
+    ("2 replicas in 2 processes: speed-up over DistributedDataParallel", "ours, 2 replicas, processes", "torch DistributedDataParallel", None),
+    ("2 replicas in 2 threads: speed-up over 1F1B with 2 partitions in 2 threads", "ours, 2 replicas, threads", "ours, 2 threads, 1f1b, never", None),
+    ("one worker: speed-up over plain PyTorch, 1 thread", "ours, 1 worker, 1 micro-batch", "PyTorch, one process, 1 thread", None),
 ]
 
 
-def measure_ours(flags, steps):
+def measure_ours(flags, steps, binary=BINARY):
     samples = 32 * (steps + WARM_UP)
     with tempfile.TemporaryDirectory() as log:
-        command = [str(BINARY), *TRAIN, *flags.split(), "--samples", str(samples), "--log", log, "--trace"]
+        command = [str(binary), *TRAIN, *flags.split(), "--samples", str(samples), "--log", log, "--trace"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         out = child.stdout.read()
         _, status, usage = os.wait4(child.pid, 0)
@@ -109,21 +110,28 @@ def machine():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="per round, after the warm-up")
-    parser.add_argument("--name", default=datetime.date.today().isoformat(), help="of the folder under bench/runs")
-    parser.add_argument("--only", default="", help="only measurements whose name has a match of this regular expression")
+    parser.add_argument("--steps", type=int, default=4, help="steps per round, after the warm-up")
+    parser.add_argument("--name", default=datetime.date.today().isoformat(), help="name of the folder under bench/runs")
+    parser.add_argument("--only", default="", help="run only measurements whose name matches this regular expression")
+    parser.add_argument("--against", type=Path, help="another build of distgpipe, measured in the same rounds: an older commit, say")
     options = parser.parse_args()
     if not BINARY.exists():
-        raise SystemExit(f"there is no {BINARY.relative_to(HERE.parent)}: run `cargo build --release` first")
+        raise SystemExit(f"{BINARY.relative_to(HERE.parent)} does not exist: run `cargo build --release` first")
     rows = []
     for round_number in range(options.rounds):
-        for measure, table in ((measure_ours, OURS), (measure_peer, PEERS)):
-            for name, arguments in table.items():
-                if re.search(options.only, name):
-                    figures = {**measure(arguments, options.steps), "name": name, "round": round_number}
-                    rows.append(figures)
-                    rate = 32 / statistics.median(figures["step_s"])
-                    print(f"round {round_number}  {name:40} {rate:6.2f} samples/s", flush=True)
+        measurements = [(measure_ours, OURS), (measure_peer, PEERS)]
+        if options.against:
+            other = lambda flags, steps: measure_ours(flags, steps, options.against)
+            measurements.insert(1, (other, {f"{name}{OTHER}": flags for name, flags in OURS.items()}))
+        # Every second round in reverse, so that no measurement always has the same neighbours.
+        measurements = [(measure, name, flags) for measure, table in measurements for name, flags in table.items()]
+        measurements.sort(key=lambda entry: entry[1].removesuffix(OTHER))
+        for measure, name, arguments in measurements[:: -1 if round_number % 2 else 1]:
+            if re.search(options.only, name):
+                figures = {**measure(arguments, options.steps), "name": name, "round": round_number}
+                rows.append(figures)
+                rate = 32 / statistics.median(figures["step_s"])
+                print(f"round {round_number}  {name:40} {rate:6.2f} samples/s", flush=True)
     folder = HERE / "runs" / options.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,13 +145,14 @@ def report(rows, options):
     rate = {name: 32 / statistics.median(t for row in of[name] for t in row["step_s"]) for name in names}
     best = {name: 32 / min(t for row in of[name] for t in row["step_s"]) for name in names}
     only = f" --only '{options.only}'" if options.only else ""
+    only += " --against OTHER_BUILD" if options.against else ""
     lines = [
         "# MobileNetV2, 224×224, batch 32, 4 micro-batches, SGD, on two cores",
         "",
         f"Machine: {machine()}.  ",
         f"Command: `bench/run.py --rounds {options.rounds} --steps {options.steps}{only}`; every step's time is in `raw.jsonl`.",
         "",
-        "| | samples/s, median | best | peak resident memory | peak tensor memory per worker |",
+        "| configuration | samples/s, median | samples/s, best | peak resident memory | peak tensor memory per worker |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name in names:
@@ -151,23 +160,26 @@ def report(rows, options):
         tensors = of[name][-1].get("peak_tensor_bytes")
         tensors = " + ".join(f"{b / 1e9:.2f}" for b in tensors) + " GB" if tensors else ""
         lines.append(f"| {name} | {rate[name]:.2f} | {best[name]:.2f} | {resident} GB | {tensors} |")
-    lines += ["", "| ratio of medians | | wanted |", "| --- | --- | --- |"]
+    lines += ["", "| ratio of medians | value | target |", "| --- | --- | --- |"]
     for what, ours, theirs, wanted in RATIOS:
         if ours in rate and theirs in rate:
             lines.append(f"| {what} | {rate[ours] / rate[theirs]:.2f} | {f'at least {wanted}' if wanted else ''} |")
+    for name in names:
+        if f"{name}{OTHER}" in rate:
+            lines.append(f"| {name}: speed-up over the other build | {rate[name] / rate[name + OTHER]:.3f} | |")
     one = "ours, 1 worker, 1 micro-batch"
     two = "ours, 2 threads, 1f1b, never"
     if one in rate and two in rate:
         share = rate[two] / (2 * rate[one] * 4 / 5)
-        lines.append(f"| 1F1B, never, as a share of the limit 2 × (one worker) × m/(m+n−1) | {share:.2f} | at least 0.85 |")
+        lines.append(f"| 1F1B in 2 threads: share of the limit 2 × (one worker) × m/(m+n−1) | {share:.2f} | at least 0.85 |")
     if two in of:
         worst = max(o for row in of[two] for o in row["overhead"])
-        lines.append(f"| everything but computing and waiting, as a share of a step (worst worker, 1F1B, from the trace) | {worst:.2%} | under 2 % |")
+        lines.append(f"| 1F1B in 2 threads: share of a step spent neither computing nor waiting (worst worker, from the trace) | {worst:.2%} | under 2% |")
     lines += [
         "",
-        "Resident memory of ours with two processes is that of the larger one. torchgpipe runs both partitions in one process, and one",
-        "thread after the other on a CPU (see ../../README.md), so its figure stands beside ours with two threads in one process.",
-        "Replicas and DistributedDataParallel have half of the batch each, in one piece.",
+        "The resident memory of distgpipe (*ours*) with two processes is that of the larger process. torchgpipe runs both",
+        "partitions in one process, one after the other on a CPU (see ../../README.md), so compare it with ours in two threads.",
+        "Replicas and DistributedDataParallel processes each take half of the batch, in one piece.",
         "",
     ]
     return "\n".join(lines)

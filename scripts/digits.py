@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes crates/distgpipe/data/digits.bin, the data set of the demo, from a scikit-learn wheel.
+"""Writes crates/distgpipe/data/digits.bin, the demo's data set, from a scikit-learn wheel.
 
 usage: pip download --no-deps scikit-learn && scripts/digits.py scikit_learn-*.whl
 
-The wheel's digits.csv.gz has a line of 65 integers per image: 64 pixels of 0 to 16, row by row, and the label. Here each
-of them is a byte, so that Rust can embed and index the file as it is.
+The wheel's digits.csv.gz has a line of 65 integers per image: 64 pixels of 0 to 16, row by row, and the label. The output
+stores each as one byte, so that Rust can embed and index the file directly.
 """
 import gzip
 import hashlib
@@ -24,7 +24,7 @@ def main():
     with zipfile.ZipFile(sys.argv[1]) as wheel:
         packed = wheel.read(MEMBER)
     if hashlib.sha256(packed).hexdigest() != CSV_SHA256:
-        sys.exit(f"{MEMBER} in {sys.argv[1]} has another SHA-256 than the file this was written for")
+        sys.exit(f"{MEMBER} in {sys.argv[1]} does not have the SHA-256 that this script expects")
     records = bytearray()
     for line in gzip.decompress(packed).decode().split():
         values = [int(float(value)) for value in line.split(",")]

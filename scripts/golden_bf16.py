@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Writes what PyTorch computes under autocast to bfloat16 for a small MobileNetV2, an MLP and a RoBERTa, for ours to be held against.
+"""Writes reference results of PyTorch under bfloat16 autocast for a small MobileNetV2, an MLP and a RoBERTa.
 
 usage: scripts/golden_bf16.py [NAME…]      needs: torch==2.11.0 torchvision==0.26.0
 writes: crates/distgpipe/tests/golden/NAME_bf16.json
 
-As scripts/golden_models.py: the same formula for weights and inputs, the truth in float64, and of each tensor a digest. Here
-the deviation is that of PyTorch's own runs under torch.autocast("cpu", torch.bfloat16), contiguous and channels-last, attention
-written out and fused: parameters and gradients in float32, the forward pass under autocast, the backward pass outside.
+Like scripts/golden_models.py, this uses the same formula for weights and inputs, computes the truth in float64, and stores a
+digest of each tensor. Here the deviation is that of PyTorch's own runs under torch.autocast("cpu", torch.bfloat16), contiguous
+and channels-last, with unfused and fused attention: parameters and gradients in float32, the forward pass under autocast, the
+backward pass outside.
 
-A run in float32 is some thousand times nearer to the truth than the deviation says. So a test can tell three things apart:
-computed so, computed more precisely than it was told to, and computed wrongly. Behind many norms and ReLUs the deviation
-is a good part of the gradient itself (a third in MobileNetV2), and only the middle of many tensors says something.
+A float32 run is about a thousand times closer to the truth than the deviation. A test can therefore distinguish three cases:
+computed in bfloat16, computed more precisely than requested, and computed wrongly. After many norms and ReLUs the deviation is
+a large part of the gradient itself (a third in MobileNetV2), so only the median over many tensors is meaningful.
 """
 import sys
 
@@ -34,13 +35,13 @@ def mobilenet_v2(settings):
 
 
 def strides(settings):
-    """Of every layer with a 3×3 convolution: the stem's, then those of the seven groups, whose first block has the stride."""
+    """The stride of every layer with a 3×3 convolution: the stem, then the seven groups, whose first block has the stride."""
     blocks = [1, 2, 3, 4, 3, 3, 1]
     return [settings[0]] + [s if i == 0 else 1 for s, n in zip(settings[1:], blocks) for i in range(n)]
 
 
 def compute(make, inputs, labels, precision, other_way=False):
-    """Group → name → tensor. `precision` is float64, or bfloat16 for float32 under autocast."""
+    """Maps group → name → tensor. `precision` is float64, or bfloat16 for float32 under autocast."""
     dtype = torch.float64 if precision == torch.float64 else torch.float32
     model = make()
     model.load_state_dict({name: weight(SEED, name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()})
@@ -91,7 +92,7 @@ MLP = dict(input=[3, 8, 8], hidden=[48, 40, 32], classes=10, dropout=0.0)
 
 MOBILENET = dict(width=0.25, image=32, classes=10, dropout=0.0, strides=[1, 1, 2, 2, 1, 1, 2, 1])
 
-# File → our model's name, its settings, PyTorch's, the inputs.
+# File → our model's name, its settings, PyTorch's model, the inputs.
 CASES = {
     "mlp": ("mlp", MLP, lambda: Mlp(MLP), images(8, 8)),
     "mobilenet_v2": ("mobilenet_v2", MOBILENET, lambda: mobilenet_v2(MOBILENET), images(8, 32)),

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes a few steps of a small MLP with `clip_grad_norm_` and label smoothing, for ours to be held against.
+"""Writes a few steps of a small MLP with `clip_grad_norm_` and label smoothing, as reference results.
 
 usage: scripts/golden_clipping.py      needs: torch==2.11.0, torchvision==0.26.0, numpy
 writes: crates/distgpipe/tests/golden/clipping.json
 
-Weights and data are those of golden_models.py's formula. The figures are float64's; `float32_deviation` is how far
-PyTorch's own float32 run is from them at most, relative to the largest value of its kind. Some steps are clipped, some are
-below the norm.
+Weights and data come from golden_models.py's formula. The results are computed in float64. `float32_deviation` is the largest
+deviation of PyTorch's own float32 run, relative to the largest value of its kind. Some steps are clipped; others stay below the
+norm.
 """
 import json
 from pathlib import Path

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes small tensors with what the codecs' formulas make of them, for our codecs to be held against.
+"""Writes small tensors and what the codecs' formulas turn them into, to test our codecs against.
 
-usage: scripts/golden_codecs.py      needs: nothing but Python
+usage: scripts/golden_codecs.py      needs: only Python
 writes: crates/distgpipe-core/tests/golden/codecs.json
 
-Everything is computed in float64, by sorting where the formula sorts, and rounded to float32 at the end. `half` comes from
-Python's own struct. The formulas are those of docs/codecs.md.
+Everything is computed in float64 and rounded to float32 at the end; where the formula sorts, this script sorts. `half` uses
+Python's struct module. The formulas are those of docs/codecs.md.
 """
 import json
 import math
@@ -47,7 +47,7 @@ def inputs():
 
 
 def sort(xs, q, s):
-    """The decoded tensor, and the bytes on the wire."""
+    """Returns the decoded tensor and the number of bytes on the wire."""
     runs, levels = 2**s, 2**q - 1
     order = sorted(range(len(xs)), key=lambda i: xs[i])
     shortest, longer = divmod(len(xs), runs)
@@ -87,7 +87,7 @@ def f16_up(x):
 def tile(xs, q, t):
     levels = 2**q - 1
     largest = max((abs(x) for x in xs), default=0.0)
-    # frexp gives a fraction in [1/2, 1): the largest magnitude comes into [2^13, 2^14).
+    # frexp returns a fraction in [1/2, 1), so this scales the largest magnitude into [2^13, 2^14).
     scale = 2.0 ** (math.frexp(largest)[1] - 14) if largest else 1.0
     decoded = []
     for begin in range(0, len(xs), t):
@@ -100,7 +100,7 @@ def tile(xs, q, t):
 
 def top_k(xs, fraction):
     most = math.ceil(Fraction(fraction) * len(xs))
-    # Sorting is stable: of two that are equally large, the first comes first.
+    # Sorting is stable: of two equal magnitudes, the first one stays first.
     kept = sorted(sorted((i for i, x in enumerate(xs) if x), key=lambda i: -abs(xs[i]))[:most])
     gaps = [i - before - 1 for before, i in zip([-1] + kept, kept)]
     places = min([len(xs)] + [sum((gap >> r) + 1 + r for gap in gaps) for r in range(57)])
@@ -115,7 +115,7 @@ def bf16(x):
 
 
 def numbers(xs):
-    """Nine digits tell every float32 from its neighbours."""
+    """Nine digits distinguish every float32 from its neighbours."""
     return "[" + ",".join(f"{x:.9g}" for x in xs) + "]"
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes what torchvision and Pillow make of small images, for our image pipeline to be held against.
+"""Writes what torchvision and Pillow compute for small images, to test our preprocessing against.
 
 usage: scripts/golden_images.py      needs: torch==2.11.0, torchvision==0.26.0, pillow
 writes: crates/distgpipe/tests/golden/images.json, crates/distgpipe/tests/golden/images/
 
-An image is a formula, so that the file holds results only: `exact` is torchvision's answer for float64 tensors, `pillow` for
-8-bit images, which Pillow rounds after each axis. Values are 0 to 255, row by row, the colours of a pixel next to each other.
-`files` says what Pillow decodes from the files beside it.
+Images are generated from a formula, so the file contains only results: `exact` is torchvision's result for float64 tensors,
+`pillow` its result for 8-bit images, which Pillow rounds after each axis. Values are 0 to 255, row by row, with the colours of a
+pixel next to each other. `files` lists what Pillow decodes from the image files in images/.
 """
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ CROPS = [
     ((61, 47), (0, 0, 61, 9), 14, True),
     ((9, 30), (8, 3, 1, 20), 6, False),
 ]
-# Width and height, side: resized to side * 256 / 224, the middle cut out.
+# Width and height, side: resized to side * 256 / 224, then the centre is cut out.
 MIDDLES = [((50, 40), 14), ((33, 57), 21), ((10, 13), 14), ((32, 32), 18), ((90, 7), 7)]
 
 
@@ -66,7 +66,7 @@ def save(name, image, **options):
 
 
 def photographs():
-    """Larger JPEG files, of which only is asked whether they are whole: one that ends in plain rows, one with restarts."""
+    """Writes larger JPEG files, used only to test the check for truncation; some end in plain rows, some have restarts."""
     noise = image(64, 96)
     plain_below = torch.where(torch.arange(96)[:, None, None] < 40, noise, torch.full_like(noise, 255))
     folder = TARGET.parent / "images/whole"
@@ -82,7 +82,7 @@ def photographs():
 
 
 def files():
-    """Every form that the decoders have a branch for. Smooth, because JPEG decoders differ where colours jump."""
+    """Writes a file for every branch of the decoders. Colours are smooth, because JPEG decoders differ at sharp edges."""
     y, x, c = torch.meshgrid(torch.arange(14), torch.arange(19), torch.arange(3), indexing="ij")
     smooth = Image.fromarray(torch.where(c == 0, 13 * x, torch.where(c == 1, 17 * y, 120 + 0 * x)).to(torch.uint8).numpy())
     noise = Image.fromarray(image(19, 14).to(torch.uint8).numpy())

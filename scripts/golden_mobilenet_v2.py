@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Writes what PyTorch computes for a small MobileNetV2, for our layers to be held against.
+"""Writes PyTorch's reference results for a small MobileNetV2, to test our layers against.
 
 usage: scripts/golden_mobilenet_v2.py      needs: torch==2.11.0 torchvision==0.26.0
 writes: crates/distgpipe/tests/golden/mobilenet_v2.safetensors and mobilenet_v2.json
 
-The truth is computed in float64 and stored rounded to float32. The JSON says, per group of tensors, how far PyTorch's own
-float32 runs (contiguous and channels-last) are from that truth at most: a test's tolerance is a stated multiple of
-PyTorch's rounding, not a guess.
+The truth is computed in float64 and stored rounded to float32. For each group of tensors, the JSON file gives the largest
+deviation of PyTorch's own float32 runs (contiguous and channels-last) from that truth. A test's tolerance is a stated multiple
+of PyTorch's own rounding error, not a guess.
 
-Every weight, scale, shift and running statistic is random (a fresh network has ones and zeros there, which hide
-mistakes), and the input is large enough for ReLU6 to clip at both ends.
+Every weight, scale, shift and running statistic is random (a fresh network has ones and zeros there, which hide mistakes),
+and the input is large enough for ReLU6 to clip at both ends.
 """
 import json
 import struct
@@ -20,17 +20,17 @@ import torch.nn.functional as F
 import torchvision
 
 FOLDER = Path(__file__).resolve().parent.parent / "crates/distgpipe/tests/golden"
-# Picked from 1 to 60 for the most room: another seed may need more tolerance than the deviations in the JSON allow.
+# Chosen from 1 to 60 for the largest margin; another seed may need more tolerance than the deviations in the JSON allow.
 # This seed keeps all 676,608 pre-activations far enough from the kinks of ReLU6 that neither of PyTorch's float32 layouts
-# (contiguous, channels-last) puts one on the other side; a flipped one would change gradients by more than rounding.
+# (contiguous, channels-last) moves one across; that would change gradients by more than rounding.
 SEED, CLASSES, WIDTH = 4, 10, 0.25
-# A gradient below this is zero in exact arithmetic: the shift of a batch norm whose only reader is another batch norm.
+# A gradient below this is zero in exact arithmetic: the shift of a batch norm that feeds only into another batch norm.
 ZERO = 1e-9
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}
 
 
 def network():
-    """The network in float32, which float64 holds exactly."""
+    """The network in float32; its values are exact in float64."""
     generator = torch.Generator().manual_seed(SEED)
 
     def uniform(like, low, high):
@@ -57,7 +57,8 @@ def network():
 
 
 def compute(state, x, labels, dtype, memory_format=torch.contiguous_format):
-    """Group → name → tensor, all computed in `dtype` and that layout; and the share of activations that ReLU6 clips, low and high."""
+    """Maps group → name → tensor, all computed in `dtype` and this layout. Also returns the share of activations that ReLU6
+    clips at each end."""
     model = torchvision.models.mobilenet_v2(num_classes=CLASSES, width_mult=WIDTH, dropout=0.0)
     model.load_state_dict(state)
     model.to(dtype=dtype, memory_format=memory_format)
@@ -92,9 +93,9 @@ def compute(state, x, labels, dtype, memory_format=torch.contiguous_format):
 
 
 def deviation(truth, others):
-    """How far any of `others` is from `truth` (all name → tensor): the largest difference, and the largest that any tensor
-    shows relative to its own largest value, which is the measure for tensors of very different sizes. Tensors that are
-    zero but for rounding have no such ratio and count in the first only."""
+    """How far `others` are from `truth` (all name → tensor): the largest absolute difference, and the largest difference of
+    any tensor relative to its own largest value, which suits tensors of very different magnitudes. Tensors that are zero
+    except for rounding have no such ratio and count only towards the first."""
     absolute = relative = 0.0
     for name, tensor in truth.items():
         for other in others:
@@ -109,7 +110,7 @@ def deviation(truth, others):
 
 
 def write_safetensors(path, tensors):
-    """The format by hand: header length (u64), JSON header, then the tensors' bytes, little-endian."""
+    """Writes the format by hand: header length (u64), JSON header, then the tensors' bytes, little-endian."""
     header, body = {}, bytearray()
     for name, tensor in tensors.items():
         data = tensor.contiguous().numpy().tobytes()

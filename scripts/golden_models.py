@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Writes what PyTorch computes for small ResNets, a VGG-13, an AmoebaNet-D, a U-Net and a RoBERTa, for our models to be held against.
+"""Writes PyTorch's reference results for small ResNets, a VGG-13, an AmoebaNet-D, a U-Net and a RoBERTa.
 
 usage: scripts/golden_models.py [NAME…]      needs: torch==2.11.0 torchvision==0.26.0
 writes: crates/distgpipe/tests/golden/NAME.json
 
-ResNet and VGG are torchvision's blocks, narrower. AmoebaNet-D, U-Net and RoBERTa are written down here in plain torch.nn,
-from the papers' tables and from Hugging Face's definition, whose `RobertaForSequenceClassification` gave the same outputs and
-gradients to float64's rounding when it was tried (transformers 5.22, with this script's weights).
+ResNet and VGG use torchvision's blocks, with fewer channels. AmoebaNet-D, U-Net and RoBERTa are written here in plain torch.nn,
+from the papers' tables and from Hugging Face's definition. `RobertaForSequenceClassification` gave the same outputs and
+gradients up to float64 rounding (tried with transformers 5.22 and this script's weights).
 
-The files hold no weights: both sides make them by one formula (`values`), exact in float32. The truth is computed in
-float64. Of each gradient the file keeps its norm, its product with a pseudo-random tensor and a few of its values, and how
-far PyTorch's own float32 runs (contiguous and channels-last; attention written out and fused) are from that truth at most:
-a test's tolerance for a tensor is a stated multiple of PyTorch's rounding of that tensor, not a guess.
+The files contain no weights: both sides generate them with one formula (`values`), which is exact in float32. The truth is
+computed in float64. For each gradient the file stores its norm, its product with a pseudo-random tensor, a few of its values,
+and the largest deviation of PyTorch's own float32 runs from the truth (contiguous and channels-last, unfused and fused
+attention). A test's tolerance for a tensor is a stated multiple of PyTorch's own rounding error, not a guess.
 
-Every weight, scale, shift and running statistic is random: a fresh network has ones and zeros there, which hide mistakes.
+Every weight, scale, shift and running statistic is random. A fresh network has ones and zeros there, which hide mistakes.
 """
 import json
 import sys
@@ -27,10 +27,10 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 FOLDER = Path(__file__).resolve().parent.parent / "crates/distgpipe/tests/golden"
-# A gradient below this is zero in exact arithmetic: a shift that the next norm, or the softmax, takes out again.
+# A gradient below this is zero in exact arithmetic: a shift that the next norm, or the softmax, cancels.
 ZERO = 1e-9
-# So many times its tensor's float32 error must every input of a ReLU be away from 0. On the other side it would change
-# gradients by more than rounding.
+# Every ReLU input must be at least this many times its tensor's float32 error away from 0. If an input changed sign,
+# gradients would change by more than rounding.
 MARGIN = 4.0
 SEEDS = range(1, 400)
 KEPT_VALUES = 6
@@ -55,14 +55,14 @@ def values(seed, name, shape):
 
 
 def weight(seed, name, shape):
-    """A tensor of the network, from its name and shape."""
+    """Generates a tensor of the network from its name and shape."""
     if name.endswith("num_batches_tracked"):
         return torch.tensor(7)
     unit = values(seed, name, shape)
     if len(shape) >= 2:
         return unit * torch.tensor((6.0 / numpy.prod(shape[1:])) ** 0.5, dtype=torch.float32)
-    # Small scales and positive shifts, so that fewer inputs of a ReLU are near 0: with half of them negative, rounding
-    # grows from norm to norm in a deep network.
+    # Small scales and positive shifts keep most ReLU inputs away from 0. If half of them were negative, rounding errors
+    # would grow from norm to norm in a deep network.
     offset, scale = {"weight": (0.625, 0.25), "bias": (0.75, 0.25), "running_mean": (0.0, 0.25), "running_var": (1.0, 0.5)}[name.split(".")[-1]]
     return unit * scale + offset
 
@@ -102,7 +102,7 @@ class ReluConvNorm(nn.Module):
 
 
 class FactorizedReduction(nn.Module):
-    """Half of the channels from x, half from x shifted by a pixel, each at every other place."""
+    """Takes half of the channels from x and half from x shifted by one pixel, both with stride 2."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -121,7 +121,7 @@ def amoebanet_operation(name, c, stride):
     few = c // 4
     return {
         "none": lambda: nn.Identity() if stride == 1 else FactorizedReduction(c, c),
-        # "max pool 3×3" too: in the reference implementation it is this.
+        # Also used for "max pool 3×3": the reference implementation uses this operation for it.
         "average": lambda: nn.AvgPool2d(3, stride, 1, count_include_pad=False),
         "max": lambda: nn.MaxPool2d(2, stride),
         "1x1": lambda: nn.Sequential(ReluConvNorm(c, c, 1, stride)),
@@ -184,7 +184,7 @@ class AmoebaNetD(nn.Module):
         pair = (x, x)
         for name in self.cells:
             pair = getattr(self, name)(pair)
-        # The 7×7 average pool of 224×224 images.
+        # For 224×224 images this is the 7×7 average pool.
         return self.classify.fc(pair[0].mean((2, 3)))
 
 
@@ -224,7 +224,7 @@ class UNet(nn.Module):
 
 
 class RobertaLayer(nn.Module):
-    """Attention and feed-forward part, under Hugging Face's names."""
+    """Attention and feed-forward block, with Hugging Face's names."""
 
     def __init__(self, s):
         super().__init__()
@@ -282,8 +282,8 @@ def images(rows, image):
 
 
 def sentences(rows, tokens, vocabulary, padding):
-    """Every other row is shorter: padded, and hidden from attention. A token of the first row is hidden all the same, and a
-    padding of the second is seen, because ids and mask say different things."""
+    """Every other row is shorter: padded, and masked from attention. In addition, one token of the first row is masked and
+    one padding token of the second is not, because ids and mask are independent."""
 
     def make(seed):
         ids = (values(seed, "x", (rows, tokens)) * 1e6).long() % vocabulary
@@ -300,7 +300,7 @@ ROBERTA = dict(layers=2, hidden=24, heads=3, feed_forward=40, vocabulary=30, tok
 
 UNET = dict(convolutions=2, channels=4, depth=2, image=22, dropout=0.0)
 
-# File → our model's name, its settings, PyTorch's, the inputs.
+# File → our model's name, its settings, PyTorch's model, the inputs.
 CASES = {
     "resnet18": ("resnet", dict(depth=18, classes=10, image=48, width=8), lambda: resnet(18, 8, 10), images(6, 48)),
     "resnet50": ("resnet", dict(depth=50, classes=10, image=48, width=4), lambda: resnet(50, 4, 10), images(6, 48)),
@@ -315,8 +315,8 @@ CASES = {
 
 
 def compute(make, seed, inputs, labels, dtype, other_way=False):
-    """Group → name → tensor, all computed in `dtype`; and the inputs of every ReLU. The other way is channels-last for
-    images, fused attention for text."""
+    """Maps group → name → tensor, all computed in `dtype`; also returns the inputs of every ReLU. `other_way` selects
+    channels-last for images and fused attention for text."""
     model = make()
     model.load_state_dict({name: weight(seed, name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()})
     model.to(dtype=dtype)
@@ -350,7 +350,7 @@ def compute(make, seed, inputs, labels, dtype, other_way=False):
 
 
 def digest(name, tensor):
-    """What the file keeps of a tensor."""
+    """What the file stores for a tensor."""
     flat = tensor.contiguous().flatten()
     places = [(i * 2654435761 + 12345) % flat.numel() for i in range(min(KEPT_VALUES, flat.numel()))]
     probe = (flat * values(0, f"probe/{name}", flat.shape).double()).sum()
@@ -358,7 +358,8 @@ def digest(name, tensor):
 
 
 def deviation(name, tensor, singles):
-    """How far float32 runs are from the truth in any measure of a tensor, relative to its size if it has one."""
+    """The largest deviation of the float32 runs from the truth, in any measure of a tensor, relative to its magnitude unless
+    that is zero."""
     exact, gaps = digest(name, tensor), [0.0]
     largest, norm = (exact["largest"], exact["norm"]) if exact["largest"] > ZERO else (1.0, 1.0)
     for single in singles:
@@ -369,18 +370,18 @@ def deviation(name, tensor, singles):
 
 
 def digests(truth, singles):
-    """Of each tensor what the file keeps, PyTorch's float32 deviation included."""
+    """What the file stores for each tensor, including PyTorch's float32 deviation."""
     return {name: rounded({**digest(name, tensor), "deviation": deviation(name, tensor, singles)}) for name, tensor in truth.items()}
 
 
 def room(truth, single):
-    """How many times the float32 error of its tensor (root mean square) the nearest input of any ReLU is away from 0."""
+    """The distance from 0 of the ReLU input closest to it, in multiples of its tensor's float32 error (root mean square)."""
     rooms = (exact.abs().min() / (exact - other).square().mean().sqrt().clamp_min(1e-30) for exact, other in zip(truth, single))
     return min((float(room) for room in rooms), default=float("inf"))
 
 
 def rounded(value):
-    """Nine digits, which is more than float32 has."""
+    """Rounds to nine digits, more than float32 has."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -389,7 +390,7 @@ def rounded(value):
 
 
 def write(path, description):
-    """JSON with a line per tensor."""
+    """Writes JSON with one line per tensor."""
     lines = []
     for key, value in description.items():
         if isinstance(value, dict) and value and all(isinstance(inner, dict) for inner in value.values()):
@@ -400,21 +401,25 @@ def write(path, description):
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def batch(inputs_of, settings, seed):
+    """Inputs, and classes or values to learn."""
+    inputs = inputs_of(seed)
+    if "classes" in settings:
+        return inputs, (torch.arange(inputs[0].shape[0]) * 7 + seed) % settings["classes"]
+    return inputs, values(seed, "target", (inputs[0].shape[0], 1, *inputs[0].shape[2:]))
+
+
 def golden(file):
     model, settings, make, inputs_of = CASES[file]
     for seed in SEEDS:
-        inputs = inputs_of(seed)
-        if "classes" in settings:
-            labels = (torch.arange(inputs[0].shape[0]) * 7 + seed) % settings["classes"]
-        else:
-            labels = values(seed, "target", (inputs[0].shape[0], 1, *inputs[0].shape[2:]))
+        inputs, labels = batch(inputs_of, settings, seed)
         truth, rectified = compute(make, seed, inputs, labels, torch.float64)
         singles = [compute(make, seed, inputs, labels, torch.float32, other_way) for other_way in (False, True)]
         nearest = min(room(rectified, single) for _, single in singles)
         if nearest >= MARGIN:
             break
     else:
-        sys.exit(f"{file}: no seed keeps the ReLUs' inputs {MARGIN} errors away from 0")
+        sys.exit(f"{file}: no seed keeps all ReLU inputs {MARGIN} errors away from 0")
     below, every = (sum(int(count) for count in counts) for counts in ([(x < 0).sum() for x in rectified], [x.numel() for x in rectified]))
     share = rounded(below / every) if rectified else None
     runs = {group: digests(tensors, [single[group] for single, _ in singles]) for group, tensors in truth.items()}

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes ten steps of PyTorch's optimizers on a vector of five, for our optimizers to be held against.
+"""Writes ten steps of PyTorch's optimizers on a vector of five values, to test our optimizers against.
 
 usage: scripts/golden_optimizers.py      needs: torch==2.11.0
 writes: crates/distgpipe/tests/golden/optimizers.json
 
-The start and the gradients are numbers that float32 holds exactly. The parameters after each step are computed in float64,
-so they are the formula's and not one implementation's rounding; `float32_deviation` is how far PyTorch's own float32 run is
-from them at most, relative to the largest parameter.
+The start values and gradients are exact in float32. The parameters after each step are computed in float64, so they follow the
+formula and not one implementation's rounding. `float32_deviation` is the largest deviation of PyTorch's own float32 run,
+relative to the largest parameter.
 """
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 TARGET = Path(__file__).resolve().parent.parent / "crates/distgpipe/tests/golden/optimizers.json"
 STEPS = 10
 START = [0.5, -1.25, 2.0, 0.0, -0.0078125]
-# Eighths, with a zero and a large one among them; the last parameter's gradient is tiny, where Adam's epsilon shows.
+# Eighths, including a zero and a large value. The last parameter's gradient is tiny, so that Adam's epsilon matters.
 GRADIENTS = [[((7 * step + 3) % 11 - 5) / 8, ((5 * step + 1) % 9 - 4) / 8, (-1) ** step * 4.0, 0.0 if step < 5 else 0.25, 2.0**-30 * (step + 1)]
              for step in range(STEPS)]
 CASES = [

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes small files of torch.save, and what is in them, for our reader of them to be held against.
+"""Writes small torch.save files and their expected contents, to test our reader against.
 
 usage: scripts/golden_pth.py      needs: torch==2.11.0
 writes: crates/distgpipe/tests/golden/pth/*.pth, crates/distgpipe/tests/golden/pth/expected.json
 
-Every file that can be read is loaded again here by torch.load(weights_only=True), so the expected values are PyTorch's. The
-others are what must be refused: the pickle in evil.pth would run a program, but nothing here loads it.
+Every readable file is loaded again here with torch.load(weights_only=True), so the expected values are PyTorch's. The others
+must be rejected. The pickle in evil.pth would run a program, but nothing here loads it.
 """
 import collections
 import json

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the learning rates of PyTorch's LambdaLR under Hugging Face's schedules, for ours to be held against.
+"""Writes the learning rates of PyTorch's LambdaLR with Hugging Face's schedules, as reference results.
 
 usage: scripts/golden_rates.py      needs: torch==2.11.0
 writes: crates/distgpipe/tests/golden/rates.json
 
-The lambdas are the definitions of `get_{constant,linear,cosine,polynomial_decay}_schedule_with_warmup` in transformers'
-optimization.py, written out; the polynomial ends at 0. The optimizer's base rate is 1, so a rate is a factor.
+The lambdas repeat the definitions of `get_{constant,linear,cosine,polynomial_decay}_schedule_with_warmup` in transformers'
+optimization.py; the polynomial ends at 0. The optimizer's base rate is 1, so each rate is a factor.
 """
 import json
 import math

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes what Hugging Face's tokenizers make of a few sentences, for our use of them to be held against.
+"""Writes what Hugging Face's tokenizers produce for a few sentences, to test our use of them against.
 
 usage: scripts/golden_tokens.py      needs: tokenizers==0.23.3
 writes: crates/distgpipe/tests/golden/tokens.json, crates/distgpipe/tests/golden/tokenizer/
 
-The tokenizer is RoBERTa's kind (byte-level pairs, <s> a </s></s> b </s>) with a vocabulary of 400, trained on the sentences
-here, so that a clone can test without RoBERTa's own files. With a folder as argument (vocab.json, merges.txt), prints that
-tokenizer's answers instead.
+The tokenizer is of RoBERTa's kind (byte-level BPE, <s> a </s></s> b </s>) with a vocabulary of 400, trained on these sentences,
+so that a clone can run the tests without RoBERTa's own files. With a folder as argument (vocab.json, merges.txt), this script
+prints that tokenizer's results instead.
 """
 import json
 import sys

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Makes `.libtorch` in this checkout a link to a libtorch 2.11.0, fetching one only when there is none.
+"""Makes `.libtorch` in this checkout a link to libtorch 2.11.0, downloading it only if there is none.
 
-In this order, the first that fits:
-  1. $LIBTORCH, when it is set: a directory with lib/ and include/. A wrong one is an error, never passed over.
-  2. what `.libtorch` already points to (remove the link to choose anew).
-  3. the torch 2.11.0 of the python3 that runs this script. That is also the way to a CUDA libtorch:
-     `pip install torch==2.11.0` in a virtual environment, activate it, `make setup`.
-  4. the per-user cache, ${XDG_CACHE_HOME:-~/.cache}/distgpipe/libtorch-2.11.0-<machine>.
-  5. the torch wheel from the index that pip is set up for (530 MB), of which the CPU half goes into that cache (about 500 MB).
+It uses the first of these that works:
+  1. $LIBTORCH, if it is set: a directory with lib/ and include/. An unusable one is an error and is never skipped.
+  2. The directory that `.libtorch` already points to. (Remove the link to choose again.)
+  3. The torch 2.11.0 package of the python3 that runs this script. To build against a CUDA libtorch, run
+     `pip install torch==2.11.0` in a virtual environment, activate it, and run `make setup`.
+  4. The per-user cache, ${XDG_CACHE_HOME:-~/.cache}/distgpipe/libtorch-2.11.0-<machine>.
+  5. The torch wheel from pip's package index (530 MB). Its CPU half goes into that cache (about 500 MB).
 
-The download is made here, not by pip, because pip starts over when it is interrupted and this goes on from where it
-stopped. pip only says where the wheel is. Every wheel is pinned by its SHA-256.
+This script downloads the wheel itself, because pip starts over after an interruption and this script resumes. pip only
+says where the wheel is. Every wheel is pinned by its SHA-256.
 
-Needs Python 3.8 or later; pip only for the fifth way. Nothing of Python is needed when distgpipe runs.
+Needs Python 3.8 or later, and pip only for step 5. distgpipe itself needs no Python.
 """
 import contextlib
 import errno
@@ -41,9 +41,9 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 LINK = CHECKOUT / ".libtorch"
 
 # Per machine: (requirement, platform tag, wheel, SHA-256, folder inside the wheel, libraries to take from it).
-# These are the libraries that libtorch_cpu.so needs, itself included. It looks for its siblings beside itself (its RPATH
-# ends in $ORIGIN). It wants the CUDA runtime and CUPTI even where there is no GPU; both load without a driver.
-# The aarch64 list was read from the wheel's ELF headers and has not been run on such a machine.
+# The list has libtorch_cpu.so and the libraries that it needs. It looks for them in its own folder (its RPATH ends in
+# $ORIGIN). It needs the CUDA runtime and CUPTI even without a GPU; both load without a driver.
+# The aarch64 list was read from the wheel's ELF headers and has not been tried on such a machine.
 WHEELS = {
     "x86_64": [
         ("torch==2.11.0", "manylinux_2_28_x86_64", "torch-2.11.0-cp311-cp311-manylinux_2_28_x86_64.whl",
@@ -71,12 +71,13 @@ WHEELS = {
     ],
 }
 
-# torch-sys links -ltorch_cpu -ltorch -lc10 -lgomp. The wheel's own libtorch.so is an empty library that drags in
-# libtorch_cuda.so, so a CPU directory needs another one. A linker script (GNU ld, gold, lld and mold read it) rather than
-# an empty library: it needs no compiler, is the same on every machine, and leaves nothing to load at run time.
+# torch-sys links -ltorch_cpu -ltorch -lc10 -lgomp. The wheel's own libtorch.so is an empty library that pulls in
+# libtorch_cuda.so, so a CPU directory needs a different one. We use a linker script (GNU ld, gold, lld and mold read it)
+# rather than an empty library, because it needs no compiler, is the same on every machine, and adds nothing to load at run
+# time.
 LIBTORCH_SO = "/* libtorch without CUDA: everything is in libtorch_cpu. */\nINPUT(-ltorch_cpu)\n"
 
-# Wheel on disk plus what is taken out of it, with some room.
+# The wheel, what is extracted from it, and some margin.
 DISK_BYTES_NEEDED = 1_150_000_000
 ATTEMPTS_WITHOUT_PROGRESS_MAX = 5
 TIMEOUT_S = 60
@@ -84,11 +85,11 @@ STAMP = ".complete"
 
 
 class Trouble(Exception):
-    """Something the user can act on: its text is the one sentence shown."""
+    """A problem that the user can act on. Its text is the message shown."""
 
 
 class Refused(Exception):
-    """The server or its certificate refused us; pip, which has its own settings, may fare better."""
+    """The server rejected the request, or its certificate is not trusted. pip has its own settings and may still succeed."""
 
 
 def say(text):
@@ -99,7 +100,7 @@ def say(text):
 
 
 def version_of(root):
-    """The version a directory claims, or None: libtorch's own archives carry build-version, all carry the headers."""
+    """The version of libtorch in a directory, or None. libtorch's archives contain build-version; all contain the headers."""
     with contextlib.suppress(OSError):
         return (root / "build-version").read_text().strip().split("+")[0]
     for header in ("include/torch/headeronly/version.h", "include/torch/csrc/api/include/torch/version.h"):
@@ -112,7 +113,7 @@ def version_of(root):
 
 
 def fault_of(root):
-    """Why `root` cannot be used, or None when it can."""
+    """Why `root` cannot be used, or None if it can."""
     if not root.is_dir():
         return "is not a directory"
     for name in ("lib/libtorch_cpu.so", "lib/libtorch.so", "lib/libc10.so", "include/torch/csrc/api/include/torch/torch.h"):
@@ -120,22 +121,22 @@ def fault_of(root):
             return f"has no {name}"
     version = version_of(root)
     if version != VERSION:
-        return f"holds libtorch {version or 'of an unknown version'}, not {VERSION}"
+        return f"contains libtorch {version or 'of an unknown version'}, not {VERSION}"
     return None
 
 
 def loading_fault_of(root):
-    """What the dynamic loader has against libtorch_cpu.so (a missing library, an old libc), or None. In another
-    process, because half a gigabyte of static initializers may also crash."""
+    """Why the dynamic loader cannot load libtorch_cpu.so (a missing library, an old libc), or None if it can. Runs in
+    another process, because half a gigabyte of static initializers may also crash."""
     probe = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", probe, str(root / "lib/libtorch_cpu.so")],
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, universal_newlines=True)
     if done.returncode == 0:
         return None
-    return (done.stderr.strip().splitlines() or [f"the loader ended with status {done.returncode}"])[-1]
+    return (done.stderr.strip().splitlines() or [f"the loader exited with status {done.returncode}"])[-1]
 
 
-# --- The five ways -------------------------------------------------------------------------------------------------------
+# --- The five sources -------------------------------------------------------------------------------------------------------
 
 
 def from_environment():
@@ -145,10 +146,10 @@ def from_environment():
     root = Path(value).expanduser()
     # torch-sys resolves a relative LIBTORCH in its own source folder, where it means nothing.
     if not root.is_absolute():
-        raise Trouble(f"LIBTORCH is {value!r}: give it as an absolute path.")
+        raise Trouble(f"LIBTORCH is {value!r}, which is a relative path: set it to an absolute one.")
     fault = fault_of(root) or loading_fault_of(root)
     if fault:
-        raise Trouble(f"LIBTORCH is {value}, which cannot be used: it {fault}. Set it to a libtorch {VERSION} or unset it.")
+        raise Trouble(f"LIBTORCH is {value}, which cannot be used: it {fault}. Set it to the directory of a libtorch {VERSION}, or unset it.")
     return root
 
 
@@ -167,13 +168,13 @@ def from_python():
         fault = fault_of(root) or loading_fault_of(root)
         if fault is None:
             return root
-        say(f"the installed torch at {root} is passed over: {fault}")
+        say(f"not using the installed torch at {root}: {fault}")
     return None
 
 
 def cache_folder():
     base = os.environ.get("XDG_CACHE_HOME")
-    # The specification says that a relative path is to be ignored.
+    # The XDG specification says to ignore a relative path.
     if not base or not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
     return Path(base) / "distgpipe"
@@ -182,7 +183,7 @@ def cache_folder():
 def from_cache_or_index():
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine())
     if sys.platform != "linux" or machine not in WHEELS:
-        raise Trouble(f"there is no ready libtorch {VERSION} for {sys.platform} on {machine}: install one and set LIBTORCH to its directory.")
+        raise Trouble(f"there is no prebuilt libtorch {VERSION} for {sys.platform} on {machine}: install one and set LIBTORCH to its directory.")
     cache = cache_folder()
     target = cache / f"libtorch-{VERSION}-{machine}"
     if is_complete(target, machine):
@@ -190,16 +191,16 @@ def from_cache_or_index():
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise Trouble(f"the cache folder {cache} cannot be made ({e.strerror}): set XDG_CACHE_HOME to a folder you can write to.")
+        raise Trouble(f"cannot create the cache folder {cache} ({e.strerror}): set XDG_CACHE_HOME to a folder you can write to.")
     with locked(cache / "lock"):
-        # Another checkout may have finished it while we waited.
+        # Another checkout may have completed it while we waited for the lock.
         if not is_complete(target, machine):
             build(target, machine)
     return target
 
 
 def recipe(machine):
-    """What a cached directory was made by; a change to any of it makes the directory stale."""
+    """A hash of everything that determines the content of a cached directory. If it changes, the directory is stale."""
     return hashlib.sha256(repr((WHEELS[machine], LIBTORCH_SO)).encode()).hexdigest()
 
 
@@ -211,8 +212,8 @@ def is_complete(target, machine):
 
 @contextlib.contextmanager
 def locked(path):
-    """One setup at a time per cache. Where the file system has no locks, two at once only waste a download: the
-    directory appears by a rename and every wheel is checked."""
+    """Allows one setup at a time per cache. On a file system without locks, two at once only waste a download, because
+    the directory is renamed into place and every wheel is checked."""
     import fcntl
 
     with open(path, "w") as lock:
@@ -220,7 +221,7 @@ def locked(path):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             if e.errno in (errno.EAGAIN, errno.EACCES):
-                say("another setup is at work in the same cache; waiting for it")
+                say("another setup is using the same cache; waiting for it to finish")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -234,9 +235,9 @@ def build(target, machine):
     already = sum(path.stat().st_size for path in downloads.iterdir() if path.is_file())
     free = shutil.disk_usage(str(downloads)).free
     if free + already < DISK_BYTES_NEEDED:
-        raise Trouble(f"{target.parent} has {free // 10**6} MB free and about {(DISK_BYTES_NEEDED - already) // 10**6} MB are needed:"
-                      " free some or set XDG_CACHE_HOME to a roomier place.")
-    say(f"fetching the torch {VERSION} wheel and two small ones once, 545 MB in all; an interrupted fetch goes on where it stopped")
+        raise Trouble(f"{target.parent} has {free // 10**6} MB free, and about {(DISK_BYTES_NEEDED - already) // 10**6} MB are needed:"
+                      " free some space, or set XDG_CACHE_HOME to a folder on a larger disk.")
+    say(f"downloading the torch {VERSION} wheel and two small ones, 545 MB in total; this happens once and resumes if interrupted")
     wheels = [fetch_wheel(downloads, *wheel[:4]) for wheel in WHEELS[machine]]
 
     for leftover in target.parent.glob(".making-*"):
@@ -249,15 +250,15 @@ def build(target, machine):
         for path, (_, _, _, _, folder, libraries) in zip(wheels, WHEELS[machine]):
             unpack(path, folder, libraries, making)
         (making / "lib/libtorch.so").write_text(LIBTORCH_SO)
-        # For -lgomp where the compiler brings no libgomp of its own (clang).
+        # For -lgomp with compilers that have no libgomp of their own (clang).
         (making / "lib/libgomp.so").symlink_to("libgomp.so.1")
         (making / "build-version").write_text(VERSION + "\n")
         fault = fault_of(making)
         if fault:
-            raise Trouble(f"the unpacked wheels {fault}: report this as a bug, with the name of this machine's system.")
+            raise Trouble(f"the directory made from the wheels {fault}: please report this as a bug, and name your operating system.")
         fault = loading_fault_of(making)
         if fault:
-            raise Trouble(f"libtorch was unpacked but does not load on this machine ({fault}): install a libtorch {VERSION} built for it and set LIBTORCH.")
+            raise Trouble(f"libtorch was unpacked but does not load on this machine ({fault}): install a libtorch {VERSION} built for it, and set LIBTORCH to its directory.")
         (making / STAMP).write_text(recipe(machine))
         if target.exists():
             shutil.rmtree(str(target))
@@ -282,11 +283,11 @@ def copy_member(archive, name, destination):
         shutil.copyfileobj(source, out, 1 << 20)
 
 
-# --- Fetching one wheel --------------------------------------------------------------------------------------------------
+# --- Downloading one wheel --------------------------------------------------------------------------------------------------
 
 
 def fetch_wheel(downloads, requirement, tag, name, sha256):
-    """The wheel's path below `downloads`, fetched, resumed or found there, and checked."""
+    """The path of the wheel in `downloads`, after downloading it (or resuming, or finding it there) and checking its hash."""
     path, part = downloads / name, downloads / (name + ".part")
     if path.exists() and sha256_of(path) == sha256:
         return path
@@ -298,16 +299,16 @@ def fetch_wheel(downloads, requirement, tag, name, sha256):
         try:
             fetch(url, part, name)
         except Refused as e:
-            say(f"{e}; leaving the download to pip, which cannot be resumed")
+            say(f"{e}; downloading with pip instead, which cannot resume")
             ask_pip(requirement, tag, name, downloads, download=True)
             part = downloads / name
     got = sha256_of(part)
     if got != sha256:
         part.unlink()
         if resumed:
-            say(f"{name}: the part left by an earlier fetch was damaged; it is deleted and fetched anew")
+            say(f"{name}: the partial download from an earlier attempt was corrupt; deleting it and downloading again")
             return fetch_wheel(downloads, requirement, tag, name, sha256)
-        raise Trouble(f"{name} came with SHA-256 {got} where {sha256} is pinned; it is deleted: check what your package index serves, or try again.")
+        raise Trouble(f"{name} has SHA-256 {got}, but {sha256} was expected. The file has been deleted: check what your package index serves, or try again.")
     if part != path:
         part.rename(path)
     return path
@@ -322,13 +323,13 @@ def sha256_of(path):
 
 
 def ask_pip(requirement, tag, name, downloads, download=False):
-    """The wheel's address at the index pip is set up for. pip has no command for that (`install --dry-run --report`
-    downloads the wheel first, up to pip 23 at least), but `download -vv` lists the links it sees before it fetches one.
-    None when pip had the wheel from elsewhere (a local folder), or was asked to download: it then lies in `downloads`."""
+    """The wheel's URL in pip's package index. pip has no command for that (`install --dry-run --report` downloads the
+    wheel first, up to pip 23 at least), but `download -vv` lists the links it sees before it downloads one. Returns None if
+    pip found the wheel elsewhere (in a local folder) or was asked to download it: it is then in `downloads`."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-vv", "--no-deps", "--no-cache-dir",
                "--only-binary=:all:", "--python-version", "3.11", "--platform", tag, "--dest", str(downloads), requirement]
-    # A session of its own, so that the user's Ctrl-C reaches pip once, through us; and SIGINT as it is by default, because a
-    # background job of a shell script ignores it and hands that on.
+    # A new session, so that Ctrl-C reaches pip only once, through us. The default SIGINT handler, because a background job
+    # of a shell script ignores SIGINT and its children inherit that.
     pip = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True, errors="replace",
                            env=dict(os.environ, PYTHONUNBUFFERED="1", COLUMNS="2000", NO_COLOR="1"), start_new_session=True,
                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -337,25 +338,25 @@ def ask_pip(requirement, tag, name, downloads, download=False):
     try:
         for line in pip.stdout:
             found = address.search(line)
-            # pip hides a password in what it prints; such an address is of no use to us.
+            # pip masks passwords in its output; a masked URL is of no use.
             if found and not download and "****" not in found.group(1):
                 return found.group(1)
             if "No module named pip" in line:
-                raise Trouble(f"{sys.executable} has no pip: install it (Debian, Ubuntu: python3-pip), or set LIBTORCH to a libtorch {VERSION}.")
+                raise Trouble(f"{sys.executable} has no pip: install it (Debian, Ubuntu: python3-pip), or set LIBTORCH to the directory of a libtorch {VERSION}.")
             if "connection broken" in line or "Could not fetch URL" in line:
                 if not unreachable:
                     unreachable = True
-                    say("the package index does not answer; pip goes on trying")
+                    say("the package index does not answer; pip keeps trying")
             if "ERROR: " in line:
                 errors.append(line.split("ERROR: ", 1)[1].strip())
         if pip.wait() != 0:
             if unreachable:
-                raise Trouble(f"the package index cannot be reached: connect to a network (or set the proxy or pip's index-url) and run this again, or set LIBTORCH to a libtorch {VERSION}.")
-            reason = errors[0] if errors else f"it ended with status {pip.returncode}"
-            raise Trouble(f"pip could not get {requirement}: {reason}. Upgrade pip, check its index, or set LIBTORCH to a libtorch {VERSION}.")
+                raise Trouble(f"cannot reach the package index: connect to a network (or set the proxy or pip's index-url) and try again, or set LIBTORCH to the directory of a libtorch {VERSION}.")
+            reason = errors[0] if errors else f"it exited with status {pip.returncode}"
+            raise Trouble(f"pip could not download {requirement}: {reason}. Upgrade pip, check its index, or set LIBTORCH to the directory of a libtorch {VERSION}.")
     finally:
         if pip.poll() is None:
-            # SIGINT, for pip to remove its temporary files.
+            # SIGINT lets pip remove its temporary files.
             pip.send_signal(signal.SIGINT)
             try:
                 pip.communicate(timeout=5)
@@ -364,12 +365,12 @@ def ask_pip(requirement, tag, name, downloads, download=False):
                 pip.wait()
         pip.stdout.close()
     if not (downloads / name).exists():
-        raise Trouble(f"pip has {requirement} only as a wheel other than {name}: check what your package index serves, or set LIBTORCH.")
+        raise Trouble(f"pip downloaded a different wheel for {requirement} than {name}: check what your package index serves, or set LIBTORCH to the directory of a libtorch {VERSION}.")
     return None
 
 
 def opener():
-    """urllib with pip's certificates and proxy where those are set apart from the usual variables."""
+    """A urllib opener that also uses the certificates and the proxy configured for pip."""
     bundle = next((os.environ[name] for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE") if os.environ.get(name)), None)
     context = ssl.create_default_context()
     if bundle and os.path.isdir(bundle):
@@ -384,7 +385,7 @@ def opener():
 
 
 def fetch(url, part, name):
-    """Appends to `part` until it is whole. A lost connection is taken up again from the last byte."""
+    """Downloads to `part` until it is complete. After a lost connection, resumes at the last byte."""
     connection, progress, failures = opener(), Progress(name), 0
     while True:
         have = part.stat().st_size if part.exists() else 0
@@ -393,7 +394,7 @@ def fetch(url, part, name):
                 return
             trouble = "the connection ended early"
         except urllib.error.HTTPError as e:
-            if e.code == 416:  # Nothing after the last byte: whole, or longer than it should be. The SHA-256 tells.
+            if e.code == 416:  # Nothing after the last byte: complete or too long. The SHA-256 check decides.
                 progress.end()
                 return
             if e.code in (401, 403, 404, 407):
@@ -401,7 +402,7 @@ def fetch(url, part, name):
             trouble = f"the server answered {e.code}"
         except OSError as e:
             if e.errno == errno.ENOSPC:
-                raise Trouble(f"the disk of {part.parent} is full: free some space and run this again; it goes on where it stopped.")
+                raise Trouble(f"the disk that holds {part.parent} is full: free some space and try again; the download will resume.")
             reason = getattr(e, "reason", e)
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise Refused("the server's certificate is not trusted here")
@@ -411,14 +412,14 @@ def fetch(url, part, name):
         now = part.stat().st_size if part.exists() else 0
         failures = 1 if now > have else failures + 1
         if failures >= ATTEMPTS_WITHOUT_PROGRESS_MAX:
-            raise Trouble(f"{name} could not be fetched ({trouble}): run this again when the network is back; it goes on where it stopped.")
+            raise Trouble(f"could not download {name} ({trouble}): try again when the network is back; the download will resume.")
         progress.end()
-        say(f"{trouble}; going on after {2 ** failures // 2} s")
+        say(f"{trouble}; retrying in {2 ** failures // 2} s")
         time.sleep(2 ** failures // 2)
 
 
 def fetch_rest(connection, url, part, have, progress):
-    """One request for what is missing. True when the file is whole as far as the server tells."""
+    """Makes one request for what is missing. Returns whether the file is complete, as far as the server says."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "distgpipe-setup"}
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -428,7 +429,7 @@ def fetch_rest(connection, url, part, have, progress):
             have = 0
         length = response.headers.get("Content-Length")
         total = have + int(length) if length else None
-        # Unbuffered: what has arrived is in the file even if this process is killed.
+        # Unbuffered, so that received data is in the file even if this process is killed.
         with open(str(part), "ab" if resumes else "wb", buffering=0) as out:
             for block in iter(lambda: response.read(1 << 18), b""):
                 view = memoryview(block)
@@ -441,7 +442,7 @@ def fetch_rest(connection, url, part, have, progress):
 
 
 class Progress:
-    """One line that is rewritten on a terminal; elsewhere (CI logs) a line per 20%, or one for a small file."""
+    """Shows one updating line on a terminal. Elsewhere (CI logs) prints a line per 20%, or one for a small file."""
 
     def __init__(self, name):
         self.name, self.live = "-".join(name.split("-")[:2]), sys.stdout.isatty()
@@ -476,12 +477,12 @@ class Progress:
 
 
 def link(root):
-    """Points `.libtorch` at `root`, in one step: a build that runs meanwhile sees the old or the new."""
+    """Points `.libtorch` at `root` atomically: a concurrent build sees either the old or the new target."""
     root = root.resolve()
     if LINK.resolve() == root:
         return
     if LINK.exists() and not LINK.is_symlink():
-        raise Trouble(f"{LINK} is not a link and does not hold a usable libtorch {VERSION}: move it away and run this again.")
+        raise Trouble(f"{LINK} is not a link and does not contain a usable libtorch {VERSION}: move it away and try again.")
     fresh = LINK.with_name(f".libtorch.{os.getpid()}")
     os.symlink(str(root), str(fresh))
     os.replace(str(fresh), str(LINK))
@@ -497,12 +498,12 @@ def main():
         sys.exit(f"libtorch: {trouble}")
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        print("libtorch: interrupted; run it again and it goes on where it stopped.", file=sys.stderr)
+        print("libtorch: interrupted; run it again to resume.", file=sys.stderr)
         sys.exit(130)
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise
-        sys.exit(f"libtorch: the disk of {cache_folder()} is full: free about {DISK_BYTES_NEEDED // 10**6} MB or set XDG_CACHE_HOME to a roomier place.")
+        sys.exit(f"libtorch: the disk that holds {cache_folder()} is full: free about {DISK_BYTES_NEEDED // 10**6} MB, or set XDG_CACHE_HOME to a folder on a larger disk.")
     say(f"{VERSION} at {root.resolve()}")
 
 

@@ -6,6 +6,10 @@ use std::path::PathBuf;
 fn main() {
     println!("cargo:rerun-if-changed=src/engine/shim.cpp");
     println!("cargo:rerun-if-changed=build.rs");
+    // Documentation needs neither libtorch nor the shim, and torch-sys does not look for libtorch either.
+    if std::env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
+        return;
+    }
     // torch-sys found libtorch (LIBTORCH, or the link that `make setup` leaves at .libtorch) and says where.
     let lib = std::env::var_os("DEP_TCH_LIBTORCH_LIB")
         .map(PathBuf::from)

@@ -1,11 +1,11 @@
 //! A body from a peer, for every codec: an error or a tensor, never a panic.
 //!
-//! The input is: codec's number, which of its examples (and in the highest bit, whether four dimensions are channels-last),
-//! number type, rank, bytes of room too many, one byte per dimension, body.
+//! The input is: the codec's number, the index of its example (and in the highest bit, whether four dimensions are
+//! channels-last), element type, rank, surplus bytes of the output buffer, one byte per dimension, body.
 #![no_main]
 
 use distgpipe_core::codec::half::{f32_from_bf16, f32_from_f16};
-use distgpipe_core::codec::{parse, CodecId, Context, TensorView, ALL};
+use distgpipe_core::codec::{parse, CodecContext, CodecId, TensorView, ALL};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use libfuzzer_sys::fuzz_target;
 
@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((dims, body)) = rest.split_at_checked(usize::from(rank)) else {
         return;
     };
-    // Small ones are the rule; the upper half stands for sizes that overflow when multiplied.
+    // Most dimensions are small; the upper half stands for sizes whose product overflows.
     let dims: Vec<usize> = dims.iter().map(|&dim| if dim < 128 { dim.into() } else { 1 << (dim % 64) }).collect();
     let member = ALL.iter().find(|member| member.id == id).expect("every number is a member's");
     let text = member.examples[usize::from(example & 0x7f) % member.examples.len()];
@@ -27,16 +27,16 @@ fuzz_target!(|data: &[u8]| {
     let (mut encoder, mut decoder) = (parse(text).expect("the examples are valid"), parse(text).expect("as above"));
 
     let meta = Shape::new(&dims).map(|shape| TensorMeta { dtype, layout, shape, codec: id });
-    // What the header's limits would have refused by now.
+    // The header's limits would have rejected these.
     let mut room_for = meta
         .ok()
         .filter(|meta| meta.decoded_bytes() <= 1 << 20)
         .map(|meta| (meta, vec![0; meta.decoded_bytes() as usize]));
 
-    // The body as a tensor, twice, since a codec may remember it: taken or refused, and what is taken has the size that was
-    // foretold, and is understood.
+    // Encodes the body as a tensor, twice, because a codec may have state. It may be refused; otherwise its encoding
+    // has the predicted size and can be decoded.
     let samples: Vec<u64> = (0..dims.first().map_or(0, |&rows| rows.min(128)) as u64).collect();
-    let context = Context { samples: &samples, ..Context::default() };
+    let context = CodecContext { samples: &samples, ..CodecContext::default() };
     let view = TensorView { dtype, dims: &dims, layout, bytes: body };
     let fits = |length: usize, size: usize, varies: bool| length == size || varies && length < size;
     for _ in 0..2 {
@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| {
         }
         let size = encoder.encoded_bytes(dtype, &dims);
         assert!(fits(encoded.len() - 6, size, encoder.size_varies()), "{text}");
-        // Bytes that are no truth values are for the receiver of a `raw` body to find; the sender's memory has none.
+        // The receiver of a `raw` body rejects bytes that are not 0 or 1; a sender's `Bool` tensor never has them.
         if let Some((meta, out)) = room_for.as_mut().filter(|_| dtype != DType::Bool) {
             assert_eq!(decoder.decode(meta, &encoded[6..], out), Ok(()), "{text} takes what it made");
         }

@@ -1,9 +1,7 @@
-//! Bytes from a peer: a header and its body, then the messages a body may be.
+//! Bytes from a peer: a header and its body, then the messages that a body may contain.
 #![no_main]
 
-use distgpipe_core::wire::{
-    AbortNotice, BodyHasher, Header, Hello, Limits, Refuse, Welcome, HEADER_BYTES,
-};
+use distgpipe_core::wire::{AbortNotice, BodyHasher, Header, Hello, Limits, Refuse, Welcome, HEADER_BYTES};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {

@@ -1,4 +1,4 @@
-//! A plan from a file or a peer: reading it, checking it, writing it again.
+//! A plan from a file or a peer: parse, check, print, parse again.
 #![no_main]
 
 use distgpipe_core::schedule::{check, Plan};
@@ -8,15 +8,11 @@ fuzz_target!(|text: &str| {
     match text.parse::<Plan>() {
         Ok(plan) => {
             if let Err(error) = check(&plan) {
-                // The message draws the bad step, which is code of its own.
+                // The message contains an excerpt of the plan, which is code of its own.
                 let _ = error.to_string();
             }
             let again = plan.to_string().parse::<Plan>();
-            assert_eq!(
-                again.as_ref(),
-                Ok(&plan),
-                "what is printed parses to the same plan"
-            );
+            assert_eq!(again.as_ref(), Ok(&plan), "what is printed parses to the same plan");
         }
         Err(error) => {
             let _ = error.to_string();

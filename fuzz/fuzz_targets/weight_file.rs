@@ -1,4 +1,4 @@
-//! A weight file from anybody: the archive of torch.save down to its list of tensors, a bare list, a safetensors header.
+//! An untrusted weight file: an archive of torch.save down to its pickle, a bare pickle, or a safetensors header.
 #![no_main]
 
 use distgpipe_core::weights::{pickle, safetensors, zip};

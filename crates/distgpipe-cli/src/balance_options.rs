@@ -1,35 +1,31 @@
-//! What a cut is judged by, as flags say it: the objective, the link, the memory there is.
+//! The options of the search for the best cut: objective, links and memory limit.
 
 use crate::exit::usage;
 use crate::report::units;
-use distgpipe::core::balance::{BalanceError, Link, Objective};
+use distgpipe_core::balance::{BalanceError, Link, Objective};
 
-/// What `--balance-by`, `--memory-limit`, `--link-rate` and `--link-latency` say.
+/// What `--balance-by`, `--memory-limit`, `--link-rate` and `--link-latency` ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Judging {
-    /// What to make small.
+pub struct BalanceOptions {
+    /// What the search minimizes.
     pub by: Objective,
-    /// The most that a worker may hold.
+    /// How much memory a worker may use.
     pub memory_limit_bytes: Option<u64>,
-    /// What is between two workers.
+    /// The link between two workers; none counts as free.
     pub link: Option<Link>,
 }
 
-/// The flags as they are written.
+/// The same flags as the user wrote them.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct JudgingFlags<'a> {
-    /// `--balance-by`
+pub struct BalanceFlags<'a> {
     pub by: Option<Objective>,
-    /// `--memory-limit`
     pub memory_limit: Option<&'a str>,
-    /// `--link-rate`
     pub link_rate: Option<&'a str>,
-    /// `--link-latency`
     pub link_latency: Option<f64>,
 }
 
-impl JudgingFlags<'_> {
-    /// The first flag that was given.
+impl BalanceFlags<'_> {
+    /// The name of the first flag that was given.
     pub fn first_given(&self) -> Option<&'static str> {
         let given = [
             ("--balance-by", self.by.is_some()),
@@ -40,8 +36,7 @@ impl JudgingFlags<'_> {
         given.into_iter().find(|(_, given)| *given).map(|(flag, _)| flag)
     }
 
-    /// Judges them.
-    pub fn read(&self) -> anyhow::Result<Judging> {
+    pub fn read(&self) -> anyhow::Result<BalanceOptions> {
         let memory_limit_bytes = self.memory_limit.map(|text| {
             size(text)
                 .ok_or_else(|| usage(format!("--memory-limit {text}: expected a size such as 2GiB, 800MB or 4e9")))
@@ -49,7 +44,7 @@ impl JudgingFlags<'_> {
         let bytes_per_s = self.link_rate.map(|text| {
             rate(text).ok_or_else(|| {
                 usage(format!(
-                    "--link-rate {text}: expected bits a second such as 100mbit or 1gbit, or bytes such as 12.5MB/s"
+                    "--link-rate {text}: expected bits per second such as 100mbit or 1gbit, or bytes such as 12.5MB/s"
                 ))
             })
         });
@@ -60,15 +55,19 @@ impl JudgingFlags<'_> {
         let link = match bytes_per_s.transpose()? {
             Some(bytes_per_s) => Some(Link { bytes_per_s, latency_s: latency_ms / 1e3 }),
             None if self.link_latency.is_some() => {
-                return Err(usage("--link-latency: add --link-rate, which says how much the link carries"));
+                return Err(usage("--link-latency: add --link-rate, the bandwidth of the links"));
             }
             None => None,
         };
-        Ok(Judging { by: self.by.unwrap_or_default(), memory_limit_bytes: memory_limit_bytes.transpose()?, link })
+        Ok(BalanceOptions {
+            by: self.by.unwrap_or_default(),
+            memory_limit_bytes: memory_limit_bytes.transpose()?,
+            link,
+        })
     }
 }
 
-/// Bytes: `2GiB`, `800MB`, `4e9`.
+/// A number of bytes, such as `2GiB`, `800MB` or `4e9`.
 fn size(text: &str) -> Option<u64> {
     let (number, unit) = number_and_unit(text)?;
     let factor = byte_factor(&unit.to_ascii_lowercase())?;
@@ -76,7 +75,7 @@ fn size(text: &str) -> Option<u64> {
     (bytes >= 1.0 && bytes < u64::MAX as f64).then_some(bytes as u64)
 }
 
-/// Bytes a second: `100mbit`, `1gbit/s`, `12.5MB/s`. A lone `b` could be either, so bytes have a capital one.
+/// Bytes per second, from `100mbit`, `1gbit/s` or `12.5MB/s`. Bytes need a capital B, because `b` could mean bits or bytes.
 fn rate(text: &str) -> Option<f64> {
     let (number, unit) = number_and_unit(text)?;
     let unit = unit.strip_suffix("/s").unwrap_or(unit);
@@ -109,18 +108,18 @@ fn byte_factor(unit: &str) -> Option<f64> {
 
 fn number_and_unit(text: &str) -> Option<(f64, &str)> {
     let text = text.trim();
-    // An exponent is part of the number: no unit starts with an e.
+    // An `e` belongs to the number's exponent: no unit starts with one.
     let end = text.find(|c: char| !(c.is_ascii_digit() || ".e".contains(c))).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
     Some((number.parse().ok()?, unit.trim()))
 }
 
-/// Why there is no cut, for whoever gave the flags.
+/// The error of a search that found no cut, in terms of flags.
 pub fn no_cut(flag: &str, error: BalanceError) -> anyhow::Error {
     match error {
         BalanceError::OverLimit { limit_bytes, needs_bytes, worker, balance, tried } => usage(format!(
-            "--memory-limit: expected a cut with which every worker holds at most {}, got none: the best of {} ({balance}) \
-             needs {} on worker {worker}; allow that much, or use more workers, more --chunks of a batch, or --recompute always",
+            "--memory-limit: no cut keeps every worker within {}: the best of {} ({balance}) needs {} on worker {worker}. Raise the \
+             limit, or use more workers, more --chunks, or --recompute always",
             units::bytes(limit_bytes as f64),
             units::count(tried as u64),
             units::bytes(needs_bytes as f64),
@@ -134,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_and_rates_are_read_as_people_write_them() {
+    fn common_spellings_of_sizes_and_rates_are_parsed() {
         assert_eq!(size("2GiB"), Some(2 << 30));
         assert_eq!((size("800 MB"), size("4e9"), size("1.5kb")), (Some(800_000_000), Some(4_000_000_000), Some(1500)));
         assert_eq!((rate("100mbit"), rate("1Gbit/s"), rate("12.5MB/s")), (Some(12.5e6), Some(125e6), Some(12.5e6)));
@@ -149,10 +148,10 @@ mod tests {
 
     #[test]
     fn a_latency_needs_a_rate() {
-        let flags = JudgingFlags { link_latency: Some(1.0), ..JudgingFlags::default() };
+        let flags = BalanceFlags { link_latency: Some(1.0), ..BalanceFlags::default() };
         assert!(flags.read().unwrap_err().to_string().contains("add --link-rate"));
-        let both = JudgingFlags { link_rate: Some("1gbit"), ..flags };
+        let both = BalanceFlags { link_rate: Some("1gbit"), ..flags };
         assert_eq!(both.read().unwrap().link, Some(Link { bytes_per_s: 125e6, latency_s: 1e-3 }));
-        assert_eq!((both.first_given(), JudgingFlags::default().first_given()), (Some("--link-rate"), None));
+        assert_eq!((both.first_given(), BalanceFlags::default().first_given()), (Some("--link-rate"), None));
     }
 }

@@ -1,12 +1,12 @@
-//! What crossed the links in one step, as a safetensors file, so that codecs can be tried on it.
+//! `--capture`: writes the tensors that crossed the links in one step to a safetensors file, for trials of codecs.
 
 use distgpipe::tch::Tensor;
-use distgpipe::weights::{Entry, SafetensorsWriter, WeightsError};
+use distgpipe::train::weights::{Entry, SafetensorsWriter, WeightsError};
 use std::collections::BTreeMap;
 use std::io::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 
-/// Makes the directory, so that what is wrong with it shows before the training.
+/// Creates the directory, so that an error shows before training starts.
 pub fn prepare(directory: &Path) -> Result<()> {
     std::fs::create_dir_all(directory)
         .map_err(|e| Error::new(e.kind(), format!("--capture {}: {e}", directory.display())))

@@ -1,34 +1,35 @@
-//! The flags of checkpoints: where a run is saved, and what it goes on from.
+//! The flags of checkpoints: where a run is saved, and what it resumes from.
 
 use crate::args::{ResumeName, TrainFlags};
 use crate::exit::usage;
 use crate::report::note;
 use anyhow::Context;
-use distgpipe::checkpoint::{Checkpoint, Checkpoints};
-use distgpipe::trainer::SaveEvery;
+use distgpipe::engine::Device;
+use distgpipe::train::checkpoint::{Checkpoint, Checkpoints};
+use distgpipe::train::SaveEvery;
 
-/// How many checkpoints stay where nobody says.
+/// The default of `--keep`.
 const KEEP: usize = 2;
 
-/// What decides which rows come in which step: a run cannot go on with another.
+/// Flags that decide which rows are in which step, and so cannot change when a run resumes.
 const DATA: [&str; 5] = ["data", "limit", "samples", "batch", "accumulate"];
 
-/// Where a run is saved.
+/// Where a run saves its checkpoints.
 pub struct Saving {
-    /// The folder, locked.
+    /// The directory, locked against other runs.
     pub checkpoints: Checkpoints,
-    /// When.
+    /// When checkpoints are written.
     pub every: SaveEvery,
-    /// What it goes on from.
+    /// The checkpoint to resume from.
     pub from: Option<Checkpoint>,
-    /// Whether it was to go on, if there was something to go on from.
+    /// Whether `--resume` was given, even if there was no checkpoint.
     pub resumes: bool,
     flags: TrainFlags,
 }
 
 impl Saving {
-    /// The folder that the flags name, and the flags to run with: those of the checkpoint to go on from, below the given
-    /// ones; or `otherwise`, if there is nothing to go on from.
+    /// Opens the directory that `--checkpoint` names. Also returns the flags to run with: those of the checkpoint to resume from,
+    /// overridden by `given`; or `otherwise`, if the run does not resume.
     pub fn open(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<(Option<Self>, TrainFlags)> {
         let Some(directory) = &given.checkpoint else {
             let others = [
@@ -38,28 +39,25 @@ impl Saving {
             ];
             return match others.iter().find(|(_, given)| *given) {
                 Some((flag, _)) => {
-                    Err(usage(format!("{flag}: add --checkpoint DIR, which says where checkpoints are")))
+                    Err(usage(format!("{flag}: add --checkpoint DIR, the directory of the checkpoints")))
                 }
                 None => Ok((None, otherwise.clone())),
             };
         };
         let flag = || format!("--checkpoint {}", directory.display());
         if given.resume == Some(ResumeName::Newest) && !directory.is_dir() {
-            return Err(usage(format!(
-                "{}: there is no such folder to resume from: check the name, or start without --resume",
-                flag()
-            )));
+            return Err(usage(format!("{}: no such directory: check the name, or start without --resume", flag())));
         }
         let mut checkpoints = Checkpoints::open(directory, KEEP).with_context(flag)?;
         let (newest, damaged) = checkpoints.newest().with_context(flag)?;
         for error in &damaged {
-            note(&format!("warning: left out: {error}"));
+            note(&format!("warning: skipping a damaged checkpoint: {error}"));
         }
         let (from, mut flags) = match (given.resume, newest) {
             (None, None) if damaged.is_empty() => (None, otherwise.clone()),
             (None, Some(_)) => {
                 return Err(usage(format!(
-                    "{}: it holds checkpoints already: add --resume to go on from the newest, or name another folder",
+                    "{}: the directory already has checkpoints: add --resume to continue from the newest, or choose another directory",
                     flag()
                 )));
             }
@@ -76,14 +74,14 @@ impl Saving {
             }
             (_, None) => {
                 return Err(usage(format!(
-                    "{}: none of its checkpoints can be used, for the reasons above: see to them, or name another folder",
+                    "{}: none of its checkpoints can be used, for the reasons above: repair one, or choose another directory",
                     flag()
                 )));
             }
         };
         flags.resume = None;
         match flags.keep {
-            Some(0) => return Err(usage("--keep 0: the newest one always stays: use 1 or more")),
+            Some(0) => return Err(usage("--keep 0: the newest checkpoint is always kept: use 1 or more")),
             keep => checkpoints.set_keep(keep.unwrap_or(KEEP)),
         }
         let every = match flags.checkpoint_every {
@@ -94,25 +92,27 @@ impl Saving {
         Ok((Some(Saving { checkpoints, every, from, resumes: given.resume.is_some(), flags: flags.clone() }), flags))
     }
 
-    /// The flags for whoever resumes. A cut that was measured is kept: measured again, it might be another, and what codecs
-    /// do with it.
-    pub fn settings(&self, balance: &[usize]) -> serde_json::Result<serde_json::Value> {
+    /// The flags to save in checkpoints. They have the cut that `--auto-balance` found: a second search might find another one, and
+    /// codecs at other places would change the results. They have the number of threads for the same reason.
+    pub fn settings(&self, balance: &[usize], threads: usize) -> serde_json::Result<serde_json::Value> {
         let mut flags = self.flags.clone();
         flags.keep_cut(balance);
+        flags.threads = Some(threads);
         serde_json::to_value(flags)
     }
 }
 
-/// The given flags above the checkpoint's. What is different is said; what must not be is an error.
+/// The checkpoint's flags, overridden by the given ones. Prints what changes; a change of [`DATA`] or of the weights is an error.
 fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainFlags> {
     let named = || format!("--resume: {}", checkpoint.path().display());
     let table = |flags: &TrainFlags| toml::Table::try_from(flags);
-    let saved: TrainFlags = serde_json::from_value(checkpoint.about().settings.clone())
-        .with_context(|| format!("{}: its flags are not those of this version of `distgpipe train`", named()))?;
+    let saved: TrainFlags = serde_json::from_value(checkpoint.manifest().settings.clone())
+        .with_context(|| format!("{}: its flags do not belong to this version of `distgpipe train`", named()))?;
+    let saved = with_former_defaults(saved);
     let mut given = given.clone();
     if let Some(weights) = given.weights.take_if(|weights| saved.weights.as_ref() != Some(weights)) {
         return Err(usage(format!(
-            "{}: --weights {}: the checkpoint has the tensors, and those are used: leave the flag out, or start anew in another folder",
+            "{}: --weights {}: the checkpoint has the tensors, and a resumed run uses those: remove the flag, or start a new run in another directory",
             named(),
             weights.display()
         )));
@@ -124,20 +124,59 @@ fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainF
     let mut changed = Vec::new();
     for name in before.keys().chain(now.keys().filter(|name| !before.contains_key(*name))) {
         let (was, is) = (before.get(name), now.get(name));
-        if was == is {
+        if was == is || name == "resume" {
             continue;
         }
         let change = format!("--{name} {} (was {})", text(is), text(was));
         if DATA.contains(&name.as_str()) {
             return Err(usage(format!(
-                "{}: {change}: a run goes on with the data and the updates it began with: leave the flag out, or start anew in another folder",
+                "{}: {change}: a resumed run keeps its data and updates: remove the flag, or start a new run in another directory",
                 named()
             )));
         }
         changed.push(change);
     }
-    let step = checkpoint.about().progress.step;
+    let step = checkpoint.manifest().progress.step;
     let with = if changed.is_empty() { String::new() } else { format!(", with {}", changed.join(", ")) };
-    note(&format!("going on after step {step}{with}"));
+    note(&format!("resuming after step {step}{with}"));
     Ok(flags)
+}
+
+/// The flags of a checkpoint. Earlier versions left `--threads` and `--device` out where they had their defaults, which were one
+/// thread and the CPU; this version always saves the number of threads.
+fn with_former_defaults(saved: TrainFlags) -> TrainFlags {
+    match saved.threads {
+        Some(_) => saved,
+        None => {
+            let device = saved.device.or_else(|| Some(Device::Cpu.into()));
+            TrainFlags { threads: Some(1), device, ..saved }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bit-for-bit equality after a resume takes the same number of threads.
+    #[test]
+    fn a_checkpoint_keeps_the_number_of_threads() {
+        let directory = std::env::temp_dir().join(format!("distgpipe-{}-keeps-threads", std::process::id()));
+        let flags = TrainFlags { checkpoint: Some(directory.clone()), ..TrainFlags::default() };
+        let (saving, given) = Saving::open(&flags, &flags).unwrap();
+        assert_eq!(given.threads, None);
+        let saved = saving.unwrap().settings(&[1, 1], 3).unwrap();
+        std::fs::remove_dir_all(directory).unwrap();
+        let saved: TrainFlags = serde_json::from_value(saved).unwrap();
+        assert_eq!((saved.threads, saved.device.clone()), (Some(3), None));
+        assert_eq!(with_former_defaults(saved.clone()), saved);
+    }
+
+    #[test]
+    fn checkpoints_of_earlier_versions_ran_with_one_thread_on_the_cpu() {
+        let former = with_former_defaults(TrainFlags::default());
+        assert_eq!((former.threads, former.device), (Some(1), Some(Device::Cpu.into())));
+        let chosen = TrainFlags { device: Some(Device::Auto.into()), ..TrainFlags::default() };
+        assert_eq!(with_former_defaults(chosen).device, Some(Device::Auto.into()));
+    }
 }

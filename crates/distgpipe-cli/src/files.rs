@@ -1,5 +1,4 @@
-//! Files that a flag names. They may be anybody's: what is read is bounded, and what is written is there whole or not at
-//! all.
+//! Files that flags name. Input is untrusted, so reading is bounded. Output is written atomically: a file is complete or absent.
 
 use crate::exit::usage;
 use anyhow::Context;
@@ -8,7 +7,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// The text of a file of at most `bytes_max` bytes.
+/// Reads a text file of at most `bytes_max` bytes. Errors start with `flag` and the path.
 pub fn read_text(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<String> {
     let wrong = |why: String| usage(format!("{flag} {}: {why}", path.display()));
     let mut text = String::new();
@@ -16,23 +15,23 @@ pub fn read_text(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Stri
         .and_then(|file| file.take(bytes_max + 1).read_to_string(&mut text))
         .map_err(|e| wrong(e.to_string()))?;
     if text.len() as u64 > bytes_max {
-        return Err(wrong(format!("expected at most {bytes_max} bytes: is this the right file?")));
+        return Err(wrong(format!("expected at most {bytes_max} bytes, got more: check that this is the right file")));
     }
     Ok(text)
 }
 
-/// The bytes of a file of at most `bytes_max` bytes. No pipe or device: those do not say how long they are, and the
-/// memory is asked for first.
+/// Reads a file of at most `bytes_max` bytes. Pipes and devices are rejected, because the memory is reserved first and they have no
+/// length.
 pub fn read_bytes(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Vec<u8>> {
     let wrong = |why: String| usage(format!("{flag} {}: {why}", path.display()));
     let file = File::open(path).map_err(|e| wrong(e.to_string()))?;
     let about = file.metadata().map_err(|e| wrong(e.to_string()))?;
     if !about.is_file() {
-        return Err(wrong("expected a file, got a directory, pipe or device: name a file".to_owned()));
+        return Err(wrong("expected a file, got a directory, pipe or device: name a regular file".to_owned()));
     }
     if about.len() > bytes_max {
         return Err(wrong(format!(
-            "expected at most {bytes_max} bytes, got {}: is this the right file? If so, split it",
+            "expected at most {bytes_max} bytes, got {}: check that this is the right file, or split it",
             about.len()
         )));
     }
@@ -45,8 +44,8 @@ pub fn read_bytes(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Vec
     Ok(bytes)
 }
 
-/// A file to be written, in a directory that is there. Made before the work whose result it is to hold, so that a
-/// misspelt path costs nothing.
+/// A file to write, in a directory that exists. Create this before the work that produces the content, so that a misspelt path is
+/// found early.
 #[derive(Debug)]
 pub struct NewFile {
     flag: String,
@@ -54,29 +53,29 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// The file that a flag names; one that is there already is replaced when this is written.
+    /// The file that a flag names. An existing file is replaced by [`write`](Self::write).
     pub fn at(flag: &str, path: &Path) -> anyhow::Result<Self> {
         let wrong = |why: &str| usage(format!("{flag} {}: {why}", path.display()));
         if path.file_name().is_none() || path.is_dir() {
             return Err(wrong("expected the name of a file, got a directory: add a name"));
         }
         if !directory(path).is_dir() {
-            return Err(wrong("expected a directory that exists in front of the name: make it, or name another"));
+            return Err(wrong("expected a path in a directory that exists: create the directory, or name another one"));
         }
-        // Whoever names a link means the file behind it.
+        // Follow symbolic links, so that the target is replaced and not the link.
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         Ok(NewFile { flag: flag.to_owned(), path })
     }
 
-    /// Whether this is the file at `path`.
+    /// Whether `path` leads to this file.
     pub fn is(&self, path: &Path) -> bool {
         path.canonicalize().is_ok_and(|path| path == self.path)
     }
 
-    /// Writes all of it, or leaves what was there.
+    /// Writes the whole file, or leaves the old one in place.
     pub fn write(&self, bytes: &[u8]) -> anyhow::Result<()> {
         let flag = || format!("{} {}", self.flag, self.path.display());
-        // A device such as /dev/null is written to and must not be replaced.
+        // Devices such as /dev/null are written to directly: a rename would replace them.
         if self.path.exists() && !self.path.is_file() {
             return std::fs::write(&self.path, bytes).with_context(flag);
         }

@@ -1,16 +1,17 @@
 //! The `distgpipe` command: flags → validated configuration → plan → run.
 
 mod args;
-#[path = "balance_options.rs"]
-mod balancing;
+mod balance_options;
 mod capture;
 mod checkpoint;
 mod cmd;
+mod compute;
 mod config;
 mod datasets;
 mod exit;
 mod fetch;
 mod files;
+mod option_names;
 mod recipe;
 mod report;
 mod tensor_file;
@@ -20,8 +21,8 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Pipeline-parallel training across threads, processes and machines
 ///
-/// A model is cut into partitions, which are placed on workers; micro-batches stream through them by a plan. The
-/// gradients are those of one device running the same micro-batches.
+/// distgpipe cuts a model into partitions, places them on workers, and streams micro-batches through them. The gradients are those
+/// of a single device that runs the same micro-batches.
 #[derive(Debug, Parser)]
 #[command(
     name = "distgpipe",
@@ -29,12 +30,12 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
     max_term_width = 120,
     after_help = "\
 Start here:
-  distgpipe demo                            half a minute of split learning on two processes
+  distgpipe demo                            split learning in two processes, in half a minute
   distgpipe train --partitions 2            train a small network on two threads
-  distgpipe schedule --partitions 4 --draw  see a plan
-  distgpipe train --help                    everything a run can be told
+  distgpipe schedule --partitions 4 --draw  draw a schedule
+  distgpipe train --help                    all flags of a training run
 
-Exit status: 0 fine, 1 the run failed, 2 called wrongly."
+Exit status: 0 success, 1 the run failed, 2 wrong usage."
 )]
 struct Args {
     #[command(subcommand)]
@@ -43,28 +44,29 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train a small network in two processes, now
+    /// Train a small network in two processes, as a demonstration
     Demo(cmd::demo::DemoArgs),
     /// Train a model in a pipeline
     #[command(after_help = cmd::train::EXAMPLES)]
     Train(Box<args::TrainFlags>),
-    /// Get data sets, and measure how fast they load
+    /// Download data sets, and measure how fast they load
     Data(cmd::data::DataArgs),
-    /// Print, check, simulate and draw the order of the work; nothing is run
+    /// Print, check, simulate and draw a schedule without running it
     Schedule(cmd::schedule::ScheduleArgs),
-    /// List the models, or one's layers with shapes, parameters, times and memory
+    /// List the models, or the layers of one: shapes, parameters, times and memory
     Models(cmd::models::ModelsArgs),
-    /// Find the cut of a model with the quickest step or the least memory, links and limits counted
+    /// Find the cut of a model with the fastest step or the lowest memory use
     Balance(cmd::balance::BalanceArgs),
-    /// Try codecs on a tensor: bytes on the wire, errors and speeds
+    /// Measure codecs on a tensor: bytes on the wire, errors and speeds
     Codecs(cmd::codecs::CodecsArgs),
-    /// Run the experiments that the project was asked for, each beside the figures it had there
+    /// Reproduce published experiments, and compare the results with the published figures
     Recipe(cmd::recipe::RecipeArgs),
-    /// Wait for somebody who has the token, and run the partitions he sends
+    /// Wait for a driver that has the token, and run the partitions it assigns
     Worker(cmd::worker::WorkerArgs),
 }
 
 fn main() {
+    distgpipe::tune_allocator();
     let command = Args::command().mut_subcommand("train", |train| train.mut_args(args::show_defaults));
     let parsed = Args::from_arg_matches(&command.get_matches());
     exit::end(match parsed.unwrap_or_else(|error| error.exit()).command {

@@ -1,43 +1,40 @@
-//! The experiments that the project was asked to reproduce: each row of the seeds' tables is a file in `recipes/`, and all of
-//! them are in the binary.
+//! Published experiments to reproduce: each row of the published tables is a file in `recipes/`, and all files are built into the
+//! binary.
 //!
 //! | file | what it holds |
 //! | --- | --- |
-//! | [`seed`] | the row as the seed has it |
-//! | [`beside`] | what a run here reached, metric by metric beside it |
-//! | [`differs`] | in which ways the two are not the same experiment |
+//! | [`published`] | the published row and its figures |
+//! | [`comparison`] | the figures of a run, compared with the published ones |
+//! | [`deviations`] | the ways in which a run is not the published experiment |
 //!
-//! What a recipe runs is written with the flags of `distgpipe train`, so that one reader and one set of checks serve both.
+//! A recipe describes its run with the flags of `distgpipe train`, which are parsed and validated by the same code.
 
-#[path = "recipe/comparison.rs"]
-pub mod beside;
-#[path = "recipe/deviations.rs"]
-pub mod differs;
-#[path = "recipe/published.rs"]
-pub mod seed;
+pub mod comparison;
+pub mod deviations;
+pub mod published;
 
 use crate::args::{from_toml, TrainFlags};
 use crate::exit::usage;
 use anyhow::Context;
-use seed::Seed;
+use published::PublishedRow;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Name and text of every recipe, by name.
+/// Name and text of every recipe, sorted by name.
 const TEXTS: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/recipes.rs"));
 
-/// How an experiment spreads its work.
+/// How an experiment distributes its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
-    /// The model is cut.
+    /// Workers run partitions of the model.
     Pipeline,
-    /// The batch is cut: every replica has the whole model.
+    /// Replicas run the whole model, each on a part of the batch.
     DataParallel,
 }
 
 impl Method {
-    /// For tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Method::Pipeline => "pipeline",
@@ -46,75 +43,74 @@ impl Method {
     }
 }
 
-/// A file of `recipes/`, as it is written.
+/// The content of a file in `recipes/`.
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct Written {
+struct RecipeFile {
     title: String,
     table: String,
     starts_from: Option<String>,
     #[serde(default)]
-    differs: Vec<String>,
-    seed: Seed,
+    deviations: Vec<String>,
+    published: PublishedRow,
     run: toml::Table,
 }
 
-/// An experiment.
+/// A published experiment, and the run that reproduces it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Recipe {
-    /// The file's name without its ending.
+    /// The name of the file, without its extension.
     pub name: String,
-    /// What it is.
+    /// What the experiment is.
     pub title: String,
-    /// Which of the seeds' tables the row is in.
+    /// The published table that has the row.
     pub table: String,
-    /// How the work is spread.
+    /// How the work is distributed.
     pub method: Method,
-    /// The weights that the run of the row presumably started from, in words; the user has to bring them.
+    /// The weights that the published run presumably started from; the user has to provide them.
     pub starts_from: Option<String>,
-    /// What is not as in the seed, whoever runs it.
-    pub differs: Vec<String>,
-    /// The row.
-    pub seed: Seed,
-    /// The experiment as flags of `distgpipe train`.
+    /// How the run deviates from the published experiment on any machine.
+    pub deviations: Vec<String>,
+    pub published: PublishedRow,
+    /// The run, as flags of `distgpipe train`.
     pub run: TrainFlags,
 }
 
 impl Recipe {
-    /// Reads the text of a recipe's file.
+    /// Parses the text of a recipe file.
     fn parse(name: &str, text: &str) -> anyhow::Result<Self> {
         let file = PathBuf::from(format!("recipes/{name}.toml"));
-        let written: Written = toml::from_str(text).with_context(|| file.display().to_string())?;
+        let written: RecipeFile = toml::from_str(text).with_context(|| file.display().to_string())?;
         let run = from_toml(&toml::to_string(&written.run)?, &file)?;
         Ok(Recipe {
             name: name.to_owned(),
             title: written.title,
             table: written.table,
             starts_from: written.starts_from,
-            differs: written.differs,
-            seed: written.seed,
+            deviations: written.deviations,
+            published: written.published,
             method: if run.replicas.is_some() { Method::DataParallel } else { Method::Pipeline },
             run,
         })
     }
 
-    /// What to run when somebody gives flags of his own, which win.
+    /// The flags of the recipe, overridden by the given ones.
     pub fn with(&self, given: &TrainFlags) -> anyhow::Result<TrainFlags> {
         let mut flags = self.run.clone().overlaid(given)?;
         if flags.weights.is_some() && self.starts_from.is_some() && flags.init_missing.is_none() {
-            // The classifier is a new one in each of them.
+            // Every such experiment trains a new classifier.
             flags.init_missing = Some(true);
         }
         Ok(flags)
     }
 }
 
-/// All recipes, by name.
+/// All recipes, sorted by name.
 pub fn all() -> anyhow::Result<Vec<Recipe>> {
     TEXTS.iter().map(|(name, text)| Recipe::parse(name, text)).collect()
 }
 
-/// The recipe of this name.
+/// The recipe with this name.
 pub fn find(name: &str) -> anyhow::Result<Recipe> {
     if let Some((name, text)) = TEXTS.iter().find(|(known, _)| *known == name) {
         return Recipe::parse(name, text);
@@ -122,7 +118,7 @@ pub fn find(name: &str) -> anyhow::Result<Recipe> {
     let likeness = |known: &str| strsim::jaro_winkler(known, name);
     let nearest = TEXTS.iter().map(|(known, _)| *known).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     Err(usage(format!(
-        "unknown recipe `{name}`: the nearest is `{}`; `distgpipe recipe list` has all {}",
+        "unknown recipe `{name}`: did you mean `{}`? `distgpipe recipe list` lists all {}",
         nearest.unwrap_or_default(),
         TEXTS.len()
     )))
@@ -146,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_is_in_the_binary_as_it_is() {
+    fn every_recipe_file_is_in_the_binary_unchanged() {
         let mut files = BTreeSet::new();
         for entry in std::fs::read_dir(directory()).unwrap() {
             let path = entry.unwrap().path();
@@ -164,15 +160,15 @@ mod tests {
     fn the_readme_links_every_recipe_and_nothing_else() {
         let text = std::fs::read_to_string(directory().join("README.md")).unwrap();
         let links = text.split("](").skip(1).filter_map(|rest| rest.split_once(".toml)"));
-        // What stands before the ending is the name, unless the link was to something else.
+        // The text before the extension is the name, unless the link leads elsewhere.
         let linked: BTreeSet<String> =
             links.map(|(name, _)| name.to_owned()).filter(|name| !name.contains(')')).collect();
         assert_eq!(linked, names());
     }
 
-    /// All that can be judged without the data: made-up rows take its place, as many as a batch needs.
+    /// Validated with synthetic rows instead of the data set, as many as a batch needs.
     #[test]
-    fn every_recipe_makes_a_run_that_could_start() {
+    fn every_recipe_is_a_valid_run() {
         for recipe in all().unwrap() {
             let name = &recipe.name;
             let run = TrainFlags {
@@ -196,27 +192,30 @@ mod tests {
                 assert_eq!(output[0].dims, [classes], "{name}");
             }
             for given in [run.batch.is_some(), run.epochs.is_some(), run.lr.is_some(), run.chunks.is_some()] {
-                assert!(given, "{name}: batch, epochs, lr and chunks are part of an experiment, not left to defaults");
+                assert!(
+                    given,
+                    "{name}: batch, epochs, lr and chunks belong to an experiment and are not left to defaults"
+                );
             }
             assert!(run.weights.is_none() && run.data_dir.is_none() && run.tokenizer.is_none(), "{name}: paths");
         }
     }
 
     #[test]
-    fn rows_name_other_rows_that_exist() {
+    fn rows_refer_to_rows_that_exist() {
         let recipes = all().unwrap();
         for recipe in &recipes {
             let name = &recipe.name;
             let other = |other: &Option<String>| {
                 other.as_ref().map(|other| recipes.iter().find(|r| r.name == *other).expect("a recipe's name"))
             };
-            let told = recipe.seed.row.to_lowercase().replace(' ', "").contains("dataparallel");
-            assert_eq!(recipe.method == Method::DataParallel, told, "{name}");
-            if let Some(first) = other(&recipe.seed.speed_up_to) {
-                assert_eq!(first.seed.speed_up, Some(1.0), "{name}");
-                // The seeds round to two or three figures.
-                let ratio = recipe.seed.throughput_per_s.unwrap() / first.seed.throughput_per_s.unwrap();
-                let off = (ratio / recipe.seed.speed_up.unwrap() - 1.0).abs();
+            let parallel = recipe.published.row.to_lowercase().replace(' ', "").contains("dataparallel");
+            assert_eq!(recipe.method == Method::DataParallel, parallel, "{name}");
+            if let Some(first) = other(&recipe.published.speed_up_to) {
+                assert_eq!(first.published.speed_up, Some(1.0), "{name}");
+                // Published figures are rounded to two or three digits.
+                let ratio = recipe.published.throughput_per_s.unwrap() / first.published.throughput_per_s.unwrap();
+                let off = (ratio / recipe.published.speed_up.unwrap() - 1.0).abs();
                 assert!(off < 0.01 || name == "cifar10-mobilenet-pipeline-2-f4l3", "{name}: {ratio}");
             }
         }
@@ -225,21 +224,21 @@ mod tests {
     #[test]
     fn a_wrong_key_is_named_with_its_file() {
         let parse = |key: &str| {
-            let text = format!("title=''\ntable=''\n[seed]\nrow=''\nhardware=''\n[run]\n{key}=1");
+            let text = format!("title=''\ntable=''\n[published]\nrow=''\nhardware=''\n[run]\n{key}=1");
             format!("{:#}", Recipe::parse("x", &text).map(|recipe| recipe.name).unwrap_err())
         };
         assert!(
-            parse("bach").contains("recipes/x.toml: unknown key `bach`: the nearest is `batch`"),
+            parse("bach").contains("recipes/x.toml: unknown key `bach`: did you mean `batch`?"),
             "{}",
             parse("bach")
         );
-        let text = TEXTS[0].1.replace("[seed]", "[seed]\nacuracy = '1'");
+        let text = TEXTS[0].1.replace("[published]", "[published]\nacuracy = '1'");
         let error = format!("{:#}", Recipe::parse("x", &text).map(|recipe| recipe.name).unwrap_err());
         assert!(error.contains("recipes/x.toml") && error.contains("acuracy"), "{error}");
     }
 
     #[test]
-    fn given_flags_win_and_say_things_once() {
+    fn given_flags_override_the_recipe() {
         let recipe = find("unet-speed-pipeline-2").unwrap();
         let given = TrainFlags { batch: Some(8), set: vec!["image=32".to_owned()], ..TrainFlags::default() };
         let flags = recipe.with(&given).unwrap();
@@ -249,7 +248,7 @@ mod tests {
         assert_eq!((flags.partitions, flags.balance), (Some(3), None));
         let flags = recipe.with(&TrainFlags { data: Some(DataName::Digits), ..given }).unwrap();
         assert_eq!(flags.samples, None);
-        // With weights, the classifier of a new task is a new one.
+        // With pretrained weights, the classifier of the new task is initialized.
         let given = TrainFlags { weights: Some("w".into()), ..TrainFlags::default() };
         assert_eq!(find("cifar10-sort8").unwrap().with(&given).unwrap().init_missing, Some(true));
         assert_eq!(recipe.with(&given).unwrap().init_missing, None);

@@ -1,4 +1,4 @@
-//! What people and programs read: tables, units, progress, log files. All of it reads the trainer's events.
+//! Output for people and programs: tables, units, progress lines, log files. All of it is derived from the trainer's events.
 
 pub mod cut;
 pub mod log;
@@ -7,26 +7,27 @@ pub mod run;
 pub mod table;
 pub mod units;
 
-use distgpipe::core::schedule::Pass;
+use crate::option_names::with_flags;
+use distgpipe_core::schedule::Pass;
 use serde::Serialize;
 use std::io::Write;
 
-/// Names listed before "and N more" where they are mentioned in passing.
+/// How many names a note lists before "and N more".
 pub const FEW: usize = 8;
 
-/// `a, b, c`; of more than `most`, how many more.
+/// `a, b, c`, and how many more if there are more than `most`.
 pub fn listed(names: &[String], most: usize) -> String {
     let more = names.len().saturating_sub(most);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{}{more}", names[..names.len().min(most)].join(", "))
 }
 
-/// Columns of the terminal, or of a page where there is none.
+/// The width of the terminal in columns, or 120 where there is none.
 pub fn width() -> usize {
     terminal_size::terminal_size().map_or(120, |(width, _)| usize::from(width.0))
 }
 
-/// What a pass carries.
+/// What crosses the links in a pass.
 pub fn carried(pass: Pass) -> &'static str {
     match pass {
         Pass::Forward => "activations",
@@ -41,14 +42,14 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     print(&text)
 }
 
-/// Prints on standard output. An output that is closed is an error and no panic.
+/// Prints on standard output. A closed output is an error, not a panic.
 pub fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes())?;
     Ok(out.flush()?)
 }
 
-/// Says something on standard error, if anybody can hear it.
+/// Prints a line on standard error, with options of the library named as flags. Failures are ignored.
 pub fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", with_flags(text));
 }

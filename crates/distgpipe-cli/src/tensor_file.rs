@@ -1,40 +1,37 @@
-//! Safetensors files in memory, for codecs that are tried on all of their tensors. They may be anybody's: their size is
-//! bounded, and one whose header and length do not agree is refused, so that whoever has a [`TensorFile`] need not check
-//! again. Weights are read tensor by tensor instead: see [`distgpipe::weights`].
+//! Safetensors files held in memory, for trials of codecs on all of their tensors. Files are untrusted: their size is bounded, and
+//! the header is checked against the length once, when a [`TensorFile`] is read. Weights are read tensor by tensor instead: see
+//! [`distgpipe::train::weights`].
 //!
-//! Numbers in the format are little-endian, as they are in the memory of every machine that this runs on.
+//! The format is little-endian, as are all supported machines.
 
 use crate::exit::usage;
 use crate::files::read_bytes;
-use distgpipe::core::weights::safetensors::{self, header_bytes, LENGTH_BYTES};
-use distgpipe::core::weights::{Dtype, FormatError};
+use distgpipe_core::weights::safetensors::{self, header_bytes, LENGTH_BYTES};
+use distgpipe_core::weights::{FormatError, TensorType};
 use std::ops::Range;
 use std::path::Path;
 
-/// The largest file that is read; it is held in memory.
+/// The largest file that is read into memory.
 const FILE_BYTES_MAX: u64 = 16 << 30;
 
-/// A file and where its tensors are in it.
+/// The bytes of a file and the positions of its tensors.
 #[derive(Clone, Debug)]
 pub struct TensorFile {
     bytes: Vec<u8>,
     entries: Vec<Entry>,
 }
 
-/// A tensor of a file.
+/// A tensor in a file.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// Its name.
     pub name: String,
-    /// The type of its elements.
-    pub dtype: Dtype,
-    /// Its dimensions.
+    pub dtype: TensorType,
     pub dims: Vec<usize>,
     range: Range<usize>,
 }
 
 impl TensorFile {
-    /// The file that a flag names.
+    /// Reads the file that a flag names.
     pub fn read(flag: &str, path: &Path) -> anyhow::Result<Self> {
         let bytes = read_bytes(flag, path, FILE_BYTES_MAX)?;
         let entries = entries(&bytes).map_err(|e| usage(format!("{flag} {}: {e}", path.display())))?;
@@ -46,17 +43,17 @@ impl TensorFile {
         &self.entries
     }
 
-    /// A tensor's elements; `entry` is one of this file's.
+    /// The elements of a tensor; `entry` comes from this file.
     pub fn data(&self, entry: &Entry) -> &[u8] {
         &self.bytes[entry.range.clone()]
     }
 
-    /// The same, to be changed.
+    /// The elements of a tensor, for overwriting; `entry` comes from this file.
     pub fn data_mut(&mut self, entry: &Entry) -> &mut [u8] {
         &mut self.bytes[entry.range.clone()]
     }
 
-    /// The whole file, with names and metadata as they were read.
+    /// The whole file, with its names and metadata unchanged.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -67,7 +64,7 @@ fn entries(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
     let (first, from) = (LENGTH_BYTES, |at: u64| usize::try_from(at).unwrap_or(usize::MAX));
     let header = bytes.get(first..from(first as u64 + length)).unwrap_or_default();
     let found = safetensors::entries(header, bytes.len() as u64)?;
-    let entry = |entry: safetensors::Entry| Entry {
+    let entry = |entry: safetensors::TensorEntry| Entry {
         name: entry.name,
         dtype: entry.dtype,
         dims: entry.dims.iter().map(|&dim| from(dim)).collect(),

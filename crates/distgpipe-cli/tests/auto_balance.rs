@@ -13,8 +13,8 @@ const HEADINGS: [&str; 11] = [
     "to",
     "forward",
     "backward",
-    "sends on",
-    "sends back",
+    "sends forward",
+    "sends backward",
     "parameters",
     "memory",
 ];
@@ -32,7 +32,7 @@ fn balance_shows_what_each_partition_computes_sends_and_holds() {
         rest = rest.split_once(name).unwrap_or_else(|| panic!("expected `{name}` in order in: {heading}")).1;
     }
     assert_eq!(table.lines().skip(1).take(3).filter(|line| line.contains("ms") || line.contains("µs")).count(), 3);
-    for said in ["memory by worker: client", "links of 12.5 MB/s", "with as many layers each", "of all 3 cuts"] {
+    for said in ["memory by worker: client", "links of 12.5 MB/s", "with equal numbers of layers", "of all 3 cuts"] {
         assert!(table.contains(said), "expected `{said}` in: {table}");
     }
     let value = json(&[&flags[..], &["--json", "--link-latency", "2", "--codec", "f16"]].concat());
@@ -46,14 +46,15 @@ fn balance_shows_what_each_partition_computes_sends_and_holds() {
 }
 
 #[test]
-fn a_memory_limit_that_cannot_be_met_says_what_would_do() {
+fn a_memory_limit_that_no_cut_meets_reports_what_would_be_enough() {
     let needed = json(&["balance", "mlp", "--partitions", "2", "--balance-by", "memory", "--json"]);
     let most = needed["workers"].as_array().expect("workers").iter().map(|w| w["memory_bytes"].as_u64()).max();
     assert!(most.flatten() > Some(1000), "{needed}");
     let train = ["train", "--auto-balance", "2", "--steps", "1", "--memory-limit", "1kB"];
     for flags in [&["balance", "mlp", "--partitions", "2", "--memory-limit", "1kB"][..], &train] {
         let (_, said) = ended(2, flags);
-        for word in ["--memory-limit: ", "at most 1.0 kB, got none", "kB on worker w", "allow that much"] {
+        for word in ["--memory-limit: ", "no cut keeps every worker within 1.0 kB", "kB on worker w", "Raise the limit"]
+        {
             assert!(said.contains(word), "expected `{word}` in: {said}");
         }
     }
@@ -96,7 +97,7 @@ fn a_log_keeps_the_cut_that_was_found() {
 }
 
 #[test]
-fn costs_of_other_settings_are_refused_and_a_limit_is_said() {
+fn costs_measured_with_other_settings_are_rejected_and_the_limit_is_printed() {
     let file = directory("other-costs").join("costs.json");
     let (costs, _) = ended(0, &["models", "mlp", "--set", "hidden=[8,8]", "--profile", "--rows", "2", "--json"]);
     std::fs::write(&file, costs).unwrap();
@@ -105,16 +106,16 @@ fn costs_of_other_settings_are_refused_and_a_limit_is_said() {
         ended(status, &[&model[..], &["--costs", file.to_str().unwrap()]].concat())
     };
     let (found, _) = balance("hidden=[8,8]", 0);
-    assert!(found.contains("as far as they need at most 1.1 GB on a worker"), "{found}");
+    assert!(found.contains("within 1.1 GB per worker"), "{found}");
     let (_, said) = balance("hidden=[8,9]", 2);
     assert!(said.contains("measured with hidden=[8,8], and the model has hidden=[8,9]"), "{said}");
 }
 
 #[test]
-fn flags_that_say_nothing_are_refused() {
+fn flags_without_effect_are_rejected() {
     let cases: [(&[&str], &str); 7] = [
-        (&["train", "--link-rate", "1gbit"], "--link-rate: it is for cuts that are measured: add --auto-balance"),
-        (&["train", "--partitions", "2", "--balance-by", "memory"], "--balance-by: it is for cuts"),
+        (&["train", "--link-rate", "1gbit"], "--link-rate: it applies to --auto-balance only: add --auto-balance"),
+        (&["train", "--partitions", "2", "--balance-by", "memory"], "--balance-by: it applies to --auto-balance"),
         (&["train", "--auto-balance", "2", "--link-latency", "1"], "add --link-rate"),
         (&["train", "--auto-balance", "2", "--link-rate", "100mb"], "such as 100mbit or 1gbit"),
         (&["balance", "mlp", "--partitions", "2", "--memory-limit", "2GiBs"], "such as 2GiB"),
@@ -128,13 +129,13 @@ fn flags_that_say_nothing_are_refused() {
 }
 
 #[test]
-fn costs_that_do_not_say_what_layers_hold_give_no_memory() {
+fn costs_without_memory_give_no_memory_estimate() {
     let file = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("costs-without-memory.json");
     std::fs::write(&file, "[1, 1, 1, 5]").expect("written");
     let costs = ["balance", "mlp", "--partitions", "2", "--costs", file.to_str().expect("a plain path")];
     assert!(json(&[&costs[..], &["--json"]].concat())["partitions"][0]["memory_bytes"].is_null());
     let (_, said) = ended(2, &[&costs[..], &["--balance-by", "memory"]].concat());
-    assert!(said.contains("does not say what layers hold"), "{said}");
+    assert!(said.contains("has no memory figures"), "{said}");
 }
 
 /// A report said fp32 of costs that were measured in bf16, and counted four bytes for values of two.
@@ -156,7 +157,7 @@ fn costs_of_a_file_keep_the_precision_they_were_measured_in() {
 }
 
 #[test]
-fn costs_of_no_rows_or_of_more_than_can_be_counted_are_refused() {
+fn costs_with_zero_or_too_many_rows_are_rejected() {
     let file = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("costs-of-odd-rows.json");
     let layer = r#"{"forward_s":1,"backward_s":1,"held_bytes":1}"#;
     let typed = r#"{"forward_s":1,"backward_s":1,"held_bytes":1,"output_types":["F33"]}"#;

@@ -6,11 +6,11 @@ use command::{directory, distgpipe};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::Output;
-use std::time::Duration;
+use std::process::{Child, Output};
+use std::time::{Duration, Instant};
 
 fn train(arguments: &[&str]) -> (Output, String) {
-    let output = distgpipe(&[&["train"], arguments].concat()).output().expect("the binary was built with this test");
+    let output = command::attempt(&[&["train"], arguments].concat());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     (output, said)
 }
@@ -45,8 +45,77 @@ const RUN: [&str; 16] = [
     "2",
 ];
 
+/// When a run is killed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Moment {
+    /// As soon as the process is there.
+    Start,
+    /// After its first step.
+    Step,
+    /// While it writes a checkpoint, or right after.
+    Saving,
+    /// After the last step of an epoch, when it tests.
+    Testing,
+    /// Three checkpoints further: so that tries come to the end of the run.
+    Later,
+}
+
+const MOMENTS: [Moment; 5] = [Moment::Start, Moment::Step, Moment::Saving, Moment::Testing, Moment::Later];
+
+/// With 1437 rows in batches of 128.
+const STEPS_PER_EPOCH: u64 = 11;
+
+/// How far a run is, from what it has written.
+struct Seen {
+    last_step: Option<u64>,
+    last_checkpoint: u64,
+    saving: bool,
+}
+
+impl Seen {
+    fn of(saved: &Path, log: &Path) -> Self {
+        let steps = std::fs::read_to_string(log.join("steps.jsonl")).unwrap_or_default();
+        let last =
+            steps.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()?["step"].as_u64()).next_back();
+        let files = std::fs::read_dir(saved).into_iter().flatten().flatten();
+        let names: Vec<String> = files.filter_map(|file| file.file_name().into_string().ok()).collect();
+        let checkpoints = names.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok());
+        Seen {
+            last_step: last,
+            last_checkpoint: checkpoints.max().unwrap_or(0),
+            saving: names.iter().any(|name| name.ends_with(".partial")),
+        }
+    }
+
+    fn is(&self, moment: Moment, before: &Seen) -> bool {
+        let stepped = self.last_step != before.last_step;
+        match moment {
+            Moment::Start => true,
+            Moment::Step => stepped,
+            Moment::Saving => self.saving && !before.saving || self.last_checkpoint > before.last_checkpoint,
+            Moment::Testing => {
+                stepped && self.last_step.is_some_and(|step| step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1)
+            }
+            Moment::Later => self.last_checkpoint >= before.last_checkpoint + 6,
+        }
+    }
+}
+
+/// Waits until a run is at this moment; whether it came, and the run did not end before it.
+fn came(moment: Moment, before: &Seen, child: &mut Child, now: impl Fn() -> Seen) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !now().is(moment, before) {
+        if child.try_wait().unwrap().is_some() {
+            return false;
+        }
+        assert!(Instant::now() < deadline, "{moment:?} does not come");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
 #[test]
-fn a_run_that_is_killed_again_and_again_learns_what_one_learns_that_is_not() {
+fn a_run_killed_many_times_has_the_losses_and_weights_of_an_uninterrupted_one() {
     let folder = directory("checkpoints/killed");
     let [whole, killed, log, other] = ["whole", "killed", "log", "other"].map(|name| folder.join(name));
     let run = |saved: &Path, log: &Path, more: &[&str]| {
@@ -58,24 +127,27 @@ fn a_run_that_is_killed_again_and_again_learns_what_one_learns_that_is_not() {
     let expected = losses(&log);
     assert_eq!(expected.len(), 33);
 
-    // Each try has a little longer, so the moments of the kills are spread over start, steps, saving and testing, and the
-    // last one comes to its end. Server processes at times, which must die with their client.
+    // Server processes at times, which must die with their client.
     let (mut kills, mut interrupted) = (0, 0);
     loop {
         let workers = if kills % 2 == 0 { "threads" } else { "processes" };
+        let before = Seen::of(&killed, &other);
         let mut child = run(&killed, &other, &["--resume=if-any", "--workers", workers]).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(100 + 60 * kills));
-        if child.try_wait().unwrap().is_some_and(|status| status.success()) {
+        let moment = MOMENTS[kills % MOMENTS.len()];
+        if !came(moment, &before, &mut child, || Seen::of(&killed, &other)) {
+            assert!(child.wait().unwrap().success(), "the last try ends by itself");
             break;
         }
         child.kill().unwrap();
         let output = child.wait_with_output().unwrap();
         // Killed, or just done: nothing that it could say is an error.
-        assert!(matches!(output.status.code(), None | Some(0)), "{}", String::from_utf8_lossy(&output.stderr));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(matches!(output.status.code(), None | Some(0)), "{moment:?}: {said}");
         interrupted += u32::from(killed.is_dir() && std::fs::read_dir(&killed).unwrap().count() > 1);
         kills += 1;
-        assert!(kills < 200, "it never comes to its end");
+        assert!(kills < 100, "it never comes to its end");
     }
+    assert!(kills > MOMENTS.len(), "a kill at each of the moments");
     assert!(interrupted > 0, "no kill came while there was something to lose");
     assert_eq!(losses(&other), expected, "after {kills} kills");
     let newest = |folder: &Path| std::fs::read(folder.join("step-00000033/model.safetensors")).unwrap();
@@ -84,7 +156,7 @@ fn a_run_that_is_killed_again_and_again_learns_what_one_learns_that_is_not() {
 
 /// Stopped in the middle of an epoch; the number of replicas is its own unless it is told another.
 #[test]
-fn a_run_of_replicas_goes_on_with_as_many_or_others() {
+fn a_run_with_replicas_resumes_with_the_same_or_another_number_of_them() {
     let folder = directory("checkpoints/replicas");
     let run = |saved: &str, more: &[&str]| {
         let (saved, log) = (folder.join(saved), folder.join(format!("{saved}-log")));
@@ -111,7 +183,7 @@ fn a_run_of_replicas_goes_on_with_as_many_or_others() {
 }
 
 #[test]
-fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
+fn a_resumed_run_keeps_its_flags_and_reports_changed_ones() {
     let folder = directory("checkpoints/flags");
     let saved = folder.to_str().unwrap();
     let small = ["--set", "hidden=[16,16]", "--batch", "128", "--limit", "512", "--keep", "1"];
@@ -142,12 +214,12 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
 
     let (again, said) = train(&["--checkpoint", saved]);
     assert_eq!(again.status.code(), Some(2));
-    assert!(said.contains("--resume") && said.contains("another folder"), "{said}");
+    assert!(said.contains("--resume") && said.contains("another directory"), "{said}");
 
     // Another cut, another number of epochs; the rest as it was.
     let (longer, said) = train(&["--checkpoint", saved, "--resume", "--balance", "1,1,1", "--epochs", "2", "--json"]);
     assert!(longer.status.success(), "{said}");
-    assert!(said.contains("going on after step 4") && said.contains("--epochs 2 (was 1)"), "{said}");
+    assert!(said.contains("resuming after step 4") && said.contains("--epochs 2 (was 1)"), "{said}");
     assert!(said.contains("--balance \"1,1,1\" (was"), "the measured cut is kept: {said}");
     let report: Value = serde_json::from_slice(&longer.stdout).unwrap();
     assert_eq!((&report["resumed_at"], &report["steps"]), (&4.into(), &4.into()));
@@ -171,7 +243,7 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
     assert!(resume(&["--optimizer", "adam"]).contains("the optimizer"));
     assert!(resume(&["--set", "hidden=[16,17]"]).contains("the model"));
     let (nowhere, said) = train(&["--checkpoint", folder.join("nowhere").to_str().unwrap(), "--resume"]);
-    assert!(nowhere.status.code() == Some(2) && said.contains("no such folder"), "{said}");
+    assert!(nowhere.status.code() == Some(2) && said.contains("no such directory"), "{said}");
     // Killed before its first checkpoint, a run has a log.
     let early = folder.join("early");
     std::fs::create_dir_all(&early).unwrap();
@@ -185,7 +257,7 @@ fn a_run_goes_on_with_its_own_flags_or_says_what_is_different() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on() {
+fn a_corrupt_checkpoint_is_reported_and_the_previous_one_is_resumed() {
     let folder = directory("checkpoints/spoilt");
     let saved = folder.to_str().unwrap();
     let run = ["--set", "hidden=[16]", "--partitions", "2", "--batch", "256", "--epochs", "2", "--checkpoint", saved];
@@ -193,7 +265,7 @@ fn a_damaged_checkpoint_is_told_and_the_one_before_it_goes_on() {
     std::fs::write(folder.join("step-00000010/model.safetensors"), "nothing of the kind").unwrap();
     let (resumed, said) = train(&["--checkpoint", saved, "--resume"]);
     assert!(resumed.status.success(), "{said}");
-    assert!(said.contains("left out") && said.contains("going on after step 5"), "{said}");
+    assert!(said.contains("skipping a damaged checkpoint") && said.contains("resuming after step 5"), "{said}");
     assert!(folder.join("unused-step-00000010").is_dir() && folder.join("step-00000010").is_dir());
     for step in ["step-00000005", "step-00000010"] {
         std::fs::write(folder.join(step).join("checkpoint.json"), "{}").unwrap();

@@ -4,13 +4,13 @@
 mod mishaps;
 mod servers;
 
-use distgpipe::core::codec::CodecId;
-use distgpipe::core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
-use distgpipe::core::WorkerId;
-use distgpipe::models::Mlp;
+use distgpipe::comm::timeouts::Timeouts;
+use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::transport::Timeouts;
-use distgpipe::{Batch, Pipeline, StepError, WorkerProgram, Workers};
+use distgpipe::{Batch, Failure, Pipeline, StepError, WorkerProgram, Workers};
+use distgpipe_core::codec::CodecId;
+use distgpipe_core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
+use distgpipe_core::WorkerId;
 use mishaps::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S};
 use servers::Servers;
 use std::io::{Read, Write};
@@ -81,9 +81,7 @@ fn a_replica_process_that_fails_is_named_and_nothing_is_left() {
         assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
     }
     for scenario in ["server/1>server/0:stall@1", "client/0>client/1:cut@4", "client/1>client/0:corrupt@3"] {
-        let (failure, took) = run_replicas_until_failure(processes(), scenario);
-        assert!(failure.worker.contains("server/") || failure.worker.contains("client/"), "{scenario}: {failure}");
-        assert!(took <= BOUND + Duration::from_secs_f64(SILENCE_S), "{scenario}: took {took:?}: {failure}");
+        assert_link_named(run_replicas_until_failure(processes(), scenario), scenario, "client/0");
         assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
     }
 }
@@ -108,6 +106,31 @@ fn a_worker_process_that_hangs_is_named() {
     }
 }
 
+/// Asserts that the failure of a link is blamed on the right end, and came in time. `driver` is the worker in the driver's
+/// process, which reports.
+///
+/// - `corrupt`: the receiver finds the damage, and names whoever sent it.
+/// - `cut`: both ends see the other one gone, so the driver names the far end of its own connection.
+/// - `stall`: the link is named, or the sender, whose heartbeats are held back too.
+fn assert_link_named((failure, took): (Failure, Duration), scenario: &str, driver: &str) {
+    let link = scenario.split(';').next_back().expect("a mishap");
+    let (ends, fault) = link.split_once(':').expect("LINK:FAULT");
+    let (from, to) = ends.split_once('>').expect("FROM>TO");
+    match fault.split('@').next() {
+        Some("corrupt") => assert_eq!(failure.worker, from, "{scenario}: {failure}"),
+        Some("cut") => {
+            let far = if from == driver { to } else { from };
+            assert_eq!(failure.worker, far, "{scenario}: {failure}");
+        }
+        Some("stall") => {
+            let named = [from.to_owned(), format!("the link {from} → {to}")];
+            assert!(named.contains(&failure.worker), "{scenario}: {failure}");
+        }
+        other => panic!("{scenario}: {other:?}"),
+    }
+    assert!(took <= BOUND + Duration::from_secs_f64(SILENCE_S), "{scenario}: took {took:?}: {failure}");
+}
+
 #[test]
 fn a_broken_connection_is_found_at_any_message() {
     let _alone = alone();
@@ -119,10 +142,7 @@ fn a_broken_connection_is_found_at_any_message() {
         for message in 0..messages as u64 {
             let fault = ["corrupt", "cut", "stall"][message as usize % 3];
             let scenario = format!("seed={message};{from}>{to}:{fault}@{message}");
-            let (failure, took) = run_until_failure(processes(), &scenario);
-            // A cut or damaged wire cannot be told from a fault of either end.
-            assert!(failure.worker.contains("client") || failure.worker.contains("server"), "{scenario}: {failure}");
-            assert!(took <= BOUND + Duration::from_secs_f64(SILENCE_S), "{scenario}: took {took:?}: {failure}");
+            assert_link_named(run_until_failure(processes(), &scenario), &scenario, "client");
             assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
         }
     }
@@ -146,7 +166,7 @@ fn the_cause_survives_large_messages() {
         let failure = pipeline.train_step(&batch).expect_err("the scenario").to_string();
         let (who, action) =
             (scenario.split(':').next().expect("a worker"), scenario.rsplit('@').next().expect("an action"));
-        assert!(failure.starts_with(&format!("{who} failed in {action}")), "{scenario}: {failure}");
+        assert!(failure.starts_with(&format!("{who} failed while running {action}")), "{scenario}: {failure}");
         drop(pipeline);
         assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
     }
@@ -154,7 +174,7 @@ fn the_cause_survives_large_messages() {
 
 /// SIGSTOP: the process is there, its sockets are open, and it says nothing.
 #[test]
-fn a_worker_process_that_is_stopped_is_given_up() {
+fn a_suspended_worker_process_times_out() {
     let _alone = alone();
     let mut pipeline = mishaps::pipeline(processes(), "");
     pipeline.train_step(&batch()).expect("a step");
@@ -212,7 +232,7 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     greedy.set_read_timeout(Some(Duration::from_secs(2))).expect("a time-out");
     assert!(matches!(greedy.read_to_end(&mut answer), Ok(0)), "it is sent away at once, not read from");
     serves("a greedy stranger");
-    let wrong: distgpipe::link::Token = "f".repeat(64).parse().expect("a token");
+    let wrong: distgpipe::comm::handshake::Token = "f".repeat(64).parse().expect("a token");
     let model = Mlp::default().model().expect("a model");
     let refused = Pipeline::builder(model)
         .place("client,server")
@@ -226,16 +246,16 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     drop(servers);
 }
 
-/// A worker has one run at a time. Who comes second does not wait for ever, and hears of the likeliest cause.
+/// A worker has one run at a time. Who comes second does not wait forever, and hears of the likeliest cause.
 #[test]
-fn a_worker_that_has_a_run_is_given_up_by_the_next() {
+fn connecting_to_a_busy_worker_times_out() {
     let _alone = alone();
     let servers = Servers::start(1);
     let mut first = mishaps::pipeline(servers.first(1), "");
     let short = Timeouts { connect_s: 0.5, ..Timeouts::default() };
     let second = mishaps::builder(servers.first(1), "").timeouts(short).build();
     let said = second.err().expect("it is busy").to_string();
-    assert!(said.contains("server failed in joining the run") && said.contains("in another run"), "{said}");
+    assert!(said.contains("server failed while joining the run") && said.contains("busy with another run"), "{said}");
     first.train_step(&batch()).expect("the first run goes on");
     drop(first);
     mishaps::pipeline(servers.first(1), "").train_step(&batch()).expect("and the next has its turn");

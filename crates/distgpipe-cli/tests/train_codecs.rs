@@ -85,7 +85,7 @@ fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
         (&["--codec", "zip"], "expected a codec out of: raw, f16"),
         (&["--codec-backward", "sort:6"], "such as sort:6+2"),
         (&["--codec", "tile:4", "--sortquant"], "keep one"),
-        (&["--split", "2"], "--split: it is a parameter of --sortquant"),
+        (&["--split", "2"], "--split: it applies to --sortquant"),
         (&["--sortquant", "--quant", "15", "--split", "2"], "Q+S at most 16 bits"),
         (&["--codec-link", "0-2=raw"], "one of the run's links, 0-1, 1-2"),
         (&["--codec-link", "raw"], "expected LINK=CODEC"),
@@ -101,7 +101,7 @@ fn wrong_codec_flags_end_with_2_and_name_the_remedy() {
 
 /// Who asks for a codec expects it to be used.
 #[test]
-fn a_codec_without_a_link_is_told() {
+fn a_codec_without_a_link_is_reported() {
     let told = |arguments: &[&str]| fine(&[&["--steps", "1"], arguments].concat()).1.contains("nothing to encode");
     assert!(told(&["--codec", "tile:4"]) && told(&["--codec-backward", "tile:4", "--replicas", "2"]));
     assert!(!told(&[]) && !told(&["--codec", "tile:4", "--partitions", "2"]));
@@ -109,13 +109,13 @@ fn a_codec_without_a_link_is_told() {
 
 /// The attention mask is of integers: it goes raw every time, and the user hears of it once per link.
 #[test]
-fn what_a_codec_refuses_is_told_once_and_counted() {
+fn a_tensor_that_a_codec_rejects_is_reported_once_and_counted() {
     let small = ["layers=2", "hidden=16", "heads=2", "feed_forward=16", "tokens=8", "vocabulary=50"];
     let mut arguments = vec!["--model", "roberta", "--data", "synthetic", "--samples", "64", "--batch", "16"];
     small.iter().for_each(|setting| arguments.extend(["--set", setting]));
     arguments.extend(["--partitions", "2", "--codec", "tile:8", "--epochs", "1", "--workers", "processes"]);
     let (out, err) = fine(&arguments);
-    assert_eq!(err.matches("warning: w0 sends activations 0 → 1 raw").count(), 1, "{err}");
+    assert_eq!(err.matches("warning: w0 sends some activations 0 → 1 raw").count(), 1, "{err}");
     assert!(err.contains("expected an F32, F16 or BF16 tensor for codec"), "{err}");
     // 4 training steps and 1 test step of 4 micro-batches, one mask in each.
     assert!(out.lines().any(|line| line.contains("activations 0 → 1") && line.ends_with("20 of 40")), "{out}");

@@ -25,7 +25,7 @@ fn carried(report: &Value) -> u64 {
 }
 
 #[test]
-fn bf16_halves_what_crosses_and_is_told() {
+fn bf16_halves_the_bytes_on_links_and_is_reported() {
     let (plain, cast) = (json(&with(&[])), json(&with(&["--precision", "bf16"])));
     assert_eq!((&plain["precision"], &cast["precision"]), (&"fp32".into(), &"bf16".into()));
     assert_eq!(carried(&plain), 2 * carried(&cast));
@@ -40,7 +40,7 @@ fn bf16_halves_what_crosses_and_is_told() {
 }
 
 #[test]
-fn processes_learn_the_same_in_bf16_as_threads() {
+fn processes_and_threads_train_identically_in_bf16() {
     let run = |workers: &str| json(&with(&["--precision", "bf16", "--codec", "tile:4", "--workers", workers]));
     let (threads, processes) = (run("threads"), run("processes"));
     assert_eq!(threads["epochs"][0]["train_loss"], processes["epochs"][0]["train_loss"]);
@@ -62,7 +62,7 @@ fn layers_are_measured_in_the_precision_of_the_run() {
 }
 
 #[test]
-fn another_precision_is_told_which_there_are() {
+fn an_unknown_precision_lists_the_known_ones() {
     for arguments in [&["train", "--precision", "fp16"][..], &["models", "mlp", "--precision", "half"]] {
         let told = refused(2, arguments);
         assert!(told.contains("--precision") && told.contains("expected `fp32` or `bf16`"), "{told}");

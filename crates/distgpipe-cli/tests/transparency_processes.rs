@@ -75,7 +75,7 @@ fn two_replicas_in_processes_are_two_devices_that_add_up_their_gradients() {
 
 /// A ring of three has a direction, and a way round through the driver's process.
 #[test]
-fn three_replicas_learn_the_same_between_processes_as_between_threads() {
+fn three_replicas_train_identically_in_processes_and_threads() {
     let servers = Servers::start(5);
     for subject in one_device::subjects() {
         let (threads, processes) =
@@ -93,9 +93,9 @@ fn with_a_codec_processes_are_one_device_that_rounds_at_the_cuts() {
 
 /// Both ends of a link keep what a codec remembers, and stay in step.
 #[test]
-fn every_codec_learns_the_same_between_processes_as_between_threads() {
+fn every_codec_trains_identically_in_processes_and_threads() {
     let servers = Servers::start(1);
-    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+    for text in distgpipe_core::codec::ALL.iter().map(|member| member.examples[0]) {
         let learned = |workers| coded::learned(coded::codecs(text, text), workers, false);
         one_device::assert_identical(text, &learned(servers.first(1)), &learned(Workers::Threads));
         let learned = |workers| coded::learned_in_bf16(coded::codecs(text, text), workers, false);

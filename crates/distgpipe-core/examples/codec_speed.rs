@@ -1,14 +1,14 @@
-//! How fast every codec is on one thread, beside a copy of the same tensor.
+//! Measures the speed of every codec on one thread, next to a copy of the same tensor.
 //!
 //! ```text
 //! cargo run --release -p distgpipe-core --example codec_speed -- [--json] [--repeat 9] [--only CODEC] [--tensor TENSOR]
 //! ```
 //!
-//! Two tensors: what a ReLU makes of Gaussian values, [8, 32, 112, 112], and Gaussian values, [8, 128, 768]. The figures are
-//! gigabytes of the tensor's `f32` values a second; for packing, of its codes as 16-bit numbers. The best of all
-//! repetitions counts, and they take turns, so that a disturbance from outside hits all alike.
+//! There are two tensors: Gaussian values after a ReLU, [8, 32, 112, 112], and Gaussian values, [8, 128, 768]. The
+//! figures are gigabytes of `f32` values per second; for packing, gigabytes of codes as 16-bit numbers. The best of all
+//! repetitions counts. The codecs take turns, so that a disturbance affects all of them alike.
 
-use distgpipe_core::codec::{self, bits, Codec, Context, TensorView};
+use distgpipe_core::codec::{self, bits, Codec, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use std::hint::black_box;
 use std::time::Instant;
@@ -70,7 +70,7 @@ impl Tensor {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             ((state >> 40) as f64 + 0.5) / (1u64 << 24) as f64
         };
-        // Box and Muller's way to normally distributed numbers.
+        // The Box–Muller transform.
         let mut gaussian = || ((-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()) as f32;
         let mut value = || if name == "relu" { gaussian().max(0.0) } else { gaussian() };
         let bytes = (0..dims.iter().product()).flat_map(|_: usize| value().to_ne_bytes()).collect();
@@ -87,7 +87,7 @@ impl Tensor {
     }
 }
 
-/// The best speeds of a codec in gigabytes a second, and of a copy beside it.
+/// The best speeds of a codec and of a copy, in gigabytes per second.
 struct Figure {
     codec: String,
     tensor: String,
@@ -114,7 +114,7 @@ impl Figure {
     }
 }
 
-/// Gigabytes a second of something that treats so many bytes.
+/// The speed of a function that processes this many bytes, in gigabytes per second.
 fn speed(bytes: usize, work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
@@ -123,7 +123,7 @@ fn speed(bytes: usize, work: impl FnOnce()) -> f64 {
 
 fn measure_codecs(tensor: &Tensor, repeat: usize, only: &str) -> Vec<Figure> {
     let texts = CODECS.iter().filter(|text| text.contains(only)).filter(|text| codec::parse(text).is_ok());
-    // Only tiles care for the order in memory.
+    // The memory layout matters only to `tile`.
     let texts = texts.filter(|text| tensor.layout == Layout::Contiguous || text.starts_with("tile"));
     let mut codecs: Vec<(Box<dyn Codec>, Figure)> = texts
         .map(|text| {
@@ -136,12 +136,12 @@ fn measure_codecs(tensor: &Tensor, repeat: usize, only: &str) -> Vec<Figure> {
     let mut out = vec![0; tensor.bytes.len()];
     let mut copied = vec![0; tensor.bytes.len()];
     let mut copy = 0.0;
-    // The first round warms up.
+    // The first round is a warm-up.
     for round in 0..=repeat {
         for (codec, figure) in &mut codecs {
             body.clear();
             let encode = speed(tensor.bytes.len(), || {
-                codec.encode(tensor.view(), &Context::default(), &mut body).expect("the values are finite");
+                codec.encode(tensor.view(), &CodecContext::default(), &mut body).expect("the values are finite");
             });
             let shape = Shape::new(tensor.dims).expect("four dimensions at most");
             let meta = TensorMeta { dtype: DType::F32, layout: tensor.layout, shape, codec: codec.id() };

@@ -1,14 +1,15 @@
-//! The best cut when links, memory and the schedule count too.
+//! Finds the best cut of a model, given the costs of layers, links, memory and the schedule.
 //!
-//! A pipeline is as fast as its slowest partition, which is all there is to say where links are free and every partition
-//! has a worker of its own. Over a slow link a cut at a narrow place is worth an uneven one, and a client with the first
-//! and the last partition pays for both. So a cut is judged here by what a step would take with it, simulated, or by
-//! what its fullest worker would hold.
+//! If links cost nothing and every partition has its own worker, a pipeline is as fast as its slowest partition. Over a
+//! slow link it pays to cut where little data crosses, even if the partitions become uneven; and a client that runs the
+//! first and the last partition pays for both. So the search rates a cut by the simulated time of a step, or by the
+//! memory of the worker that needs most.
 //!
-//! Where all cuts can be tried, they are. Otherwise (`starts`) a dynamic programme gives cuts to begin from, and
-//! (`descent`) each of them is improved by moving its borders for as long as that helps.
+//! If there are few cuts, all are tried. Otherwise dynamic programming gives cuts to start from (`starts`), and local
+//! search improves each of them by moving its borders (`descent`).
 //!
-//! What is not counted: the time of coding, the headers of messages, and memory that lives within one layer's backward.
+//! Not counted: the time that codecs take, the headers of messages, and memory that is used only within one layer's
+//! backward pass.
 
 mod descent;
 mod estimate;
@@ -18,7 +19,7 @@ pub use estimate::{Estimate, PartitionEstimate, WorkerEstimate};
 
 use crate::partition::{Balance, PartitionError};
 use crate::placement::Placement;
-use crate::schedule::rehearse::{Clocks, Rehearsal, StepCosts};
+use crate::schedule::compiled_plan::{Clocks, CompiledPlan, StepCosts};
 use crate::schedule::{CheckError, Pass, Plan, Recompute, Request, Schedule, ScheduleError};
 use crate::PartitionId;
 use serde::{Deserialize, Serialize};
@@ -27,93 +28,93 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::str::FromStr;
 
-/// The most steps of rehearsals for which all cuts are tried: less than a second.
+/// Up to this many instructions of compiled plans, all cuts are tried: less than a second.
 const EXHAUSTIVE_STEPS_MAX: u64 = 1 << 25;
-/// Making a plan, in steps of its rehearsal.
+/// The time to make and compile a plan, in instructions of it.
 const PLAN_STEPS: u64 = 64;
 
-/// Why there is no cut.
+/// Why the search returns no cut.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BalanceError {
-    /// The layers cannot be cut so, or a cost is none.
+    /// The model cannot be cut into this many partitions, or a cost is not a finite number of at least 0.
     #[error(transparent)]
     Partition(#[from] PartitionError),
-    /// There is no plan to judge cuts by.
+    /// The schedule has no plan for this problem.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
-    /// A plan that cannot be simulated.
+    /// The plan cannot be simulated.
     #[error(transparent)]
     Check(#[from] CheckError),
-    /// Sizes that are not those of the layers and skips.
+    /// The number of sizes differs from the number of layers or skips.
     #[error("expected {expected} {what}, got {got}: make the sizes from the model that is cut")]
     Sizes {
-        /// What is counted.
+        /// The list that has the wrong length.
         what: &'static str,
-        /// How many there should be.
+        /// The length that it should have.
         expected: usize,
-        /// How many there are.
+        /// The length that it has.
         got: usize,
     },
-    /// A skip that ends before it starts, or beyond the model.
+    /// A skip ends before it starts, or beyond the model.
     #[error(
         "expected skips from a layer to a later one below {layers}, got {stash}>{pop}: derive them from the model"
     )]
     BadSkip {
-        /// The layer that stashes it.
+        /// The layer that stashes the skip.
         stash: usize,
-        /// The layer that pops it.
+        /// The layer that pops the skip.
         pop: usize,
-        /// Layers of the model.
+        /// The number of layers of the model.
         layers: usize,
     },
-    /// A link that carries nothing, or takes forever.
+    /// The rate or the latency of the link is not possible.
     #[error("expected a link of more than 0 bytes a second and a latency of at least 0, got {bytes_per_s} bytes a second and {latency_s} s: leave the link out if it costs nothing")]
     BadLink {
-        /// Its rate.
+        /// The rate of the link.
         bytes_per_s: f64,
-        /// Its latency.
+        /// The latency of the link.
         latency_s: f64,
     },
-    /// Every cut needs more memory than is allowed.
+    /// Every cut that was tried needs more memory than the limit.
     #[error("expected a cut with which no worker needs more than {limit_bytes} bytes, got none: the best of {tried} ({balance}) needs {needs_bytes} bytes on worker {worker}; allow that much, or use more workers, smaller micro-batches or recomputation")]
     OverLimit {
-        /// What is allowed.
+        /// The limit for any worker.
         limit_bytes: u64,
-        /// What the fullest worker of the best cut needs.
+        /// The memory of the worker that needs most with the best cut.
         needs_bytes: u64,
-        /// That worker.
+        /// The name of that worker.
         worker: String,
-        /// That cut.
+        /// The best cut that was found.
         balance: Balance,
-        /// How many cuts were tried.
+        /// The number of cuts that were tried.
         tried: usize,
     },
 }
 
-/// What one layer costs for one micro-batch.
+/// The costs of one layer for one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LayerCost {
-    /// Forward pass.
+    /// Seconds for the forward pass.
     pub forward_s: f64,
-    /// Backward pass.
+    /// Seconds for the backward pass.
     pub backward_s: f64,
-    /// What its forward pass holds for the backward pass, its output included.
+    /// Bytes that the forward pass keeps for the backward pass, including the layer's output.
     pub held_bytes: u64,
-    /// Its learned tensors.
+    /// Bytes of the layer's parameters.
     pub parameter_bytes: u64,
 }
 
 /// A skip tensor: the layer that stashes it and the later one that pops it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkipSpan {
-    /// Where it starts.
+    /// The index of the layer that stashes it.
     pub stash: usize,
-    /// Where it ends.
+    /// The index of the layer that pops it.
     pub pop: usize,
 }
 
-/// How large tensors are, for one micro-batch.
+/// The sizes of tensors in bytes, for one micro-batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {
     /// The output of each layer.
@@ -122,96 +123,96 @@ pub struct Sizes {
     pub skips: Vec<u64>,
 }
 
-/// How large tensors are on a link, after its codec.
+/// The sizes of tensors on links, after encoding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sent {
-    /// Activations.
+    /// The sizes of activations.
     pub forward: Sizes,
-    /// Gradients.
+    /// The sizes of gradients.
     pub backward: Sizes,
-    /// Other sizes for what one partition sends another, where that has a codec of its own.
+    /// Sizes for a link with its own codec, by sending partition, receiving partition and pass.
     pub links: BTreeMap<(PartitionId, PartitionId, Pass), Sizes>,
 }
 
-/// What carries messages between two workers, in each direction.
+/// The link between two workers, with these figures in each direction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// How much it carries.
+    /// The bandwidth in bytes per second.
     pub bytes_per_s: f64,
-    /// How long the last byte is on its way.
+    /// The time from sending a byte to its arrival.
     pub latency_s: f64,
 }
 
-/// What a cut should make small.
+/// What the search minimizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Objective {
     /// The simulated time of a step.
     #[default]
     Time,
-    /// The estimated memory of the fullest worker.
+    /// The estimated memory of the worker that needs most.
     Memory,
 }
 
-/// Everything a cut is judged by.
+/// Everything that the costs of a cut depend on.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// From input to output.
+    /// The costs of the layers, from input to output.
     pub layers: Vec<LayerCost>,
-    /// The skips.
+    /// The skip connections of the model.
     pub skips: Vec<SkipSpan>,
-    /// The model's input.
+    /// Bytes of the model's input for one micro-batch.
     pub input_bytes: u64,
-    /// Tensors as they lie in memory.
+    /// The sizes of tensors in memory.
     pub in_memory: Sizes,
-    /// Tensors as they travel.
+    /// The sizes of tensors on links.
     pub sent: Sent,
     /// Bytes that the optimizer keeps for each byte of parameters.
     pub state_factor: f64,
-    /// Which worker runs which partition; says into how many the model is cut.
+    /// Which worker runs which partition, and thereby the number of partitions.
     pub placement: Placement,
-    /// The order of the work.
+    /// The schedule that orders the work.
     pub schedule: Schedule,
-    /// Micro-batches per batch.
+    /// The number of micro-batches per batch.
     pub micro_batches: usize,
-    /// Which of them are computed again.
+    /// Which micro-batches are recomputed.
     pub recompute: Recompute,
-    /// What is between any two workers; absent where that costs nothing.
+    /// The link between any two workers; `None` if communication costs nothing.
     pub link: Option<Link>,
-    /// What to make small.
+    /// What the search minimizes.
     pub objective: Objective,
-    /// The most that any worker may hold.
+    /// The most memory that any worker may use.
     pub memory_limit_bytes: Option<u64>,
 }
 
-/// How cuts are looked for.
+/// How the search goes through the cuts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// Every cut is tried.
+    /// Tries every possible cut.
     Exhaustive,
-    /// From several starts, borders are moved for as long as that helps.
+    /// Local search from several starts: moves borders as long as that improves the cut.
     Descent,
 }
 
-/// The best cut that was found.
+/// The result of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Found {
-    /// The cut.
+    /// The best cut that was found.
     pub balance: Balance,
-    /// What it costs.
+    /// The estimated costs of that cut.
     pub estimate: Estimate,
-    /// The cut with as many layers each.
+    /// The cut with the same number of layers in each partition.
     pub even: Balance,
-    /// What that costs.
+    /// The estimated costs of the even cut, for comparison.
     pub even_estimate: Estimate,
-    /// How it was found.
+    /// The method that was used.
     pub method: Method,
-    /// How many cuts were tried.
+    /// The number of cuts that were tried.
     pub tried: usize,
 }
 
 impl Problem {
-    /// The best cut: among all if they can be tried quickly, otherwise the best of a descent.
+    /// The best of all cuts if they can be tried within about a second, otherwise the best that local search finds.
     pub fn search(&self) -> Result<Found, BalanceError> {
         let mut search = Search::new(self)?;
         let cuts = cut_count(self.layers.len(), self.placement.partitions());
@@ -220,12 +221,13 @@ impl Problem {
         search.find(if work <= EXHAUSTIVE_STEPS_MAX { Method::Exhaustive } else { Method::Descent })
     }
 
-    /// The best cut by one method, whatever that takes.
+    /// The best cut by the given method, however long that takes.
     pub fn search_by(&self, method: Method) -> Result<Found, BalanceError> {
         Search::new(self)?.find(method)
     }
 
-    /// How many plans so many cuts need at most: one for each set of pairs, beyond neighbours, that skips can connect.
+    /// An upper bound on the number of plans for this many cuts. A plan depends on which pairs of partitions, other
+    /// than neighbours, skips connect.
     fn plan_count_max(&self, cuts: u64) -> u64 {
         let partitions = self.placement.partitions();
         match (partitions * (partitions - 1) / 2).saturating_sub(partitions - 1) {
@@ -273,12 +275,12 @@ impl Problem {
     }
 }
 
-/// How many cuts there are: `layers − 1` over `partitions − 1`.
+/// The number of cuts: the binomial coefficient `layers − 1` over `partitions − 1`.
 fn cut_count(layers: usize, partitions: usize) -> u64 {
     let (places, cuts) = (layers as u64 - 1, partitions as u64 - 1);
     let mut count = 1u64;
     for i in 0..cuts.min(places - cuts) {
-        // Divides without rest at every step.
+        // The division is exact at every step.
         match count.checked_mul(places - i) {
             Some(product) => count = product / (i + 1),
             None => return u64::MAX,
@@ -287,7 +289,7 @@ fn cut_count(layers: usize, partitions: usize) -> u64 {
     count
 }
 
-/// Where partitions begin, but for the first.
+/// The first layer of every partition but the first.
 fn cuts_of(balance: &Balance) -> Vec<usize> {
     (1..balance.partitions()).map(|p| balance.range(PartitionId::new(p)).start).collect()
 }
@@ -298,13 +300,13 @@ fn balance_of(cuts: &[usize], layers: usize) -> Result<Balance, PartitionError> 
     Balance::new(ends.zip(starts).map(|(end, start)| end - start).collect())
 }
 
-/// How good a cut is; smaller is better, the first difference counts.
+/// The rating of a cut; smaller is better. The fields are compared in order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Score {
-    /// Bytes above the limit: cuts that do not fit still differ in how far they are off.
+    /// Bytes above the limit, so that the search can improve cuts that do not fit.
     over_bytes: f64,
     objective: f64,
-    /// The other objective, among equals.
+    /// The other objective, as a tie-breaker.
     other: f64,
 }
 
@@ -321,30 +323,31 @@ impl Score {
     }
 }
 
-/// Partition pairs beyond neighbours that skips go between.
+/// Pairs of partitions, other than neighbours, that skips connect.
 type Edges = Vec<(PartitionId, PartitionId)>;
 
-/// A plan, and where each message's size is looked up.
-struct Rehearsed {
+/// A plan with its compiled form.
+struct CandidatePlan {
     plan: Plan,
-    rehearsal: Rehearsal,
-    /// By sending and receiving partition of the forward pass: the numbers of the forward and the backward edge.
+    compiled: CompiledPlan,
+    /// By sending and receiving partition of the forward pass: the indices of the forward and the backward edge in the
+    /// compiled plan.
     edge_at: HashMap<(PartitionId, PartitionId), (usize, usize)>,
 }
 
-/// Judges cuts; remembers the plans and the best.
+/// Rates cuts, and keeps the plans and the best cut so far.
 struct Search<'a> {
     problem: &'a Problem,
     forward: Vec<f64>,
     backward: Vec<f64>,
     held: Vec<f64>,
     parameters: Vec<f64>,
-    /// A plan depends on the cut only through the pairs that skips connect.
-    plans: HashMap<Edges, Rehearsed>,
+    /// The plans so far. A plan depends on the cut only through the pairs of partitions that skips connect.
+    plans: HashMap<Edges, CandidatePlan>,
     clocks: Clocks,
     best: Option<(Score, Vec<usize>)>,
     tried: usize,
-    /// How much work has been done, and the longest plan so far.
+    /// The work done so far in instructions, and the length of the longest plan.
     steps: u64,
     plan_steps: usize,
 }
@@ -366,7 +369,7 @@ impl<'a> Search<'a> {
             steps: 0,
             plan_steps: 0,
         };
-        // Made here once, so that an impossible schedule is an error before anything is tried.
+        // So that an impossible schedule is an error before any cut is tried.
         search.plan(&Vec::new())?;
         Ok(search)
     }
@@ -379,7 +382,7 @@ impl<'a> Search<'a> {
         self.problem.layers.len()
     }
 
-    /// About how much work it is to judge a cut.
+    /// The approximate work of rating a cut, in instructions.
     fn steps_a_cut(&self) -> u64 {
         (self.plan_steps + 4 * self.problem.skips.len() + 8 * self.partitions()) as u64
     }
@@ -409,7 +412,8 @@ impl<'a> Search<'a> {
         let mut cuts: Vec<usize> = (1..=count).collect();
         loop {
             self.score(&cuts)?;
-            // The next one in order: the last border that can still move does, those after it follow closely.
+            // The next cut in lexicographic order: the last border that can still move does, and those after it follow
+            // closely.
             let Some(i) = (0..count).rev().find(|&i| cuts[i] < layers - count + i) else {
                 return Ok(());
             };
@@ -420,7 +424,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Judges a cut, and keeps it if it is the best so far.
+    /// Rates a cut, and keeps it if it is the best so far.
     fn score(&mut self, cuts: &[usize]) -> Result<Score, BalanceError> {
         let parts = self.parts(cuts)?;
         let score = parts.score;
@@ -432,7 +436,7 @@ impl<'a> Search<'a> {
         Ok(score)
     }
 
-    fn plan(&mut self, edges: &Edges) -> Result<&Rehearsed, BalanceError> {
+    fn plan(&mut self, edges: &Edges) -> Result<&CandidatePlan, BalanceError> {
         if !self.plans.contains_key(edges) {
             let problem = self.problem;
             let request = Request {
@@ -442,17 +446,17 @@ impl<'a> Search<'a> {
                 skips: edges.clone(),
             };
             let plan = problem.schedule.plan(&request)?;
-            let rehearsal = Rehearsal::new(&plan)?;
-            self.plan_steps = self.plan_steps.max(rehearsal.len());
-            self.steps += PLAN_STEPS * rehearsal.len() as u64;
-            let number = |edge| rehearsal.edges().iter().position(|&other| other == edge);
-            let ends = rehearsal.edges().iter().filter(|(_, _, pass)| *pass == Pass::Forward);
+            let compiled = CompiledPlan::new(&plan)?;
+            self.plan_steps = self.plan_steps.max(compiled.len());
+            self.steps += PLAN_STEPS * compiled.len() as u64;
+            let number = |edge| compiled.edges().iter().position(|&other| other == edge);
+            let ends = compiled.edges().iter().filter(|(_, _, pass)| *pass == Pass::Forward);
             let edge_at = ends
                 .filter_map(|&(from, to, _)| {
                     Some(((from, to), (number((from, to, Pass::Forward))?, number((to, from, Pass::Backward))?)))
                 })
                 .collect();
-            self.plans.insert(edges.clone(), Rehearsed { plan, rehearsal, edge_at });
+            self.plans.insert(edges.clone(), CandidatePlan { plan, compiled, edge_at });
         }
         Ok(&self.plans[edges])
     }

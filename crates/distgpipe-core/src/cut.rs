@@ -1,76 +1,76 @@
-//! Where a model is cut, said by its layers instead of by counting all of them.
+//! Rules for cutting a model that do not require counting all of its layers.
 //!
-//! `first=1,last=1` is split learning: the client keeps the first and the last layer, the server has what is between.
-//! `after=embeddings,encoder.layer.10` cuts after the layers of these names.
+//! `first=1,last=1` is split learning: the client keeps the first and the last layer, and the server runs those in
+//! between. `after=embeddings,encoder.layer.10` cuts after the layers with these names.
 
 use crate::partition::{Balance, PartitionError};
 use std::fmt;
 use std::str::FromStr;
 
-/// Layer names that an error lists from each end of the model.
+/// The number of layer names that an error lists from each end of the model.
 const LISTED: usize = 6;
 
-/// Why a cut was not accepted.
+/// Why a rule is invalid, or does not fit a model.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CutError {
-    /// The text is not a cut.
+    /// The text is not a rule.
     #[error("expected `first=1,last=1`, `first=1` or `after=LAYER,LAYER…`, got `{got}`")]
     Text {
-        /// What it is, shortened if it is long.
+        /// The beginning of the text.
         got: String,
     },
-    /// The ends take all layers, or nothing.
+    /// The two ends take all layers, or one of them takes none.
     #[error(
         "expected first and last to be at least 1 and to leave a layer between them, got {cut} of {layers} layers"
     )]
     Ends {
-        /// The cut.
-        cut: Cut,
-        /// How many layers the model has.
+        /// The rule in question.
+        cut: CutRule,
+        /// The number of layers of the model.
         layers: usize,
     },
-    /// No layer before the last has that name.
+    /// No layer other than the last has this name.
     #[error("expected a layer to cut after, got `{got}`: the model has {known}")]
     Unknown {
-        /// The name, shortened if it is long.
+        /// The beginning of the name.
         got: String,
-        /// The layers after which it can be cut.
+        /// The names of the layers after which the model can be cut.
         known: String,
     },
-    /// The cut makes no partitions.
+    /// The resulting partitions are invalid.
     #[error(transparent)]
     Partition(#[from] PartitionError),
 }
 
-/// A cut, not yet of a certain model.
+/// A rule for cutting a model into partitions. It becomes a [`Balance`] when it is applied to a model.
 ///
 /// ```
-/// use distgpipe_core::cut::Cut;
+/// use distgpipe_core::cut::CutRule;
 /// let layers = ["stem", "block.0", "block.1", "head"];
-/// assert_eq!("first=1,last=1".parse::<Cut>()?.balance(&layers)?.sizes(), [1, 2, 1]);
-/// assert_eq!("after=block.0".parse::<Cut>()?.balance(&layers)?.sizes(), [2, 2]);
+/// assert_eq!("first=1,last=1".parse::<CutRule>()?.balance(&layers)?.sizes(), [1, 2, 1]);
+/// assert_eq!("after=block.0".parse::<CutRule>()?.balance(&layers)?.sizes(), [2, 2]);
 /// # Ok::<(), distgpipe_core::cut::CutError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Cut {
-    /// So many layers at the beginning, and so many at the end.
+pub enum CutRule {
+    /// The numbers of layers in the first and in the last partition.
     Ends {
-        /// Of the first partition.
+        /// The number of layers in the first partition.
         first: usize,
-        /// Of the last one; without it there are two partitions.
+        /// The number of layers in the last partition; `None` for two partitions.
         last: Option<usize>,
     },
-    /// After the layers of these names, in any order.
+    /// Cuts after the layers with these names, given in any order.
     After(Vec<String>),
 }
 
-impl Cut {
-    /// The partitions it makes of a model with these layers.
+impl CutRule {
+    /// Applies the rule to a model with these layers.
     pub fn balance(&self, layers: &[&str]) -> Result<Balance, CutError> {
         let all = layers.len();
         match self {
-            Cut::Ends { first, last } => {
+            CutRule::Ends { first, last } => {
                 let ends = first.saturating_add(last.unwrap_or(0));
                 if ends >= all || *first == 0 || *last == Some(0) {
                     return Err(CutError::Ends { cut: self.clone(), layers: all });
@@ -78,7 +78,7 @@ impl Cut {
                 let sizes = [Some(*first), Some(all - ends), *last];
                 Ok(Balance::new(sizes.into_iter().flatten().collect())?)
             }
-            Cut::After(names) => {
+            CutRule::After(names) => {
                 let inner = &layers[..all.saturating_sub(1)];
                 let place = |name: &String| {
                     let found = inner.iter().position(|layer| layer == name);
@@ -94,8 +94,8 @@ impl Cut {
     }
 }
 
-/// Who has the partitions of a cut when nobody says: the client the first, the server the next, the client the last.
-/// Nothing follows for more than three.
+/// The default placement for split learning: the client runs the first partition, the server the second, and the client
+/// the third if there is one. There is no default for other numbers of partitions.
 pub fn placement(partitions: usize) -> Option<&'static str> {
     match partitions {
         2 => Some("client,server"),
@@ -115,14 +115,14 @@ fn listed(names: &[&str]) -> String {
     format!("{}, …, {}", names[..LISTED].join(", "), names[names.len() - LISTED..].join(", "))
 }
 
-impl FromStr for Cut {
+impl FromStr for CutRule {
     type Err = CutError;
 
     fn from_str(text: &str) -> Result<Self, CutError> {
         let wrong = || CutError::Text { got: shortened(text) };
         if let Some(names) = text.strip_prefix("after=") {
             let names: Vec<String> = names.split(',').map(|name| name.trim().to_owned()).collect();
-            return if names.iter().any(String::is_empty) { Err(wrong()) } else { Ok(Cut::After(names)) };
+            return if names.iter().any(String::is_empty) { Err(wrong()) } else { Ok(CutRule::After(names)) };
         }
         let (mut first, mut last) = (None, None);
         for piece in text.split(',') {
@@ -137,16 +137,16 @@ impl FromStr for Cut {
                 return Err(wrong());
             }
         }
-        Ok(Cut::Ends { first: first.ok_or_else(wrong)?, last })
+        Ok(CutRule::Ends { first: first.ok_or_else(wrong)?, last })
     }
 }
 
-impl fmt::Display for Cut {
+impl fmt::Display for CutRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Cut::Ends { first, last: Some(last) } => write!(f, "first={first},last={last}"),
-            Cut::Ends { first, last: None } => write!(f, "first={first}"),
-            Cut::After(names) => write!(f, "after={}", names.join(",")),
+            CutRule::Ends { first, last: Some(last) } => write!(f, "first={first},last={last}"),
+            CutRule::Ends { first, last: None } => write!(f, "first={first}"),
+            CutRule::After(names) => write!(f, "after={}", names.join(",")),
         }
     }
 }
@@ -159,7 +159,7 @@ mod tests {
     const LAYERS: [&str; 5] = ["a", "b.0", "b.1", "b.2", "c"];
 
     fn sizes(text: &str) -> Result<Vec<usize>, CutError> {
-        Ok(text.parse::<Cut>()?.balance(&LAYERS)?.sizes().to_vec())
+        Ok(text.parse::<CutRule>()?.balance(&LAYERS)?.sizes().to_vec())
     }
 
     #[test]
@@ -187,8 +187,8 @@ mod tests {
         #[test]
         fn arbitrary_text_never_panics(text in ".*", layers in prop::collection::vec("[a-c]", 0..6)) {
             let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
-            if let Ok(cut) = text.parse::<Cut>() {
-                prop_assert_eq!(cut.to_string().parse::<Cut>().unwrap(), cut.clone());
+            if let Ok(cut) = text.parse::<CutRule>() {
+                prop_assert_eq!(cut.to_string().parse::<CutRule>().unwrap(), cut.clone());
                 let _ = cut.balance(&layers);
             }
         }
@@ -196,7 +196,7 @@ mod tests {
         #[test]
         fn ends_cover_the_model(first in 0usize..9, last in prop::option::of(0usize..9), layers in 0usize..12) {
             let names = vec!["x"; layers];
-            if let Ok(balance) = (Cut::Ends { first, last }).balance(&names) {
+            if let Ok(balance) = (CutRule::Ends { first, last }).balance(&names) {
                 prop_assert!(balance.check(layers).is_ok());
                 prop_assert_eq!(balance.sizes()[0], first);
             }

@@ -1,4 +1,4 @@
-//! The three numbers everything is named by. Newtypes, so that a worker is never taken for a partition.
+//! The numbers of partitions, workers and micro-batches, as types of their own so that they cannot be confused.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -11,7 +11,10 @@ macro_rules! id {
         pub struct $name(pub u32);
 
         impl $name {
-            /// The id with this index. Indices come from our own loops, so one beyond `u32` is a bug here.
+            /// The id with this index.
+            ///
+            /// # Panics
+            /// If the index does not fit 32 bits.
             pub fn new(index: usize) -> Self {
                 Self(u32::try_from(index).expect("an index fits 32 bits"))
             }
@@ -31,14 +34,14 @@ macro_rules! id {
 }
 
 id! {
-    /// A partition: consecutive layers that run together, counted from the input.
+    /// The number of a partition: consecutive layers that run together, counted from the input.
     PartitionId
 }
 id! {
-    /// A worker: a thread, process or machine that runs partitions.
+    /// The number of a worker: a thread, process or machine that runs partitions.
     WorkerId
 }
 id! {
-    /// A micro-batch of the current batch.
+    /// The number of a micro-batch in its batch.
     MicroBatchId
 }

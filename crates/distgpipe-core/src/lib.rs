@@ -1,21 +1,23 @@
-//! The pure part of distgpipe: what can be said about a pipeline without running it.
+//! The pure part of distgpipe: everything about a pipeline that can be decided without running it.
 //!
-//! No I/O, no clock, no threads and no tensors live here, so everything in this crate can be
-//! tested exhaustively, fuzzed and run under Miri.
+//! The crate does no I/O, starts no threads, reads no clock and depends on no tensor library. So its tests are fast and
+//! deterministic, and everything that reads untrusted bytes is fuzzed (`fuzz/` in the repository). The only thing it
+//! reads from its environment is [`codec::SIMD_VARIABLE`], a switch for tests. Unsafe code is confined to the kernels
+//! of the codecs (`codec/simd`).
 //!
-//! | module | what it answers |
+//! | module | subject |
 //! | --- | --- |
-//! | [`id`] | the three numbers everything is named by |
-//! | [`microbatch`] | how many micro-batches, and which rows each has |
-//! | [`partition`] | which layers run together, and the best cut for given costs |
-//! | [`balance`] | the best cut when links, memory and the schedule count too |
-//! | [`cut`] | the same, said by the layers' names or from both ends |
+//! | [`id`] | the numbers of partitions, workers and micro-batches |
+//! | [`microbatch`] | how a batch is split into micro-batches |
+//! | [`partition`] | which layers form a partition |
+//! | [`cut`] | cuts described by the names of layers or by the layers at both ends |
+//! | [`balance`] | the search for the best cut, given the costs of layers, links and memory |
 //! | [`placement`] | which worker runs which partition |
-//! | [`skip`] | which partition pairs a skip tensor travels between |
-//! | [`schedule`] | the order of every action of every worker: generated, checked, simulated, drawn |
-//! | [`codec`] | tensor ↔ bytes |
-//! | [`weights`] | where the tensors are in weight files of others |
-//! | [`wire`] | the frame, the handshake and the limits on what a peer may send |
+//! | [`skip`] | skip connections, and the partitions that they connect |
+//! | [`schedule`] | the order of every worker's actions: generated, checked, simulated, drawn |
+//! | [`codec`] | tensors to bytes and back |
+//! | [`weights`] | the positions of tensors in safetensors and PyTorch files |
+//! | [`wire`] | frames, the handshake, and limits on what a peer may send |
 
 #![deny(unsafe_code)]
 

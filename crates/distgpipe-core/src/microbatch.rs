@@ -1,18 +1,18 @@
-//! How many micro-batches a batch has, and which rows each of them holds.
+//! The split of a batch into micro-batches: their number, and the rows of each.
 //!
-//! One value answers both questions, and everything that counts micro-batches (the schedule, the
-//! loss weights, deferred batch norm, "recompute all but the last") asks it. `torch.chunk(8)` of 10
-//! rows gives 5 pieces without a word, and everything that believed in 8 then counts wrong; here a
-//! batch that cannot give the asked number of micro-batches is an error.
+//! [`MicroBatches`] is the only place that decides this. Everything that counts micro-batches uses it: the schedule,
+//! the weights of losses, deferred batch norm, recomputation of all but the last. (`torch.chunk(8)` of 10 rows silently
+//! returns 5 pieces, and code that expects 8 then counts wrong.) A batch with too few rows for the requested number of
+//! micro-batches is an error.
 
 use crate::MicroBatchId;
 use std::ops::Range;
 
-/// Why a batch could not be split.
+/// Why a batch cannot be split.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MicroBatchError {
-    /// Zero micro-batches were asked for.
+    /// Zero micro-batches were requested.
     #[error("expected at least 1 micro-batch, got 0: set micro-batches to 1 to run the batch in one piece")]
     NoMicroBatches,
     /// There are fewer rows than micro-batches, so at least one would be empty.
@@ -21,21 +21,21 @@ pub enum MicroBatchError {
          use at most {rows} micro-batches, a batch of at least {count} rows, or drop this last short batch"
     )]
     TooFewRows {
-        /// Rows of the batch.
+        /// The number of rows of the batch.
         rows: usize,
-        /// Micro-batches asked for.
+        /// The requested number of micro-batches.
         count: usize,
     },
     /// The number of micro-batches does not fit a [`MicroBatchId`].
     #[error("expected at most {} micro-batches, got {count}: use fewer and larger micro-batches", u32::MAX)]
     TooMany {
-        /// Micro-batches asked for.
+        /// The requested number of micro-batches.
         count: usize,
     },
 }
 
-/// A batch of `rows` rows cut into `count` consecutive micro-batches, the first `rows % count` of
-/// which are longer by one row. None is empty.
+/// A batch of `rows` rows, split into `count` consecutive micro-batches. The first `rows % count` have one row more
+/// than the others. None is empty.
 ///
 /// ```
 /// use distgpipe_core::{microbatch::MicroBatches, MicroBatchId};
@@ -51,7 +51,7 @@ pub struct MicroBatches {
 }
 
 impl MicroBatches {
-    /// Cuts `rows` rows into exactly `count` micro-batches, or says why that is not possible.
+    /// Splits `rows` rows into exactly `count` micro-batches, or returns why that is not possible.
     pub fn split(rows: usize, count: usize) -> Result<Self, MicroBatchError> {
         if count == 0 {
             return Err(MicroBatchError::NoMicroBatches);
@@ -65,12 +65,12 @@ impl MicroBatches {
         Ok(Self { rows, count })
     }
 
-    /// Rows of the whole batch.
+    /// The number of rows of the whole batch.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Number of micro-batches; never zero.
+    /// The number of micro-batches; never zero.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -84,7 +84,7 @@ impl MicroBatches {
         start..start + self.len(id)
     }
 
-    /// Number of rows of one micro-batch; never zero.
+    /// The number of rows of one micro-batch; never zero.
     ///
     /// # Panics
     /// If the batch has no such micro-batch.
@@ -94,7 +94,7 @@ impl MicroBatches {
         self.rows / self.count + usize::from(id.index() < self.rows % self.count)
     }
 
-    /// The part of the batch's rows that one micro-batch has: its weight in a mean over the batch.
+    /// The fraction of the batch's rows that one micro-batch has: its weight in a mean over the batch.
     ///
     /// # Panics
     /// If the batch has no such micro-batch.

@@ -1,4 +1,4 @@
-//! Which layers run together: a model cut into consecutive runs. Which cut is best is [`crate::balance`]'s to say.
+//! The partitions of a model: groups of consecutive layers. [`crate::balance`] finds the best ones.
 
 use crate::PartitionId;
 use serde::{Deserialize, Serialize};
@@ -6,59 +6,59 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-/// Why a model could not be cut.
+/// Why a model cannot be cut.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PartitionError {
-    /// No partition was asked for.
+    /// Zero partitions were requested.
     #[error("expected at least 1 partition, got 0: use 1 to run the whole model on one worker")]
     NoPartitions,
     /// A partition has no layer.
     #[error("expected at least 1 layer in every partition, got 0 in partition {partition}: remove that partition from the balance")]
     EmptyPartition {
-        /// The empty one.
+        /// The number of the empty partition.
         partition: usize,
     },
     /// There are more partitions than layers.
     #[error("expected at most {layers} partitions for a model of {layers} layers, got {partitions}: use fewer partitions or split a layer")]
     TooManyPartitions {
-        /// Layers of the model.
+        /// The number of layers of the model.
         layers: usize,
-        /// Partitions asked for.
+        /// The requested number of partitions.
         partitions: usize,
     },
-    /// The balance speaks of another number of layers than the model has.
-    #[error("expected a balance over the model's {layers} layers, got {balance} which sums to {sum}: use for example {suggestion}, or let costs decide")]
+    /// The balance has another number of layers than the model.
+    #[error("expected a balance over the model's {layers} layers, got {balance} which sums to {sum}: use for example {suggestion}, or balance the model automatically")]
     Sum {
-        /// Layers of the model.
+        /// The number of layers of the model.
         layers: usize,
-        /// The balance as given.
+        /// The balance that was given.
         balance: Balance,
-        /// Its sum.
+        /// The number of layers in that balance.
         sum: usize,
-        /// An even balance with as many partitions, as far as the layers go.
+        /// An even balance with the same number of partitions, or as many as there are layers.
         suggestion: Balance,
     },
-    /// A layer's cost is not a number that can be compared and summed.
+    /// The cost of a layer is negative or not finite.
     #[error("expected a finite cost of at least 0 for layer {layer}, got {got}: profile the model again or give the costs by hand")]
     BadCost {
-        /// The layer.
+        /// The index of the layer.
         layer: usize,
-        /// Its cost.
+        /// The cost of the layer.
         got: f64,
     },
     /// The text is not a balance.
     #[error("expected layer counts separated by commas, as in `1,18,2`, got `{got}`")]
     Text {
-        /// The piece that is not a number, shortened if it is long.
+        /// The part that is not a number, truncated.
         got: String,
     },
-    /// The layer counts add up to more than a machine can count.
+    /// The layer counts sum to more than a 32-bit number.
     #[error("expected layer counts that sum to at most {}, got more: check the balance for a typing error", u32::MAX)]
     TooManyLayers,
 }
 
-/// Layers per partition; every partition has at least one.
+/// The number of layers in each partition, at least one.
 ///
 /// ```
 /// use distgpipe_core::{partition::Balance, PartitionId};
@@ -72,12 +72,12 @@ pub enum PartitionError {
 #[serde(try_from = "Vec<usize>", into = "Vec<usize>")]
 pub struct Balance {
     sizes: Vec<usize>,
-    /// Partition `i` holds layers `starts[i]..starts[i + 1]`.
+    /// Partition `i` has layers `starts[i]..starts[i + 1]`.
     starts: Vec<usize>,
 }
 
 impl Balance {
-    /// Partition `i` gets the next `sizes[i]` layers.
+    /// The balance in which partition `i` has `sizes[i]` layers.
     pub fn new(sizes: Vec<usize>) -> Result<Self, PartitionError> {
         if sizes.is_empty() {
             return Err(PartitionError::NoPartitions);
@@ -98,7 +98,7 @@ impl Balance {
         Ok(Self { sizes, starts })
     }
 
-    /// As many layers in each partition as possible; the first `layers % partitions` have one more.
+    /// The most even balance. The first `layers % partitions` partitions have one layer more than the others.
     pub fn even(layers: usize, partitions: usize) -> Result<Self, PartitionError> {
         if partitions == 0 {
             return Err(PartitionError::NoPartitions);
@@ -110,7 +110,7 @@ impl Balance {
         Self::new((0..partitions).map(|index| size + usize::from(index < longer)).collect())
     }
 
-    /// Whether this balance covers exactly a model of `layers` layers.
+    /// Checks that this balance covers a model of `layers` layers exactly.
     pub fn check(&self, layers: usize) -> Result<(), PartitionError> {
         if self.layers() == layers {
             return Ok(());
@@ -120,17 +120,17 @@ impl Balance {
         Err(PartitionError::Sum { layers, balance: self.clone(), sum: self.layers(), suggestion })
     }
 
-    /// Layers per partition.
+    /// The number of layers in each partition.
     pub fn sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// Number of partitions; never zero.
+    /// The number of partitions; never zero.
     pub fn partitions(&self) -> usize {
         self.sizes.len()
     }
 
-    /// Number of layers in all partitions together.
+    /// The number of layers in all partitions.
     pub fn layers(&self) -> usize {
         *self.starts.last().expect("starts is never empty")
     }
@@ -143,7 +143,7 @@ impl Balance {
         self.starts[partition.index()]..self.starts[partition.index() + 1]
     }
 
-    /// The partition that holds a layer.
+    /// The partition that a layer is in.
     ///
     /// # Panics
     /// If there is no such layer.
@@ -153,7 +153,7 @@ impl Balance {
     }
 }
 
-/// Layer counts separated by commas.
+/// Parses layer counts separated by commas.
 impl FromStr for Balance {
     type Err = PartitionError;
 
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(
             error.to_string(),
             "expected a balance over the model's 20 layers, got 1,18,2 which sums to 21: \
-             use for example 7,7,6, or let costs decide"
+             use for example 7,7,6, or balance the model automatically"
         );
         assert!(Balance::new(vec![1, 1]).unwrap().check(0).is_err());
         assert!(matches!(Balance::new(vec![1, 0]), Err(PartitionError::EmptyPartition { partition: 1 })));

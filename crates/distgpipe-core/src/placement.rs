@@ -1,18 +1,17 @@
-//! Which worker runs which partition.
+//! The placement: which worker runs which partition.
 //!
-//! Several partitions on one worker is normal: `client,server,client` is split learning, where the
-//! client keeps the first layers with the data and the last with the labels. Nothing here assumes
-//! that workers follow each other in any order.
+//! A worker may run several partitions. `client,server,client` is split learning, where the client keeps the first
+//! layers next to the data and the last layers next to the labels. The workers may come in any order.
 
 use crate::{PartitionId, WorkerId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The longest name of a worker.
+/// The longest name of a worker in bytes.
 pub const WORKER_NAME_BYTES_MAX: usize = 64;
 
-/// Why a placement was not accepted.
+/// Why a placement is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlacementError {
@@ -21,44 +20,44 @@ pub enum PlacementError {
         "expected at least one partition to place, got none: name a worker per partition, as in `client,server,client`"
     )]
     Empty,
-    /// A worker's name has a character that the plan text, a file name or a log line could not carry.
+    /// The name of a worker is too long, or has a character that is not allowed in plans, file names and logs.
     #[error(
         "expected a worker name of 1 to {WORKER_NAME_BYTES_MAX} letters, digits, `_`, `.` or `-`, got `{got}` for partition {partition}: \
          write the placement as `client,server,client`"
     )]
     BadName {
-        /// The partition whose worker was named so.
+        /// The partition whose worker has this name.
         partition: usize,
-        /// The name, shortened if it is long.
+        /// The beginning of the name.
         got: String,
     },
-    /// Two workers have one name.
+    /// Two workers have the same name.
     #[error("expected a different name for every worker, got `{name}` twice: rename one of them")]
     SameName {
-        /// The name.
+        /// The name of both workers.
         name: String,
     },
-    /// The worker numbers leave one out.
+    /// A worker number has no partition.
     #[error("expected the workers to be numbered 0..{workers} with at least one partition each, got no partition on worker {missing}: renumber the workers")]
     NotDense {
-        /// The number that no partition has.
+        /// The number without a partition.
         missing: usize,
-        /// How many workers the largest number asks for.
+        /// The number of workers, according to the largest number.
         workers: usize,
     },
     /// A partition is placed on a worker that has no name.
     #[error("expected a worker below {workers} for partition {partition}, got {got}: name every worker")]
     UnknownWorker {
-        /// The partition.
+        /// The number of the partition.
         partition: usize,
-        /// The worker number that was given.
+        /// The worker number of that partition.
         got: usize,
-        /// Number of named workers.
+        /// The number of workers with a name.
         workers: usize,
     },
 }
 
-/// For every partition its worker, and the workers' names. Every worker has at least one partition.
+/// The worker of every partition, and the names of the workers. Every worker has at least one partition.
 ///
 /// ```
 /// use distgpipe_core::{placement::Placement, PartitionId, WorkerId};
@@ -69,22 +68,22 @@ pub enum PlacementError {
 /// # Ok::<(), distgpipe_core::placement::PlacementError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Raw", into = "Raw")]
+#[serde(try_from = "PlacementFields", into = "PlacementFields")]
 pub struct Placement {
     names: Vec<String>,
     worker_of: Vec<WorkerId>,
 }
 
-/// What is written: worker numbers as well as names, since a worker's number (its rank) need not
-/// follow the order in which the partitions mention it.
+/// The serialized form. It has worker numbers as well as names, because the number of a worker (its rank) need not
+/// follow the order in which partitions mention it.
 #[derive(Serialize, Deserialize)]
-struct Raw {
+struct PlacementFields {
     workers: Vec<String>,
     partitions: Vec<usize>,
 }
 
 impl Placement {
-    /// As many workers as partitions, called w0, w1 and so on.
+    /// One worker for each partition, named w0, w1 and so on.
     ///
     /// # Panics
     /// If `partitions` is 0.
@@ -93,11 +92,11 @@ impl Placement {
         Self::from_workers(&workers).expect("at least one partition, and dense by construction")
     }
 
-    /// Partition `i` on worker `workers[i]`; the workers are called w0, w1 and so on, and their
-    /// numbers must be all of `0..k`.
+    /// Places partition `i` on worker `workers[i]`. The workers are named w0, w1 and so on, and every number below the
+    /// largest must occur.
     pub fn from_workers(workers: &[usize]) -> Result<Self, PlacementError> {
         let count = workers.iter().max().map_or(0, |&max| max.saturating_add(1));
-        // Checked before the names are made, so that one large number does not allocate a name for each below it.
+        // Checked first, so that one large number does not allocate a name for every number below it.
         if count > workers.len() {
             let missing = (0..count).find(|worker| !workers.contains(worker));
             return Err(PlacementError::NotDense { missing: missing.unwrap_or(0), workers: count });
@@ -105,8 +104,8 @@ impl Placement {
         Self::with_names((0..count).map(|worker| format!("w{worker}")).collect(), workers)
     }
 
-    /// Partition `i` on worker `workers[i]`, which is called `names[workers[i]]`. For workers whose
-    /// numbers mean something, such as ranks.
+    /// Places partition `i` on worker `workers[i]`, whose name is `names[workers[i]]`. For workers whose numbers have a
+    /// meaning, such as ranks.
     pub fn with_names(names: Vec<String>, workers: &[usize]) -> Result<Self, PlacementError> {
         if workers.is_empty() {
             return Err(PlacementError::Empty);
@@ -140,17 +139,17 @@ impl Placement {
         self.worker_of[partition.index()]
     }
 
-    /// Number of workers.
+    /// The number of workers.
     pub fn workers(&self) -> usize {
         self.names.len()
     }
 
-    /// Number of partitions.
+    /// The number of partitions.
     pub fn partitions(&self) -> usize {
         self.worker_of.len()
     }
 
-    /// A worker's name.
+    /// The name of a worker.
     ///
     /// # Panics
     /// If there is no such worker.
@@ -173,7 +172,7 @@ impl Placement {
         (0..self.partitions()).map(PartitionId::new)
     }
 
-    /// The worker with this name.
+    /// The worker with this name, if there is one.
     pub fn find(&self, name: &str) -> Option<WorkerId> {
         self.names.iter().position(|known| known == name).map(WorkerId::new)
     }
@@ -188,7 +187,7 @@ fn check_name(partition: usize, name: &str) -> Result<(), PlacementError> {
     Ok(())
 }
 
-/// One worker name per partition, separated by commas; workers are numbered in order of first appearance.
+/// Parses one worker name per partition, separated by commas. Workers are numbered in order of first appearance.
 impl FromStr for Placement {
     type Err = PlacementError;
 
@@ -210,8 +209,8 @@ impl FromStr for Placement {
     }
 }
 
-/// The names by partition, as [`FromStr`] reads them. Worker numbers that do not follow the order of
-/// first appearance are not part of this text; serde keeps them.
+/// The worker name of each partition, as [`FromStr`] reads them. The text does not contain worker numbers; serde keeps
+/// those that do not follow the order of first appearance.
 impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, &worker) in self.worker_of.iter().enumerate() {
@@ -222,16 +221,16 @@ impl fmt::Display for Placement {
     }
 }
 
-impl From<Placement> for Raw {
+impl From<Placement> for PlacementFields {
     fn from(placement: Placement) -> Self {
         Self { partitions: placement.worker_of.iter().map(|worker| worker.index()).collect(), workers: placement.names }
     }
 }
 
-impl TryFrom<Raw> for Placement {
+impl TryFrom<PlacementFields> for Placement {
     type Error = PlacementError;
 
-    fn try_from(raw: Raw) -> Result<Self, PlacementError> {
+    fn try_from(raw: PlacementFields) -> Result<Self, PlacementError> {
         Self::with_names(raw.workers, &raw.partitions)
     }
 }

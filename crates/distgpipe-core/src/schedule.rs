@@ -1,30 +1,32 @@
-//! The order of every action of every worker: generated, checked, simulated, drawn.
+//! Schedules: the order of every action of every worker, as data.
 //!
-//! A schedule is data (law 2 of the design). A member of the family decides one thing, in which order
-//! each worker computes; `lower` adds the messages and recomputations that this order needs; the
-//! result is a [`Plan`] that prints, parses, and can be [`check`]ed, [`simulate`]d and drawn without
-//! running anything. The runtime only executes it.
+//! A schedule decides one thing: the order in which each worker computes. `lower` adds the messages and recomputations
+//! that this order needs. The result is a [`Plan`], which can be printed, parsed, [`check`](check())ed,
+//! [`simulate`](simulate())d and drawn without running anything. The runtime only executes it.
 //!
-//! | member | order | paper |
+//! | schedule | order | paper |
 //! | --- | --- | --- |
 //! | [`Schedule::GPipe`] | all forwards, then all backwards, newest micro-batch first | Huang et al., arXiv:1811.06965 |
-//! | [`Schedule::OneFOneB`] | a backward as soon as there is one; at most n − p micro-batches in flight on partition p of n | Narayanan et al., arXiv:1806.03377 |
+//! | [`Schedule::OneFOneB`] | a backward as soon as one is ready; at most n − p micro-batches in flight on partition p of n | Narayanan et al., arXiv:1806.03377 |
 //! | [`Schedule::Interleaved`] | 1F1B over several partitions per worker, in groups of micro-batches | Narayanan et al., arXiv:2104.04473 |
 //!
-//! Every member takes every placement: `client,server,client`, all on one worker, or workers in any
-//! order. Skip connections never change the order, since a chain of neighbours already says more;
-//! they only add messages.
+//! Every schedule works with every placement: `client,server,client`, all partitions on one worker, or workers in any
+//! order. Skip connections only add messages. They never change the order, because the chain of neighbouring partitions
+//! constrains it more than they do.
+//!
+//! **To add a schedule:** write one file in `schedule/` with a function of the type `Order`, and give it a variant of
+//! [`Schedule`], a line in [`Schedule::ALL`], one in [`Schedule::plan`] and a word in `words!` below.
+//! `tests/schedules.rs` then tests it with every placement.
 
 mod action;
 mod check;
+pub(crate) mod compiled_plan;
 mod gpipe;
 mod interleaved;
 mod list;
 mod lower;
 mod one_f_one_b;
 mod plan;
-#[path = "schedule/compiled_plan.rs"]
-pub(crate) mod rehearse;
 mod render;
 mod simulate;
 mod svg;
@@ -43,57 +45,56 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Why there is no plan.
+/// Why a plan cannot be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScheduleError {
-    /// Zero micro-batches were asked for.
+    /// The request has zero micro-batches.
     #[error("expected at least 1 micro-batch, got 0: use 1 to run the batch in one piece")]
     NoMicroBatches,
-    /// A skip edge that does not go forward between two partitions.
+    /// A skip edge does not go from a partition to a later one.
     #[error("expected skip edges from a partition to a later one below {partitions}, got {from}>{to}: derive them from the model's skip layout")]
     BadSkip {
-        /// Where the edge starts.
+        /// The partition where the edge starts.
         from: PartitionId,
-        /// Where it ends.
+        /// The partition where it ends.
         to: PartitionId,
-        /// Number of partitions.
+        /// The number of partitions.
         partitions: usize,
     },
-    /// The plan would be larger than the limits that its readers rely on.
+    /// The plan would exceed the limits on the size of plans.
     #[error("expected a plan of at most {max} {what}, got {got}: use fewer micro-batches or partitions")]
     TooLarge {
-        /// What there is too much of.
+        /// The quantity that is too large.
         what: &'static str,
-        /// The limit.
+        /// The limit on that quantity.
         max: usize,
-        /// What was asked for.
+        /// The value that the request needs.
         got: usize,
     },
-    /// A name that none of the choices has.
+    /// A word is not one of the choices.
     #[error("expected one of {expected} as {what}, got `{got}`")]
     UnknownWord {
-        /// What is being named.
+        /// What the word names.
         what: &'static str,
-        /// The choices.
+        /// The words to choose from.
         expected: &'static str,
-        /// The word, shortened if it is long.
+        /// The beginning of the word.
         got: String,
     },
 }
 
-/// Which micro-batches drop their activations after the forward and compute them again before the
-/// backward.
+/// Which micro-batches drop their activations after the forward and recompute them before the backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// None: fastest, most memory.
+    /// No micro-batch: the fastest choice, with the most memory.
     #[default]
     Never,
-    /// Every micro-batch but the last. GPipe runs the last one's backward first, so its activations
-    /// are needed at once and dropping them would gain nothing.
+    /// Every micro-batch but the last. GPipe runs the backward of the last one right after its forward, so dropping its
+    /// activations would save nothing.
     ExceptLast,
-    /// All: least memory.
+    /// Every micro-batch: the least memory.
     Always,
 }
 
@@ -101,20 +102,20 @@ pub enum Recompute {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// Forwards and backwards.
+    /// Runs forwards and backwards.
     Train,
-    /// Forwards only.
+    /// Runs the forwards only.
     Evaluate,
 }
 
-/// The family of schedules.
+/// The schedules that make plans for training.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Schedule {
     /// All forwards, then all backwards, newest micro-batch first.
     #[default]
     #[serde(rename = "gpipe")]
     GPipe,
-    /// One forward, one backward: the same bubble as GPipe with far fewer activations alive.
+    /// One forward, one backward: the bubble of GPipe with far fewer activations in memory.
     #[serde(rename = "1f1b")]
     OneFOneB,
     /// 1F1B over several partitions per worker: a smaller bubble for more messages.
@@ -122,17 +123,17 @@ pub enum Schedule {
     Interleaved,
 }
 
-/// What a plan is made for.
+/// What a plan is made from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Which worker runs which partition.
     pub placement: Placement,
-    /// Micro-batches per batch.
+    /// The number of micro-batches per batch.
     pub micro_batches: usize,
-    /// Which micro-batches are recomputed. Evaluation ignores it.
+    /// Which micro-batches are recomputed. Plans for evaluation ignore it.
     pub recompute: Recompute,
-    /// Partition pairs that skip tensors travel between. Neighbours may be among them: what goes
-    /// between neighbours travels with the activation anyway.
+    /// The pairs of partitions that skip tensors go between. Pairs of neighbours are allowed and have no effect: their
+    /// skips travel with the activation.
     pub skips: Vec<(PartitionId, PartitionId)>,
 }
 
@@ -143,21 +144,21 @@ impl Request {
     }
 }
 
-/// What a schedule sees: enough to order the work, and no more.
-struct Shape<'a> {
+/// The input of a schedule: what the order of the work may depend on.
+struct OrderInput<'a> {
     placement: &'a Placement,
     micro_batches: usize,
 }
 
-/// For every worker its forwards and backwards in order. Every member of the family is one such
-/// function; its orders must be free of deadlock when every worker waits for what it needs.
-type Order = fn(&Shape<'_>) -> Vec<Vec<Action>>;
+/// Returns the forwards and backwards of every worker in order. Every schedule is one such function. Its orders must be
+/// free of deadlock when every worker waits for its inputs.
+type Order = fn(&OrderInput<'_>) -> Vec<Vec<Action>>;
 
 impl Schedule {
-    /// Every member.
+    /// Every schedule, in the order of the table above.
     pub const ALL: [Self; 3] = [Self::GPipe, Self::OneFOneB, Self::Interleaved];
 
-    /// The plan of one training step.
+    /// Makes the plan of one training step.
     pub fn plan(&self, request: &Request) -> Result<Plan, ScheduleError> {
         let order: Order = match self {
             Self::GPipe => gpipe::order,
@@ -168,7 +169,7 @@ impl Schedule {
     }
 }
 
-/// The plan of one evaluation step: forwards only, in the order that fills the pipeline.
+/// Makes the plan of one evaluation step: forwards only, in the order that fills the pipeline.
 pub fn evaluate_plan(request: &Request) -> Result<Plan, ScheduleError> {
     plan(request, Mode::Evaluate, gpipe::forward_order)
 }
@@ -179,11 +180,11 @@ fn plan(request: &Request, mode: Mode, order: Order) -> Result<Plan, ScheduleErr
         Mode::Evaluate => Recompute::Never,
     };
     let empty = Plan::empty(request.placement.clone(), request.micro_batches, mode, &request.skips)?;
-    let order = order(&Shape { placement: &request.placement, micro_batches: request.micro_batches });
+    let order = order(&OrderInput { placement: &request.placement, micro_batches: request.micro_batches });
     Ok(lower::lower(empty, order, recompute))
 }
 
-/// `Display` and `FromStr` of an enum whose members are words.
+/// Implements `Display` and `FromStr` for an enum whose variants are words.
 macro_rules! words {
     ($type:ident, $what:literal, $expected:literal, $($word:literal => $member:ident),+) => {
         impl fmt::Display for $type {

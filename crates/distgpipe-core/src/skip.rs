@@ -1,41 +1,40 @@
-//! Which partition pairs a skip tensor travels between.
+//! Skip connections, and the partitions that they connect.
 //!
-//! A layer *stashes* a tensor under a name and a later layer *pops* it. Where the two are in
-//! different partitions the tensor goes straight from one to the other through a *portal*, not
-//! through every partition between them (torchgpipe, section 3.3: the copies of a U-Net's long skips
-//! otherwise cost more than the layers). Every skip is stashed once and popped once, so that its
-//! gradient has one way back.
+//! A layer *stashes* a tensor under a name and a later layer *pops* it. If the two are in different partitions, the
+//! tensor goes directly from one to the other through a *portal*, not through the partitions in between (torchgpipe,
+//! section 3.3: otherwise the copies of a U-Net's long skips cost more than its layers). Every skip is stashed once and
+//! popped once, so its gradient has exactly one way back.
 
 use crate::partition::Balance;
 use crate::PartitionId;
 use std::collections::BTreeMap;
 
-/// The skips that one layer stashes and pops, by name.
+/// The names of the skips that one layer stashes and pops.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SkipUse {
-    /// Names that the layer stashes.
+    /// The names that the layer stashes.
     pub stash: Vec<String>,
-    /// Names that the layer pops.
+    /// The names that the layer pops.
     pub pop: Vec<String>,
 }
 
-/// Why the skips of a model do not fit together. Layers are counted from 0.
+/// Why the skips of a model are inconsistent. Layers are counted from 0.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SkipError {
-    /// The balance speaks of another number of layers.
+    /// The balance has another number of layers than the model.
     #[error("expected a balance over {layers} layers, got one over {got}: make the balance from this model's layers")]
     Layers {
-        /// Layers of the model.
+        /// The number of layers of the model.
         layers: usize,
-        /// Layers of the balance.
+        /// The number of layers in the balance.
         got: usize,
     },
-    /// A skip is popped where nothing has been stashed yet.
+    /// A skip is popped before it is stashed, or never stashed.
     #[error("expected skip `{name}` to be stashed in a layer before layer {pop} pops it, got {}: stash it in an earlier layer",
         .stash.map_or("no stash at all".to_string(), |layer| format!("its stash in layer {layer}")))]
     PoppedBeforeStashed {
-        /// The skip.
+        /// The name of the skip.
         name: String,
         /// The layer that pops it.
         pop: usize,
@@ -45,37 +44,37 @@ pub enum SkipError {
     /// A skip is popped by two layers.
     #[error("expected skip `{name}` to be popped once, got layers {first} and {second}: stash it under a second name for the second reader")]
     PoppedTwice {
-        /// The skip.
+        /// The name of the skip.
         name: String,
         /// The first layer that pops it.
         first: usize,
-        /// The second.
+        /// The second layer that pops it.
         second: usize,
     },
     /// A skip is stashed by two layers.
     #[error("expected skip `{name}` to be stashed once, got layers {first} and {second}: give each its own name")]
     StashedTwice {
-        /// The skip.
+        /// The name of the skip.
         name: String,
         /// The first layer that stashes it.
         first: usize,
-        /// The second.
+        /// The second layer that stashes it.
         second: usize,
     },
-    /// A skip is stashed and never read.
+    /// A skip is stashed and never popped.
     #[error("expected skip `{name}`, stashed in layer {stash}, to be popped by a later layer, got none: pop it or do not stash it")]
     NeverPopped {
-        /// The skip.
+        /// The name of the skip.
         name: String,
         /// The layer that stashes it.
         stash: usize,
     },
 }
 
-/// One skip and where it starts and ends.
+/// A skip connection with its two ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skip {
-    /// Its name.
+    /// The name of the skip.
     pub name: String,
     /// The layer that stashes it.
     pub stash_layer: usize,
@@ -87,10 +86,10 @@ pub struct Skip {
     pub to: PartitionId,
 }
 
-/// A skip that leaves its partition.
+/// A skip between two partitions.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Portal {
-    /// The skip's name.
+    /// The name of the skip.
     pub name: String,
     /// The partition that stashes it.
     pub from: PartitionId,
@@ -106,7 +105,7 @@ pub struct SkipLayout {
 }
 
 impl SkipLayout {
-    /// Finds stash and pop of every skip; `layers[i]` is what layer `i` uses.
+    /// Finds both ends of every skip; `layers[i]` has the skips of layer `i`.
     pub fn new(layers: &[SkipUse], balance: &Balance) -> Result<Self, SkipError> {
         if balance.layers() != layers.len() {
             return Err(SkipError::Layers { layers: layers.len(), got: balance.layers() });
@@ -132,7 +131,7 @@ impl SkipLayout {
             let (from, to) = (balance.partition_of(stash_layer), balance.partition_of(pop_layer));
             skips.push(Skip { name: name.to_string(), stash_layer, pop_layer, from, to });
         }
-        // By layer, then name: both ends of a portal derive the same order without talking.
+        // Sorted by layer, then name: both ends of a portal derive the same order independently.
         skips.sort_by(|a, b| (a.stash_layer, a.pop_layer, &a.name).cmp(&(b.stash_layer, b.pop_layer, &b.name)));
         let portals = skips
             .iter()
@@ -152,8 +151,8 @@ impl SkipLayout {
         &self.portals
     }
 
-    /// The partition pairs that portals connect, sorted, each once. Neighbours are among them: such a
-    /// skip travels in the same message as the activation.
+    /// The pairs of partitions that portals connect, sorted, each once. They include neighbours, whose skips travel in
+    /// the same message as the activation.
     pub fn edges(&self) -> Vec<(PartitionId, PartitionId)> {
         let mut edges: Vec<_> = self.portals.iter().map(|portal| (portal.from, portal.to)).collect();
         edges.sort();
@@ -172,7 +171,7 @@ impl SkipLayout {
     }
 }
 
-/// For every name the layer that uses it; or the name and the two layers that both do.
+/// The layer that uses each name; an error with the name and both layers if two do.
 fn first_use(
     layers: &[SkipUse],
     names: impl Fn(&SkipUse) -> &Vec<String>,

@@ -1,4 +1,4 @@
-//! Weight files as others write them, as far as bytes go: where in a file each tensor is.
+//! The formats of weight files: finds the position of each tensor in a file.
 //!
 //! | module | what it reads |
 //! | --- | --- |
@@ -6,9 +6,10 @@
 //! | [`zip`] | the directory of the archive that `torch.save` writes |
 //! | [`pickle`] | the list of tensors in that archive |
 //!
-//! The files may be anybody's. Nothing here is executed, panics, or takes more memory than a small multiple of the bytes
-//! it is given; a pickle, of which one byte can make a value of a hundred, takes at most a gigabyte. Whoever has the
-//! result need not check it against those bytes again. Opening files and reading tensors is left to the caller.
+//! The files are untrusted. No code in them is executed, no content causes a panic, and the memory is bounded by a
+//! small multiple of the input's length; a pickle, where one byte can become a value of a hundred, takes at most a
+//! gigabyte. The results are consistent with the length of the file, so callers need not check that again. The caller
+//! opens the file and reads the tensors.
 
 pub mod pickle;
 pub mod safetensors;
@@ -16,17 +17,17 @@ pub mod zip;
 
 use thiserror::Error;
 
-/// Bytes that are not what they should be.
+/// The content of a file is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("expected {expected} at byte {offset}, got {got}: {remedy}")]
 pub struct FormatError {
-    /// Where, counted from the first byte of what was read.
+    /// The offset of the error from the first byte that was read.
     pub offset: u64,
-    /// What should be there.
+    /// What was expected there.
     pub expected: String,
-    /// What is.
+    /// What was found instead.
     pub got: String,
-    /// What to do.
+    /// What the user can do.
     pub remedy: &'static str,
 }
 
@@ -36,32 +37,32 @@ impl FormatError {
     }
 }
 
-/// What to do with a file that ends too soon.
-pub const COPY_AGAIN: &str = "was it copied to its end?";
+/// The remedy for a file that is truncated.
+pub const COPY_AGAIN: &str = "the file is truncated, copy or download it again";
 
-/// What to do with an archive of another form.
+/// The remedy for an archive that `torch.save` would not write.
 pub const SAVE_AGAIN: &str = "write it with torch.save of PyTorch 1.6 or later";
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident $name:literal $size:literal)*) => {
-        /// The type of a tensor's elements.
+        /// The type of a tensor's elements in a weight file.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub enum Dtype {
+        pub enum TensorType {
             $($(#[$doc])* $variant,)*
         }
 
-        impl Dtype {
-            /// All of them.
-            pub const ALL: &[Dtype] = &[$(Dtype::$variant,)*];
+        impl TensorType {
+            /// Every element type, in the order of declaration.
+            pub const ALL: &[TensorType] = &[$(TensorType::$variant,)*];
 
-            /// As safetensors writes it.
+            /// The name of the type in safetensors files.
             pub const fn name(self) -> &'static str {
-                match self { $(Dtype::$variant => $name,)* }
+                match self { $(TensorType::$variant => $name,)* }
             }
 
-            /// The size of one element.
+            /// The size of one element in bytes.
             pub const fn size_bytes(self) -> u64 {
-                match self { $(Dtype::$variant => $size,)* }
+                match self { $(TensorType::$variant => $size,)* }
             }
         }
     };
@@ -70,34 +71,34 @@ macro_rules! dtypes {
 dtypes! {
     /// One byte, 0 or 1.
     Bool "BOOL" 1
-    /// Unsigned, 8 bits.
+    /// An unsigned 8-bit integer.
     U8 "U8" 1
-    /// Signed, 8 bits.
+    /// A signed 8-bit integer.
     I8 "I8" 1
-    /// Signed, 16 bits.
+    /// A signed 16-bit integer.
     I16 "I16" 2
-    /// Unsigned, 16 bits.
+    /// An unsigned 16-bit integer.
     U16 "U16" 2
-    /// IEEE float of 16 bits.
+    /// A 16-bit IEEE float.
     F16 "F16" 2
-    /// The upper half of an `F32`.
+    /// bfloat16: the upper half of an `F32`.
     BF16 "BF16" 2
-    /// Signed, 32 bits.
+    /// A signed 32-bit integer.
     I32 "I32" 4
-    /// Unsigned, 32 bits.
+    /// An unsigned 32-bit integer.
     U32 "U32" 4
-    /// IEEE float of 32 bits.
+    /// A 32-bit IEEE float.
     F32 "F32" 4
-    /// IEEE float of 64 bits.
+    /// A 64-bit IEEE float.
     F64 "F64" 8
-    /// Signed, 64 bits.
+    /// A signed 64-bit integer.
     I64 "I64" 8
-    /// Unsigned, 64 bits.
+    /// An unsigned 64-bit integer.
     U64 "U64" 8
 }
 
-impl Dtype {
-    /// Bytes of a tensor of these dimensions; `None` if there is no such number.
+impl TensorType {
+    /// The size in bytes of a tensor with these dimensions; `None` if it does not fit 64 bits.
     pub fn tensor_bytes(self, dims: &[u64]) -> Option<u64> {
         dims.iter().try_fold(self.size_bytes(), |product, &dim| product.checked_mul(dim))
     }

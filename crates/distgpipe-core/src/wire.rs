@@ -1,27 +1,27 @@
-//! What two workers say to each other, byte for byte.
+//! The wire format between two workers, byte for byte.
 //!
-//! Everything on a link is a frame: a header of [`HEADER_BYTES`] bytes and a body whose length the header gives.
-//! The body is a tensor, one of the small messages of this module, or text that the runtime defines.
+//! Everything on a link is a frame: a header of [`HEADER_BYTES`] bytes, and a body whose length is in the header. The
+//! body is a tensor, one of the small messages of this module, or text that the runtime defines.
 //!
 //! ```text
-//! dials ── Hello ──────────────► answers         then, either way:
+//! dials ── Hello ──────────────► answers         then, in both directions:
 //!       ◄── Welcome or Refuse ──                 Job Ready Input Target Activation Gradient Output Command …
 //! ```
 //!
-//! Nothing here reads a socket: functions take bytes and give values, so that hostile bytes can be tried by the
-//! million. They never panic and never allocate more than [`Limits`] allows (law 4).
+//! Nothing here reads a socket: functions take bytes and return values, so they can be fuzzed. They never panic and
+//! never allocate more than [`Limits`] allows, whatever a peer sends.
 //!
 //! | file | what it holds |
 //! | --- | --- |
 //! | [`frame`] | the header and its checksum |
-//! | [`tensor`] | the header's description of a tensor: number type, memory order, shape |
-//! | [`limits`] | how much a peer may make us hold |
-//! | [`handshake`] | who calls, for which run, with which secret |
-//! | [`abort`] | who failed first, and why |
-//! | [`message`] | the bounded fields that the last two are made of |
+//! | `error` | [`WireError`]: why a frame is rejected |
+//! | [`tensor`] | the header's description of a tensor: element type, memory layout, shape |
+//! | [`limits`] | the largest frames that are accepted |
+//! | [`handshake`] | who connects, for which run, with which token |
+//! | [`abort`] | which worker failed first, and why |
+//! | [`message`] | the encoding of the fields of the last two |
 
-/// An enum whose variants are numbers on the wire. One macro, so that the number, the name and the list of all
-/// members cannot drift apart.
+/// Defines an enum whose variants are numbers on the wire, with their names and the list of all variants.
 macro_rules! numbered {
     ($(#[$doc:meta])* pub enum $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $number:literal,)+ }) => {
         $(#[$doc])*
@@ -30,13 +30,13 @@ macro_rules! numbered {
         pub enum $name { $($(#[$variant_doc])* $variant = $number,)+ }
 
         impl $name {
-            /// Every member, in the order of the numbers.
+            /// Every variant, in the order of the numbers.
             pub const ALL: &'static [$name] = &[$($name::$variant,)+];
 
             /// The largest number in use.
             pub(crate) const NUMBER_MAX: u8 = Self::ALL[Self::ALL.len() - 1] as u8;
 
-            /// The member with this number on the wire, if there is one. Numbers are never reused.
+            /// The variant with this number on the wire, if there is one. Numbers are never reused.
             pub const fn from_number(number: u8) -> Option<Self> {
                 match number {
                     $($number => Some($name::$variant),)+
@@ -49,7 +49,7 @@ macro_rules! numbered {
                 self as u8
             }
 
-            /// The name, for messages.
+            /// The name of the variant, for error messages.
             pub const fn name(self) -> &'static str {
                 match self {
                     $($name::$variant => stringify!($variant),)+
@@ -67,6 +67,7 @@ macro_rules! numbered {
 pub(crate) use numbered;
 
 pub mod abort;
+mod error;
 pub mod frame;
 pub mod handshake;
 pub mod limits;
@@ -74,7 +75,8 @@ pub mod message;
 pub mod tensor;
 
 pub use abort::AbortNotice;
-pub use frame::{BodyHasher, Header, Kind, WireError, HEADER_BYTES, MAGIC, VERSION};
+pub use error::WireError;
+pub use frame::{BodyHasher, Header, Kind, HEADER_BYTES, MAGIC, VERSION};
 pub use handshake::{HandshakeError, Hello, Refuse, Role, Welcome};
 pub use limits::Limits;
 pub use message::MessageError;

@@ -1,7 +1,7 @@
-//! The search for cuts against every cut there is.
+//! The search for the best cut, compared with an exhaustive reference.
 //!
-//! The truth is made apart from the search: cuts are listed by recursion, each gets its own skip layout and plan, is
-//! simulated, and its memory is counted along the plan's actions.
+//! The reference is independent of the search: it lists all cuts by recursion, makes the skip layout and the plan of
+//! each, simulates it, and counts its memory along the plan's actions.
 
 use distgpipe_core::balance::{
     BalanceError, LayerCost, Link, Method, Objective, Problem, Sent, Sizes, SkipSpan, WorkerEstimate,
@@ -14,7 +14,7 @@ use distgpipe_core::{PartitionId, WorkerId};
 use proptest::prelude::*;
 use serde::Deserialize;
 
-/// What a cut costs, by the book.
+/// The costs of a cut, by the reference.
 #[derive(Clone, Debug)]
 struct Truth {
     balance: Balance,
@@ -52,7 +52,7 @@ impl Truth {
 fn layout(problem: &Problem, balance: &Balance) -> SkipLayout {
     let mut uses = vec![SkipUse::default(); problem.layers.len()];
     for (i, skip) in problem.skips.iter().enumerate() {
-        // Names that sort by their number.
+        // Zero-padded, so that names sort by number.
         uses[skip.stash].stash.push(format!("{i:03}"));
         uses[skip.pop].pop.push(format!("{i:03}"));
     }
@@ -86,7 +86,7 @@ fn costs(problem: &Problem, balance: &Balance, layout: &SkipLayout) -> Costs {
     costs
 }
 
-/// What a worker holds at most, action by action.
+/// The peak memory of a worker, action by action.
 fn held(problem: &Problem, balance: &Balance, layout: &SkipLayout, plan: &Plan, worker: WorkerId) -> u64 {
     let placement = &problem.placement;
     let (mut now, mut most) = (0i64, 0i64);
@@ -136,14 +136,14 @@ fn all_balances(layers: usize, partitions: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// The best of all cuts that fit.
+/// The best of all cuts within the memory limit.
 fn brute_force(problem: &Problem) -> Option<Truth> {
     let all = all_balances(problem.layers.len(), problem.placement.partitions()).into_iter();
     let all = all.map(|sizes| Truth::of(problem, Balance::new(sizes).unwrap())).filter(|truth| truth.fits(problem));
     all.min_by(|a, b| a.objective(problem).total_cmp(&b.objective(problem)))
 }
 
-/// What the search says of its own cut must be what the book says.
+/// Checks that the search's estimate of its cut is that of the reference.
 fn judged(problem: &Problem, method: Method) -> Result<Truth, BalanceError> {
     let found = problem.search_by(method)?;
     let truth = Truth::of(problem, found.balance.clone());
@@ -158,7 +158,7 @@ fn any_problem() -> impl Strategy<Value = Problem> {
     problems(4..13, "a,b a,b,c client,server,client a,a,b a,b,c,d a,b,a,b a,b,b,a a,b,c,a")
 }
 
-/// So many layers that borders do not try every place, and few enough partitions that all cuts can be tried.
+/// Enough layers that borders do not try every position, and few enough partitions that all cuts can be tried.
 fn long_problem() -> impl Strategy<Value = Problem> {
     problems(130..220, "a,b,c client,server,client")
 }
@@ -248,7 +248,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Trying all cuts is what brute force finds, see above, and quick enough for these.
+    /// The exhaustive search agrees with the reference (see above) and is fast enough here.
     #[test]
     fn the_descent_is_within_a_twentieth_of_the_best_of_long_models(problem in long_problem()) {
         let best = judged(&problem, Method::Exhaustive).unwrap();
@@ -258,7 +258,7 @@ proptest! {
     }
 }
 
-/// A file of measured costs, as `distgpipe models NAME --profile --json` prints it.
+/// Reads measured costs in the form that `distgpipe models NAME --profile --json` prints.
 #[derive(Deserialize)]
 struct Measured {
     rows: u64,
@@ -304,14 +304,14 @@ fn measured(text: &str) -> Problem {
     }
 }
 
-/// Both searches against all cuts, for every link and placement, by time and by memory.
+/// Compares both methods with all cuts, for every link and placement, by time and by memory.
 fn holds_for(text: &str) {
     let model = measured(text);
     for link in [None, Some(125e6), Some(12.5e6)] {
         let link = link.map(|bytes_per_s| Link { bytes_per_s, latency_s: 1e-3 });
         for place in ["w0,w1", "w0,w1,w2", "client,server,client", "w0,w1,w2,w3"] {
             for objective in [Objective::Time, Objective::Memory] {
-                // Memory knows no links.
+                // Links do not affect memory.
                 if objective == Objective::Memory && link.is_some() {
                     continue;
                 }
@@ -339,7 +339,7 @@ fn resnet_101_is_cut_within_a_twentieth_of_the_best() {
     holds_for(include_str!("balance/resnet101.json"));
 }
 
-/// Twenty layers of a millisecond, with a narrow place after the third.
+/// Twenty layers of a millisecond each, with a small output after the third.
 fn waisted() -> Problem {
     let mut problem = measured(include_str!("balance/mobilenet_v2.json"));
     problem.layers.iter_mut().for_each(|layer| {
@@ -362,14 +362,14 @@ fn a_slow_link_is_cut_where_it_is_narrow() {
     let first = &narrow.estimate.partitions[0];
     assert_eq!((first.forward_bytes, first.backward_bytes), (1 << 10, 0));
     assert!(narrow.estimate.step_s < narrow.even_estimate.step_s);
-    // A client that has both ends pays for both: together they are as long as the server's part.
+    // A client with both ends pays for both: together they take as long as the server's part.
     let placement: Placement = "client,server,client".parse().unwrap();
     let split = Problem { placement, ..waisted() }.search().unwrap();
     assert_eq!(split.balance.sizes()[1], 10, "{}", split.balance);
 }
 
-/// Each layer's output is wanted again seven layers on, so almost every cut connects other partitions and needs a plan of
-/// its own.
+/// Each layer's output is used again seven layers later, so skips connect different partitions in almost every cut,
+/// which then needs its own plan.
 fn entangled(workers: usize, micro_batches: usize) -> Problem {
     let mut problem = waisted();
     problem.skips = (0..13).map(|stash| SkipSpan { stash, pop: stash + 7 }).collect();
@@ -380,7 +380,7 @@ fn entangled(workers: usize, micro_batches: usize) -> Problem {
     Problem { placement, micro_batches, ..problem }
 }
 
-/// Making a plan is most of the work where there are skips, and was not counted.
+/// Regression: with skips, most of the work is making plans, which was not counted.
 #[test]
 fn all_cuts_are_tried_only_if_their_plans_are_soon_made() {
     let many_plans = entangled(6, 32);
@@ -390,7 +390,7 @@ fn all_cuts_are_tried_only_if_their_plans_are_soon_made() {
     assert_eq!(one_plan.search().unwrap().method, Method::Exhaustive);
 }
 
-/// Every one of some seventy starts was scored once, whatever that took.
+/// Regression: every one of some seventy starts was rated, however long that took.
 #[test]
 fn a_descent_whose_time_is_spent_scores_no_more_starts() {
     let found = entangled(12, 1000).search_by(Method::Descent).unwrap();

@@ -1,11 +1,11 @@
-//! From the second tensor of a size on, codecs allocate nothing.
+//! Codecs allocate nothing from the second tensor of a size on.
 
-use distgpipe_core::codec::{self, Context, TensorView};
+use distgpipe_core::codec::{self, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 
-/// The system's allocator, which counts what this thread asks of it.
+/// The system allocator, with a count of this thread's allocations.
 struct Counting;
 
 thread_local! {
@@ -13,15 +13,15 @@ thread_local! {
 }
 
 fn count() {
-    // A thread that ends may allocate when its counter is gone.
+    // A thread that is ending may allocate after its counter is destroyed.
     let _ = CALLS.try_with(|calls| calls.set(calls.get() + 1));
 }
 
-// SAFETY: every call is the system allocator's, with the same arguments.
+// SAFETY: every call is forwarded to the system allocator with the same arguments.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
         count();
-        // SAFETY: the caller keeps the allocator's contract.
+        // SAFETY: the caller upholds the contract of the allocator.
         unsafe { System.alloc(layout) }
     }
 
@@ -40,7 +40,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Gaussian-like values, half of them cut off.
+/// Gaussian-like values after a ReLU.
 fn memory(elements: usize, seed: u64) -> Vec<u8> {
     let mut state = seed;
     let mut uniform = || {
@@ -50,7 +50,7 @@ fn memory(elements: usize, seed: u64) -> Vec<u8> {
     (0..elements).flat_map(|_| (uniform() + uniform() + uniform() - 1.5).max(0.0).to_ne_bytes()).collect()
 }
 
-/// The upper bytes of every float: 2 of them are a bfloat16.
+/// The upper bytes of every float; the upper two are a bfloat16.
 fn upper_bytes(wide: &[u8], size: usize) -> Vec<u8> {
     let value = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().unwrap());
     match size {
@@ -62,7 +62,7 @@ fn upper_bytes(wide: &[u8], size: usize) -> Vec<u8> {
 #[test]
 fn the_second_tensor_allocates_nothing() {
     let dims = [2, 20, 64, 63];
-    // Two are alike; what the search for order statistics keeps varies a little from tensor to tensor.
+    // Two tensors are equal, because the buffers of the order statistics vary a little from tensor to tensor.
     let tensors = [memory(dims.iter().product(), 1), memory(dims.iter().product(), 1)];
     for text in [
         "raw",
@@ -89,7 +89,7 @@ fn the_second_tensor_allocates_nothing() {
                 let before = CALLS.get();
                 body.clear();
                 let view = TensorView { dtype, dims: &dims, layout, bytes: tensor };
-                encoder.encode(view, &Context::default(), &mut body).unwrap();
+                encoder.encode(view, &CodecContext::default(), &mut body).unwrap();
                 let shape = Shape::new(&dims).unwrap();
                 let meta = TensorMeta { dtype, layout, shape, codec: encoder.id() };
                 decoder.decode(&meta, &body, &mut out).unwrap();

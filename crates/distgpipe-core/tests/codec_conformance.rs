@@ -1,11 +1,11 @@
-//! What every codec promises, run for each member of `codec::ALL`. A new codec joins that list and nothing here
-//! changes; what only one codec promises is tested beside it.
+//! The promises of every codec, tested for each member of `codec::ALL`. A new codec is added to that list, and nothing
+//! changes here. The promises of a single codec are tested next to it.
 
-use distgpipe_core::codec::{self, Codec, CodecError, CodecId, Context, Member, TensorView};
+use distgpipe_core::codec::{self, Codec, CodecContext, CodecError, CodecId, Member, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use proptest::prelude::*;
 
-/// Every codec there is, with every set of parameters that its author names.
+/// Every example of every codec.
 fn members() -> impl Iterator<Item = (Member, &'static str)> {
     codec::ALL.iter().flat_map(|member| member.examples.iter().map(|text| (*member, *text)))
 }
@@ -18,15 +18,15 @@ fn meta(codec: CodecId, dtype: DType, dims: &[usize]) -> TensorMeta {
     TensorMeta { dtype, layout: Layout::Contiguous, shape: Shape::new(dims).unwrap(), codec }
 }
 
-/// The types that a codec which loses something takes: it has no business with labels and token ids.
+/// The element types that a lossy codec takes. Labels and token ids are not among them.
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Whether a codec takes this type at all.
+/// Whether a codec takes this element type.
 fn takes(member: Member, dtype: DType) -> bool {
     member.lossless || FLOATS.contains(&dtype)
 }
 
-/// Whether a codec has a way with this shape: factors want a matrix of at least their rank.
+/// Whether a codec takes this shape: factors need a matrix of at least their rank.
 fn suits(text: &str, dims: &[usize]) -> bool {
     let Some((_, rank)) = text.split_once("svd:") else { return true };
     let rank: usize = rank.trim_end_matches(')').parse().unwrap();
@@ -38,7 +38,7 @@ fn suits(text: &str, dims: &[usize]) -> bool {
     dims.contains(&0) || rank <= rows.min(columns)
 }
 
-/// A tensor's memory: bytes out of `seed`, 0 or 1 for truth values, floats of a moderate size.
+/// The memory of a tensor, generated from `seed`: 0 or 1 for `Bool`, moderate magnitudes for floats.
 fn memory(dtype: DType, dims: &[usize], seed: u64) -> Vec<u8> {
     let length = dims.iter().product::<usize>() * dtype.size_bytes();
     let mut state = seed | 1;
@@ -54,7 +54,7 @@ fn memory(dtype: DType, dims: &[usize], seed: u64) -> Vec<u8> {
                 |bytes: &[u8]| f32::from(i16::from_ne_bytes([bytes[0], bytes[1]])) / f32::from(1 + u16::from(bytes[2]));
             bytes.chunks_exact(4).flat_map(|bytes| value(bytes).to_ne_bytes()).collect()
         }
-        // Any bits, but an exponent between 2^-7 and 2^8.
+        // Any bits, with an exponent between 2^-7 and 2^8.
         DType::F16 | DType::BF16 => {
             let bits = |[low, high]: [u8; 2]| {
                 let (bits, fraction) = (u16::from_ne_bytes([low, high]), if dtype == DType::F16 { 10 } else { 7 });
@@ -74,7 +74,7 @@ fn view<'a>(dtype: DType, dims: &'a [usize], bytes: &'a [u8]) -> TensorView<'a> 
 
 fn encode(codec: &mut dyn Codec, dtype: DType, dims: &[usize], bytes: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
-    codec.encode(view(dtype, dims, bytes), &Context::default(), &mut out).unwrap();
+    codec.encode(view(dtype, dims, bytes), &CodecContext::default(), &mut out).unwrap();
     out
 }
 
@@ -119,22 +119,23 @@ fn empty_and_one_element_come_back() {
     }
 }
 
-/// A NaN says that training has gone wrong; a codec may not hide it. One that cannot carry it says so.
+/// A NaN shows that training has gone wrong, so a codec must not hide it. A codec that cannot carry it returns an
+/// error.
 #[test]
 fn nan_stays_nan() {
     for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let values = [1.0f32, special, -3.0, special, 2.0, -0.0];
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         for (_, text) in members() {
-            // All of these have their bits in the upper half.
+            // The significant bits of all of these are in the upper half.
             let halves: Vec<u8> =
                 values.iter().flat_map(|value| ((value.to_bits() >> 16) as u16).to_ne_bytes()).collect();
-            match make(text).encode(view(DType::BF16, &[6], &halves), &Context::default(), &mut Vec::new()) {
+            match make(text).encode(view(DType::BF16, &[6], &halves), &CodecContext::default(), &mut Vec::new()) {
                 Ok(()) => assert_eq!(text, "raw"),
                 Err(error) => assert_eq!(error, CodecError::NotFinite { codec: make(text).id(), at: 1 }, "{text}"),
             }
             let mut body = Vec::new();
-            match make(text).encode(view(DType::F32, &[6], &bytes), &Context::default(), &mut body) {
+            match make(text).encode(view(DType::F32, &[6], &bytes), &CodecContext::default(), &mut body) {
                 Ok(()) => {
                     let back = decode(&mut *make(text), DType::F32, &[6], &body);
                     assert_eq!(back, bytes, "{text}");
@@ -154,7 +155,8 @@ fn other_types_are_refused_so_that_they_can_go_raw() {
         for &dtype in DType::ALL.iter().filter(|&&dtype| !takes(member, dtype)) {
             let bytes = memory(dtype, &[3], 1);
             let mut body = Vec::new();
-            let refused = make(text).encode(view(dtype, &[3], &bytes), &Context::default(), &mut body).unwrap_err();
+            let refused =
+                make(text).encode(view(dtype, &[3], &bytes), &CodecContext::default(), &mut body).unwrap_err();
             assert_eq!(refused, CodecError::DType { codec: member.id, got: dtype }, "{text}");
             assert!(refused.refuses_tensor() && body.is_empty(), "{text}");
             let refused = make(text).decode(&meta(member.id, dtype, &[3]), &body, &mut vec![0; bytes.len()]);
@@ -163,7 +165,7 @@ fn other_types_are_refused_so_that_they_can_go_raw() {
     }
 }
 
-/// The values of a tensor's memory.
+/// The values in a tensor's memory.
 fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let pair = |bytes: &[u8]| u16::from_ne_bytes([bytes[0], bytes[1]]);
     match dtype {
@@ -174,7 +176,7 @@ fn floats(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// What the bits mean, by the standard.
+/// The value according to the standard.
 fn f16_value(bits: u16) -> f32 {
     let (exponent, fraction) = (i32::from(bits >> 10 & 31), f32::from(bits & 0x3ff));
     let magnitude = match exponent {
@@ -189,8 +191,8 @@ fn f16_value(bits: u16) -> f32 {
     }
 }
 
-/// Tensors of two bytes a value cross as the floats they are, and come back as what they were: the bytes on the wire are
-/// those of the same values in F32, through all that a codec keeps, and what is decoded is nearest to what those decode to.
+/// Tensors of two-byte floats have the body of the same values in `F32`, also with codecs that keep state, and decode
+/// to the nearest values of their type.
 #[test]
 fn halves_are_carried_as_the_floats_that_they_are() {
     for (member, text) in members().filter(|(member, _)| !member.lossless) {
@@ -204,7 +206,7 @@ fn halves_are_carried_as_the_floats_that_they_are() {
                 let result = encoder.encode(view(dtype, dims, &bytes), context, &mut body);
                 assert_eq!(result, encoder_f32.encode(view(DType::F32, dims, &wide), context, &mut expected), "{text}");
                 assert_eq!(body, expected, "{text} {dtype}");
-                // Factors refuse the few rows that changed.
+                // The low-rank codec refuses the few rows that changed.
                 if result.is_err_and(|error| error.refuses_tensor()) {
                     assert!(text.contains("delta") && text.contains("svd"), "{text} {dtype}");
                     return;
@@ -213,7 +215,7 @@ fn halves_are_carried_as_the_floats_that_they_are() {
                 assert!(body.len() == most || encoder.size_varies() && body.len() < most, "{text} {dtype}");
                 let back = floats(dtype, &decode(&mut *decoder, dtype, dims, &body));
                 let exact = floats(DType::F32, &decode(&mut *decoder_f32, DType::F32, dims, &body));
-                // Half a unit in the last place, of which 2^-24 is the least for F16.
+                // Half a unit in the last place, which is at least 2^-24 for F16.
                 let unit = if dtype == DType::F16 { 2f32.powi(-11) } else { 2f32.powi(-8) };
                 for (back, exact) in back.iter().zip(&exact) {
                     let most = (exact.abs() * unit).max(2f32.powi(-25));
@@ -236,11 +238,11 @@ fn encode_appends_and_leaves_out_alone_on_error() {
         let mut out = b"before".to_vec();
         for (dims, bytes) in [(&[2, 2][..], &bytes[..]), (&[2, 3], &bytes[1..]), (&[usize::MAX, 8], &[])] {
             let view = view(DType::F32, dims, bytes);
-            assert!(make(text).encode(view, &Context::default(), &mut out).is_err(), "{text} {dims:?}");
+            assert!(make(text).encode(view, &CodecContext::default(), &mut out).is_err(), "{text} {dims:?}");
             assert_eq!(out, b"before", "{text}");
         }
         let view = view(DType::F32, &[2, 3], &bytes);
-        make(text).encode(view, &Context::default(), &mut out).unwrap();
+        make(text).encode(view, &CodecContext::default(), &mut out).unwrap();
         assert_eq!(&out[..6], b"before", "{text}");
         assert_eq!(out[6..], encode(&mut *make(text), DType::F32, &[2, 3], &bytes), "{text}");
     }
@@ -267,9 +269,9 @@ fn the_size_of_an_impossible_tensor_does_not_wrap() {
     }
 }
 
-/// A few steps of training as a link sees them: two micro-batches of two tensors each, the samples in another order
-/// every time, and now and then a tensor that no lossy codec takes.
-fn training(mut each: impl FnMut(&Context<'_>, &[usize], &[u8])) {
+/// A few training steps as a link sees them: two micro-batches of two tensors each, the samples in a new order every
+/// time, and now and then a tensor that no lossy codec takes.
+fn training(mut each: impl FnMut(&CodecContext<'_>, &[usize], &[u8])) {
     for step in 0..6u64 {
         for slot in [0, 1, 1 << 16, 1 << 16 | 1] {
             let samples: Vec<u64> = (0..3).map(|row| (step * 5 + (slot >> 16) * 3 + row * 2) % 7).collect();
@@ -279,13 +281,13 @@ fn training(mut each: impl FnMut(&Context<'_>, &[usize], &[u8])) {
             if step == 3 && slot == 1 {
                 bytes[..4].copy_from_slice(&f32::NAN.to_ne_bytes());
             }
-            each(&Context { slot, seed: step << 32 | slot, samples: &samples, learning: true }, dims, &bytes);
+            each(&CodecContext { slot, seed: step << 32 | slot, samples: &samples, training: true }, dims, &bytes);
         }
     }
 }
 
-/// The body of every tensor, `None` for one that is to go raw.
-fn try_encode(codec: &mut dyn Codec, context: &Context<'_>, dims: &[usize], bytes: &[u8]) -> Option<Vec<u8>> {
+/// The body of every tensor; `None` for one that goes raw.
+fn try_encode(codec: &mut dyn Codec, context: &CodecContext<'_>, dims: &[usize], bytes: &[u8]) -> Option<Vec<u8>> {
     let mut body = Vec::new();
     match codec.encode(view(DType::F32, dims, bytes), context, &mut body) {
         Ok(()) => Some(body),
@@ -296,7 +298,8 @@ fn try_encode(codec: &mut dyn Codec, context: &Context<'_>, dims: &[usize], byte
     }
 }
 
-/// Whatever a codec keeps, the other end follows, through tensors that go raw and through a reset of the encoder.
+/// The decoder stays synchronized with the encoder's state, through tensors that go raw and through a reset of the
+/// encoder.
 #[test]
 fn both_ends_of_a_training_stay_in_step() {
     for (member, text) in members() {
@@ -311,15 +314,15 @@ fn both_ends_of_a_training_stay_in_step() {
                 let back = decode(&mut *decoder, DType::F32, dims, &body);
                 assert!(!member.lossless || back == bytes, "{text}");
             });
-            // As new, so that the second round is the first one again; the decoder is not told.
+            // After the reset the second round repeats the first; the decoder is not told.
             encoder.reset();
             twin = make(text);
         }
     }
 }
 
-/// Evaluating in between, with the same slots and samples, changes not a byte of what the training sends, and the other
-/// end decodes both.
+/// An evaluation between steps, with the same slots and samples, does not change a byte of what training sends, and the
+/// other end decodes both.
 #[test]
 fn an_evaluation_leaves_no_trace() {
     for (_, text) in members() {
@@ -327,7 +330,7 @@ fn an_evaluation_leaves_no_trace() {
         let mut evaluations = 0;
         training(|context, dims, bytes| {
             for seed in 0..2 {
-                let evaluation = Context { learning: false, seed, ..*context };
+                let evaluation = CodecContext { training: false, seed, ..*context };
                 let other = memory(DType::F32, dims, 1000 + seed);
                 let body = try_encode(&mut *disturbed, &evaluation, dims, &other).unwrap();
                 let fresh = try_encode(&mut *make(text), &evaluation, dims, &other).unwrap();
@@ -372,9 +375,9 @@ proptest! {
         }
     }
 
-    /// Noise may be an error or a tensor; it may not panic. A body has one length, whether the shape or its own beginning
-    /// says which, so one cut short or made longer is an error, and so is a table with a NaN or an infinity in it: what a
-    /// lossy codec decodes is finite.
+    /// Noise may decode to an error or to a tensor, but must not panic. A body has exactly one valid length, so a
+    /// truncated or extended one is an error, and so is a table with a NaN or an infinity: lossy codecs decode to
+    /// finite values.
     #[test]
     fn hostile_bodies_never_panic(
         dims in dims(),
@@ -396,7 +399,7 @@ proptest! {
                 let result = make(text).decode(&meta, short, &mut out);
                 prop_assert!(result.is_err(), "{} from {} of {} bytes", text, short.len(), body.len());
             }
-            // Of the right length, so that it is looked at.
+            // Of the right length, so that the content is read.
             body.iter_mut().zip(noise.iter().cycle()).for_each(|(to, from)| *to = *from);
             let result = codec.decode(&meta, &body, &mut out);
             let halves = text.contains("f16");

@@ -1,25 +1,25 @@
-//! How much a lossy codec loses, for each that is in `codec::ALL`, on values of every kind that training makes.
+//! The error of every lossy codec in `codec::ALL`, on all kinds of values that occur in training.
 //!
-//! The tables of a body are read here as `docs/codecs.md` describes them, not by the codecs' own code.
+//! The tables of bodies are read here as `docs/codecs.md` describes them, independently of the codecs' code.
 
-use distgpipe_core::codec::{self, CodecError, CodecId, Context, TensorView};
+use distgpipe_core::codec::{self, CodecContext, CodecError, CodecId, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use proptest::prelude::*;
 
-/// All that a body says about how its values were rounded.
+/// The quantization that a body describes.
 struct Grids {
-    /// The grid of each value: `lo` and `step`.
+    /// The `lo` and `step` of each value's grid.
     of: Vec<(f64, f64)>,
     /// The code of each value.
     codes: Vec<u32>,
 }
 
-/// The codec in a wrapper's parentheses.
+/// The codec inside a wrapper's parentheses.
 fn inner_of(text: &str) -> Option<&str> {
     text.split_once('(').map(|(_, inner)| inner.strip_suffix(')').unwrap())
 }
 
-/// A list, but for codecs of matrices a matrix as square as can be.
+/// A vector, or for codecs of matrices a matrix that is as square as possible.
 fn dims_of(text: &str, elements: usize) -> Vec<usize> {
     if !text.contains("svd:") {
         return vec![elements];
@@ -34,7 +34,7 @@ fn encode(text: &str, values: &[f32]) -> Result<Vec<u8>, CodecError> {
     let mut body = Vec::new();
     let dims = dims_of(text, values.len());
     let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
-    codec::parse(text).unwrap().encode(view, &Context::default(), &mut body).map(|()| body)
+    codec::parse(text).unwrap().encode(view, &CodecContext::default(), &mut body).map(|()| body)
 }
 
 fn decode(text: &str, body: &[u8], elements: usize) -> Vec<f32> {
@@ -46,11 +46,11 @@ fn decode(text: &str, body: &[u8], elements: usize) -> Vec<f32> {
     out.chunks_exact(4).map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap())).collect()
 }
 
-/// Q and S of `uniform:Q` and `sort:Q+S`, Q and T of `tile:Q/T`.
+/// Parses Q and S of `uniform:Q` and `sort:Q+S`, or Q and T of `tile:Q/T`.
 fn parameters(text: &str) -> (u32, u32) {
     let (name, argument) = text.split_once(':').unwrap();
     let (name, argument) = match name {
-        // The size of the sample shows in the table alone.
+        // The sample size affects the table alone.
         "fast" => ("sort", argument.split('/').next().unwrap()),
         _ => (name, argument),
     };
@@ -69,7 +69,7 @@ fn parameters(text: &str) -> (u32, u32) {
     }
 }
 
-/// Bits `at` to `at + width` of the packed codes.
+/// The bits from `at` to `at + width` of the packed codes.
 fn bits(packed: &[u8], at: usize, width: u32) -> u32 {
     (0..width as usize).map(|bit| u32::from(packed[(at + bit) / 8] >> ((at + bit) % 8) & 1) << bit).sum()
 }
@@ -111,13 +111,13 @@ fn largest(values: &[f32]) -> f64 {
 
 const SMALLEST: f64 = 1.401298464324817e-45;
 
-/// Checks one tensor in one codec; gives the decoded one.
+/// Checks one tensor in one codec; returns the decoded tensor.
 fn check(text: &str, values: &[f32]) -> Vec<f32> {
     let codec = codec::parse(text).unwrap();
     let body = match encode(text, values) {
         Ok(body) => body,
         Err(CodecError::Overflow { .. }) if largest(values) >= 65520.0 => return values.to_vec(),
-        // As many values as have no such matrix.
+        // This many values do not form a matrix of the rank.
         Err(CodecError::Rank { rank, most, .. }) if rank > most => return values.to_vec(),
         Err(CodecError::Shape { got, .. }) if text.contains("svd:2") && got[0] == 1 => return values.to_vec(),
         Err(error) => panic!("{text}: {error}"),
@@ -139,7 +139,7 @@ fn check(text: &str, values: &[f32]) -> Vec<f32> {
         CodecId::PowerSvd => check_svd(text, values, &decoded),
         CodecId::TopK => check_top_k(text, values, &body, &decoded),
         CodecId::Feedback | CodecId::Delta => {
-            // Nothing is kept yet and no sample known, so that only the codec inside does anything.
+            // There is no state and no known sample yet, so only the inner codec has an effect.
             let inner = inner_of(text).unwrap();
             assert!(body.ends_with(&encode(inner, values).unwrap()), "{text}");
             assert_eq!(decoded, check(inner, values), "{text}");
@@ -149,7 +149,7 @@ fn check(text: &str, values: &[f32]) -> Vec<f32> {
     decoded
 }
 
-/// A projection is no farther from the tensor than 0 is, and is its own projection.
+/// A projection is at most as far from the tensor as 0 is, and is its own projection.
 fn check_svd(text: &str, values: &[f32], decoded: &[f32]) {
     let distance = |a: &[f32], b: &[f32]| {
         a.iter().zip(b).map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2)).sum::<f64>().sqrt()
@@ -161,14 +161,14 @@ fn check_svd(text: &str, values: &[f32], decoded: &[f32]) {
     assert!(distance(decoded, &again) <= 4.0 * rounding, "{text} again: {}", distance(decoded, &again) / norm);
 }
 
-/// The largest are there to the bit, the others 0, and their places take no more bits than either way of writing them.
+/// The largest values are exact, the others 0, and the positions take no more bits than the better of both encodings.
 fn check_top_k(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
     let (_, fraction) = text.split_once(':').unwrap();
     let digits = fraction.replace('.', "");
     let parts = digits.parse::<usize>().unwrap() * values.len();
     let most = parts.div_ceil(10usize.pow(digits.len() as u32 - 1));
     let mut order: Vec<usize> = (0..values.len()).filter(|&at| values[at] != 0.0).collect();
-    // A stable sort: of two that are equally large, the first comes first.
+    // The sort is stable: among equal magnitudes the first comes first.
     order.sort_by(|&a, &b| values[b].abs().total_cmp(&values[a].abs()));
     order.truncate(most);
     let mut expected = vec![0f32; values.len()];
@@ -187,7 +187,8 @@ fn check_top_k(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
 fn check_grids(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
     let grids = grids(text, body, values.len());
     let code_max = 2f64.powi(parameters(text).0 as i32) - 1.0;
-    // The ends of all runs together: of the first and of the last. (Others may be so wide that their rounded ends lie beyond.)
+    // The range of all bins: from the first to the last. (Other bins may be so wide that their rounded ends lie
+    // beyond.)
     let first = grids.of.iter().copied().reduce(|a, b| if b < a { b } else { a }).unwrap_or_default();
     let last = grids.of.iter().copied().reduce(|a, b| if b > a { b } else { a }).unwrap_or_default();
     let (lowest, highest) = (first.0, last.0 + last.1 * code_max);
@@ -195,22 +196,22 @@ fn check_grids(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
         let (lo, step) = grids.of[at];
         let [x, y] = [x, y].map(f64::from);
         let rounding = lo.abs().max((lo + step * code_max).abs()) * 2f64.powi(-23) + SMALLEST;
-        // What lies outside of a sample becomes its end, which the rounded step of the last run may miss.
+        // Values outside the sample are clamped to its end, which the rounded step of the last bin may miss.
         let (x, rounding) = match text.starts_with("fast") {
             true => {
                 (x.max(lowest).min(highest.max(lowest)), lowest.abs().max(highest.abs()) * 2f64.powi(-22) + SMALLEST)
             }
             false => (x, rounding),
         };
-        // Stochastic rounding may go to the farther of two codes.
+        // Stochastic rounding may choose the farther of two codes.
         let most = if text.ends_with('~') { step } else { step / 2.0 };
         assert!((y - x).abs() <= most + rounding, "{text}: {x} became {y}, farther than {most}");
-        // The documented body decodes to what the codec says. The end of a tile's grid may lie beyond an `f32`.
+        // The documented body decodes to the codec's result. The end of a tile's grid may overflow an `f32`.
         let described = ((lo + f64::from(grids.codes[at]) * step) as f32).clamp(f32::MIN, f32::MAX);
         assert_eq!(decoded[at].to_bits(), described.to_bits(), "{text}");
     }
 
-    // Encoding what was decoded loses nothing more: a few units in the last place of the tensor's largest value.
+    // Encoding the decoded values again adds no error beyond a few units in the last place of the largest value.
     let Ok(again) = encode(text, decoded) else {
         panic!("{text} does not take what it made");
     };
@@ -220,9 +221,9 @@ fn check_grids(text: &str, values: &[f32], body: &[u8], decoded: &[f32]) {
     for at in 0..values.len() {
         let (_, step) = grids.of[at];
         let in_tile = at / tile * tile..values.len().min((at / tile + 1) * tile);
-        // A denormal step is rounded coarsely. So is a tile's `lo`: where no value has code 0, or more than 8 bits ask
-        // for more than a 16-bit step has, the second grid may be another one.
-        // And stochastic rounding may have moved the largest value down, so that the second grid ends there.
+        // Denormal steps are rounded coarsely, and so is a tile's `lo`: if no value has code 0, or if more than 8 bits
+        // need more precision than a 16-bit step has, the second grid may differ. Stochastic rounding may also have
+        // rounded the largest value down, so that the second grid ends there.
         let stochastic = text.ends_with('~');
         let other_grid = step < f64::from(f32::MIN_POSITIVE)
             || text.starts_with("tile") && (parameters(text).0 > 8 || !grids.codes[in_tile.clone()].contains(&0))
@@ -238,7 +239,7 @@ fn lossy() -> impl Iterator<Item = &'static str> {
     codec::ALL.iter().filter(|member| !member.lossless).flat_map(|member| member.examples.iter().copied())
 }
 
-/// The definition: sort, split by rank, round within each run.
+/// The definition of `sort`: sort, split by rank, round within each bin.
 fn sort_by_definition(values: &[f32], q: u32, s: u32) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -294,16 +295,16 @@ fn constants_and_zeros_come_back_exactly() {
     for text in lossy() {
         assert_eq!(check(text, &[0.0; 70]), [0.0; 70], "{text}");
         if text.contains("svd:") {
-            // Sums of products, so all but exactly.
+            // Sums of products, so not quite exactly.
             check(text, &[2.5; 70]).iter().for_each(|value| assert!((value - 2.5).abs() < 1e-6, "{text}: {value}"));
             continue;
         }
-        // Of equals, `topk` keeps the first ones.
+        // Among equal values, `topk` keeps the first ones.
         let kept =
             if text.contains("topk:0.") { check(text, &[2.5; 70]).iter().filter(|&&x| x != 0.0).count() } else { 70 };
         let expected: Vec<f32> = (0..70).map(|at| if at < kept { 2.5 } else { 0.0 }).collect();
         assert_eq!(check(text, &[2.5; 70]), expected, "{text}");
-        // What a ReLU cuts off stays off.
+        // The zeros of a ReLU stay zero.
         let relu: Vec<f32> = (0..256).map(|i| ((i * 37 % 101) as f32 - 50.0).max(0.0)).collect();
         for (x, y) in relu.iter().zip(check(text, &relu)) {
             assert!(*x != 0.0 || y == 0.0, "{text}: 0 became {y}");
@@ -349,7 +350,7 @@ fn sizes_are_those_of_the_formulas() {
     }
 }
 
-/// Large enough that nothing is sorted and values come out of a table.
+/// Large enough that nothing is sorted and values are looked up in a table.
 #[test]
 fn a_large_tensor_equals_the_definition() {
     let mut state = 1u64;

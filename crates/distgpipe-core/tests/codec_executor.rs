@@ -1,17 +1,18 @@
-//! A crew of any size gives the same bytes as the caller alone, and is put to work on large tensors only.
+//! Executors of any size give the same bytes as the calling thread alone, and only large tensors are split over
+//! threads.
 
-use distgpipe_core::codec::{self, Codec, Context, Crew, TensorView};
+use distgpipe_core::codec::{self, Codec, CodecContext, Executor, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
-/// Threads that are started for every call.
+/// An executor that starts its threads for every call.
 struct Threads {
     size: usize,
     calls: AtomicUsize,
 }
 
-impl Crew for Threads {
+impl Executor for Threads {
     fn size(&self) -> usize {
         self.size
     }
@@ -26,7 +27,7 @@ impl Crew for Threads {
     }
 }
 
-/// Gaussian-like values, half of them cut off.
+/// Gaussian-like values after a ReLU.
 fn memory(elements: usize) -> Vec<u8> {
     let mut state = 7u64;
     let mut uniform = || {
@@ -39,7 +40,7 @@ fn memory(elements: usize) -> Vec<u8> {
 fn round_trip(codec: &mut dyn Codec, layout: Layout, dims: &[usize], bytes: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let mut body = b"before".to_vec();
     let view = TensorView { dtype: DType::F32, dims, layout, bytes };
-    codec.encode(view, &Context { seed: 11, ..Context::default() }, &mut body).unwrap();
+    codec.encode(view, &CodecContext { seed: 11, ..CodecContext::default() }, &mut body).unwrap();
     let meta = TensorMeta { dtype: DType::F32, layout, shape: Shape::new(dims).unwrap(), codec: codec.id() };
     let mut out = vec![0; bytes.len()];
     codec.decode(&meta, &body[6..], &mut out).unwrap();
@@ -66,32 +67,32 @@ fn the_bytes_do_not_depend_on_the_crew() {
         for (text, layout) in texts.iter().flat_map(|text| [(text, Layout::Contiguous), (text, Layout::ChannelsLast)]) {
             let alone = round_trip(&mut *codec::parse(text).unwrap(), layout, &dims, &bytes);
             for size in [2, 3, 7, 100] {
-                let crew = Arc::new(Threads { size, calls: AtomicUsize::new(0) });
+                let executor = Arc::new(Threads { size, calls: AtomicUsize::new(0) });
                 let mut codec = codec::parse(text).unwrap();
-                codec.set_crew(crew.clone());
+                codec.set_executor(executor.clone());
                 assert!(
                     round_trip(&mut *codec, layout, &dims, &bytes) == alone,
                     "{text} {layout:?} {dims:?} by {size}"
                 );
-                assert!(crew.calls.load(Ordering::Relaxed) >= 2, "{text} {layout:?} {dims:?} by {size} is split");
+                assert!(executor.calls.load(Ordering::Relaxed) >= 2, "{text} {layout:?} {dims:?} by {size} is split");
             }
         }
     }
 }
 
 #[test]
-fn small_tensors_wake_nobody() {
+fn small_tensors_stay_on_the_calling_thread() {
     let bytes = memory(10_000);
     for text in ["f16", "uniform:5", "sort:16", "fast:8", "tile:4"] {
-        let crew = Arc::new(Threads { size: 4, calls: AtomicUsize::new(0) });
+        let executor = Arc::new(Threads { size: 4, calls: AtomicUsize::new(0) });
         let mut codec = codec::parse(text).unwrap();
-        codec.set_crew(crew.clone());
+        codec.set_executor(executor.clone());
         round_trip(&mut *codec, Layout::Contiguous, &[10_000], &bytes);
-        assert_eq!(crew.calls.load(Ordering::Relaxed), 0, "{text}");
+        assert_eq!(executor.calls.load(Ordering::Relaxed), 0, "{text}");
     }
 }
 
-/// What is not finite is found wherever it is, and by its place.
+/// A value that is not finite is found in any piece, with its index.
 #[test]
 fn a_crew_finds_what_is_not_finite() {
     for at in [0, 150_000, 299_999] {
@@ -99,10 +100,10 @@ fn a_crew_finds_what_is_not_finite() {
         bytes[4 * at..4 * at + 4].copy_from_slice(&f32::NAN.to_ne_bytes());
         for text in ["f16", "uniform:5", "sort:16", "fast:8", "tile:4"] {
             let mut codec = codec::parse(text).unwrap();
-            codec.set_crew(Arc::new(Threads { size: 3, calls: AtomicUsize::new(0) }));
+            codec.set_executor(Arc::new(Threads { size: 3, calls: AtomicUsize::new(0) }));
             let mut out = Vec::new();
             let view = TensorView { dtype: DType::F32, dims: &[300_000], layout: Layout::Contiguous, bytes: &bytes };
-            let error = codec.encode(view, &Context::default(), &mut out).unwrap_err();
+            let error = codec.encode(view, &CodecContext::default(), &mut out).unwrap_err();
             assert_eq!(error, codec::CodecError::NotFinite { codec: codec.id(), at }, "{text}");
             assert!(out.is_empty(), "{text}");
         }

@@ -1,11 +1,11 @@
-//! A quarter of a gigabyte in one tensor: sizes, and the error of some values.
+//! Tensors of a quarter of a gigabyte: sizes of bodies, and the error of some values.
 
-use distgpipe_core::codec::{self, Context, TensorView};
+use distgpipe_core::codec::{self, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 
 const ELEMENTS: usize = 1 << 26;
 
-/// A triangular distribution from −1 to 1, without a table or a state.
+/// Values with a triangular distribution from −1 to 1, computed from the index.
 fn value(at: usize) -> f32 {
     let mixed = (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     ((mixed >> 48) as f32 + (mixed >> 32 & 0xffff) as f32) / 65536.0 - 1.0
@@ -17,7 +17,7 @@ fn two_to_the_26_values() {
     bytes.chunks_exact_mut(4).enumerate().for_each(|(at, to)| to.copy_from_slice(&value(at).to_ne_bytes()));
     let mut out = vec![0; bytes.len()];
     let mut body = Vec::new();
-    // The largest error: of the value for halves, half the widest step for grids, a whole one for a sample's ends.
+    // The largest error: relative for halves, half the widest step for grids, a whole step for the ends of a sample.
     for (text, body_bytes, most) in [
         ("raw", 4 * ELEMENTS, 0.0),
         ("f16", 2 * ELEMENTS, 1.0 / 2048.0),
@@ -30,7 +30,7 @@ fn two_to_the_26_values() {
         let mut codec = codec::parse(text).unwrap();
         body.clear();
         let view = TensorView { dtype: DType::F32, dims: &[ELEMENTS], layout: Layout::Contiguous, bytes: &bytes };
-        codec.encode(view, &Context::default(), &mut body).unwrap();
+        codec.encode(view, &CodecContext::default(), &mut body).unwrap();
         assert_eq!(body.len(), body_bytes, "{text}");
         let shape = Shape::new(&[ELEMENTS]).unwrap();
         let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: codec.id() };

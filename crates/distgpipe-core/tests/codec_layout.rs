@@ -1,9 +1,9 @@
-//! Channels-last tensors: `tile` gives the same body for either order in memory, and decodes into either.
+//! Channels-last tensors: `tile` gives the same body for both memory layouts, and decodes into both.
 
-use distgpipe_core::codec::{self, Context, TensorView};
+use distgpipe_core::codec::{self, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
 
-/// A tensor's values in logical order: smooth over pixels, and very different from channel to channel.
+/// The values of a tensor in logical order: smooth over pixels, and very different from channel to channel.
 fn logical(dims: [usize; 4]) -> Vec<f32> {
     let [samples, channels, height, width] = dims;
     let pixels = height * width;
@@ -15,7 +15,7 @@ fn logical(dims: [usize; 4]) -> Vec<f32> {
         .collect()
 }
 
-/// The same in the order N H W C.
+/// The same values in the order N H W C.
 fn channels_last(values: &[f32], dims: [usize; 4]) -> Vec<f32> {
     let [samples, channels, height, width] = dims;
     let pixels = height * width;
@@ -59,7 +59,7 @@ fn tiles_do_not_see_the_order_in_memory() {
             let mut encode = |layout, bytes: &[u8]| {
                 let mut body = Vec::new();
                 let view = TensorView { dtype: DType::F32, dims: &dims, layout, bytes };
-                codec.encode(view, &Context { seed: 3, ..Context::default() }, &mut body).unwrap();
+                codec.encode(view, &CodecContext { seed: 3, ..CodecContext::default() }, &mut body).unwrap();
                 body
             };
             let body = encode(Layout::Contiguous, &contiguous);

@@ -1,8 +1,8 @@
-//! The conformance suite of the schedule family: every member, over every small pipeline.
+//! The conformance suite of the schedules: every schedule on every small pipeline.
 //!
-//! Soundness for all placements is cheap to try out, so it is tried out: 1 to 6 partitions × every way
-//! to place them on up to 4 workers × 1 to 12 micro-batches × every schedule. Then the checker itself
-//! is tested: plans are damaged in ways that are wrong for certain, and it must see every one of them.
+//! Soundness is tested exhaustively: 1 to 6 partitions × every placement on up to 4 workers × 1 to 12 micro-batches ×
+//! every schedule. Then the checker itself is tested: plans are broken in ways that are certainly wrong, and it must
+//! detect every one of them.
 
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{
@@ -14,7 +14,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use std::collections::HashMap;
 
-/// Every placement of `partitions` on at most `workers` workers, each once up to the workers' numbers.
+/// Every placement of `partitions` on at most `workers` workers, up to renumbering the workers.
 fn placements(partitions: usize, workers: usize) -> Vec<Placement> {
     fn extend(prefix: &mut Vec<usize>, partitions: usize, workers: usize, all: &mut Vec<Placement>) {
         if prefix.len() == partitions {
@@ -55,7 +55,7 @@ fn every_schedule_is_sound_on_every_small_pipeline() {
             }
         }
     }
-    // 1 + 2 + 5 + 15 + 51 + 187 placements: none was left out.
+    // 1 + 2 + 5 + 15 + 51 + 187 placements: none is missing.
     assert_eq!(plans, 261 * 12 * 3);
 }
 
@@ -156,8 +156,7 @@ fn one_f_one_b_keeps_its_memory_promise_on_every_placement() {
     }
 }
 
-/// What must have happened on the same worker before an action. Written apart from the checker, from
-/// the rules in the design.
+/// The actions of the same worker that must precede an action. Written independently of the checker.
 fn needs_here(plan: &Plan, action: Action) -> Vec<Action> {
     let Action { partition, op, micro_batch } = action;
     let forward = Action::forward(partition, micro_batch);
@@ -201,7 +200,7 @@ fn any_request(workers_min: usize) -> impl Strategy<Value = (Schedule, Request)>
     )
 }
 
-/// A plan taken apart, so that it can be damaged.
+/// A plan in a form that can be modified.
 struct Loose {
     header: String,
     names: Vec<String>,
@@ -230,7 +229,7 @@ impl Loose {
     }
 }
 
-/// Ways to damage a plan. Each is wrong for certain, whatever it hits: see `damage`.
+/// Ways to break a plan. Each makes any plan unsound: see `damage`.
 #[derive(Clone, Copy, Debug)]
 enum Damage {
     Remove,
@@ -252,15 +251,15 @@ const DAMAGES: [Damage; 7] = [
     Damage::WaitTooEarly,
 ];
 
-/// Damages the plan, or returns false where it has nothing that this damage applies to.
+/// Breaks the plan, or returns false if this way does not apply to it.
 fn damage(kind: Damage, plan: &Plan, loose: &mut Loose, at: Index, to: Index, other: u32) -> bool {
     let wanted = |action: &Action| match kind {
-        // Without a recomputation a plan is sound too: its activations are then simply kept.
+        // A plan without a recomputation is sound too: the activations are then kept.
         Damage::Remove | Damage::Replace => action.op != Op::Recompute,
         Damage::Duplicate | Damage::OtherWorker => true,
         Damage::SwapAcrossDependency => !needs_here(plan, *action).is_empty(),
         Damage::Retarget => matches!(action.op, Op::Send { .. } | Op::Receive { .. }),
-        // A gradient comes only after this partition's own forward.
+        // A gradient arrives only after the partition's own forward.
         Damage::WaitTooEarly => matches!(action.op, Op::Receive { pass: Pass::Backward, .. }),
     };
     let places: Vec<(usize, usize)> = (0..loose.actions.len())
@@ -361,7 +360,7 @@ proptest! {
                 Damage::Retarget | Damage::Replace => true,
             };
             prop_assert!(fits, "{:?}: {}", kind, error);
-            // The simulator refuses what the checker refuses, for the same reason.
+            // The simulator rejects what the checker rejects, for the same reason.
             prop_assert_eq!(simulate(&damaged, &Costs::equal(plan.partitions())).unwrap_err(), error);
         }
     }
@@ -402,7 +401,7 @@ proptest! {
                 if let Op::Send { to, .. } = action.op {
                     links.entry((worker, plan.placement().worker_of(to))).or_default().push(start);
                 } else {
-                    // A worker waits for messages and nothing else.
+                    // A worker waits only for messages.
                     prop_assert_eq!(start, now);
                     now = end;
                 }

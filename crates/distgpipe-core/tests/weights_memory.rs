@@ -1,13 +1,13 @@
-//! A pickle of somebody else's takes no more memory than is promised, however little of it makes a value.
+//! The memory for reading an untrusted pickle is bounded, even if every byte of it makes a value.
 
 use distgpipe_core::weights::pickle::tensors;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// What [`distgpipe_core::weights`] promises.
+/// The bound that [`distgpipe_core::weights`] documents.
 const BYTES_MAX: usize = 1 << 30;
 
-/// The system's allocator, which counts what this thread holds.
+/// The system allocator, with a count of the bytes that this thread has allocated.
 struct Counting;
 
 thread_local! {
@@ -16,18 +16,19 @@ thread_local! {
 }
 
 fn count(more: usize, less: usize) {
-    // A thread that ends may allocate when its counters are gone. What another thread made may be freed here.
+    // A thread that is ending may allocate after its counters are destroyed, and may free what another thread
+    // allocated.
     let _ = HELD.try_with(|held| {
         held.set((held.get() + more).saturating_sub(less));
         MOST.try_with(|most| most.set(most.get().max(held.get())))
     });
 }
 
-// SAFETY: every call is the system allocator's, with the same arguments.
+// SAFETY: every call is forwarded to the system allocator with the same arguments.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 0);
-        // SAFETY: the caller keeps the allocator's contract.
+        // SAFETY: the caller upholds the contract of the allocator.
         unsafe { System.alloc(layout) }
     }
 
@@ -38,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // Both are there while one is copied into the other.
+        // Both allocations exist while one is copied to the other.
         count(size, 0);
         count(0, layout.size());
         // SAFETY: as above.
@@ -49,7 +50,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The most that reading a pickle holds at a time, and what it said.
+/// The peak memory of reading a pickle, and the result.
 fn most(pickle: &[u8]) -> (usize, String) {
     let before = HELD.get();
     MOST.set(before);
@@ -58,7 +59,7 @@ fn most(pickle: &[u8]) -> (usize, String) {
     (MOST.get() - before, said)
 }
 
-/// One byte can make a tuple in a tuple, which takes 60: 64 MiB of them once took 4 GB.
+/// Regression: one byte can make a tuple in a tuple, which takes 60 bytes; 64 MiB of them once took 4 GB.
 #[test]
 fn a_pickle_whose_every_byte_makes_a_value_is_refused_before_memory_is_full() {
     let ways: [(&str, &[u8], &[u8]); 6] = [
@@ -77,15 +78,15 @@ fn a_pickle_whose_every_byte_makes_a_value_is_refused_before_memory_is_full() {
     }
 }
 
-/// Each name costs a few bytes of the pickle and a whole entry of what is made of it.
+/// Each name costs a few bytes of the pickle and a whole entry of the result.
 #[test]
 fn one_tensor_under_many_names_takes_no_more_than_is_promised() {
     let mut pickle = b"\x80\x02}ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n".to_vec();
     pickle.extend(b"X\x01\0\0\x000X\x03\0\0\0cpuK\x01tQK\0");
-    // Eight dimensions and strides of 1, and what else a tensor has.
+    // Eight dimensions and strides of 1, and the other arguments of a tensor.
     let ones: &[u8] = b"(K\x01K\x01K\x01K\x01K\x01K\x01K\x01K\x01t";
     pickle.extend([ones, ones, b"\x89}tRq\x00"].concat());
-    // The tensor goes under its first name, and then under others.
+    // The tensor is stored under its first name, and then under others.
     pickle.splice(3..3, *b"X\x01\0\0\0t");
     pickle.push(b's');
     let names = (1u32 << 20) + (1 << 19);

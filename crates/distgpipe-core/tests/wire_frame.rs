@@ -1,5 +1,5 @@
-//! The frame's promises: what is sealed comes back, damage is found, the format does not change by accident, and no
-//! header makes a receiver panic or hold more than the limits allow.
+//! The promises of frames: a sealed frame decodes to itself, corruption is detected, the format does not change by
+//! accident, and no header makes a receiver panic or allocate more than the limits allow.
 
 use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{
@@ -7,7 +7,7 @@ use distgpipe_core::wire::{
 };
 use proptest::prelude::*;
 
-/// A header is plain memory: decoding one cannot allocate.
+/// A header is plain data, so decoding one cannot allocate.
 const _: () = {
     const fn is_copy<T: Copy>() {}
     is_copy::<Header>();
@@ -17,7 +17,7 @@ fn meta(dtype: DType, dims: &[usize]) -> TensorMeta {
     TensorMeta { dtype, layout: Layout::Contiguous, shape: Shape::new(dims).unwrap(), codec: CodecId::Raw }
 }
 
-/// A header with every field in use, and its body.
+/// A header that uses every field, and its body.
 fn sealed(kind: Kind) -> (Header, Vec<u8>) {
     let mut header = Header { step: 0x0102_0304_0506_0708, micro_batch: 9, from: 2, to: 3, ..Header::new(kind) };
     let mut body = kind.name().as_bytes().to_vec();
@@ -34,9 +34,9 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The committed form of one header per kind, a line per group of fields: magic, version, kind, zero | step |
-/// micro-batch, from, to | slot, slots | tensor, zero | dimensions | body bytes | checksum. A difference here means that
-/// two releases cannot talk to each other: raise `VERSION` instead.
+/// The committed encoding of one header per kind, with a line per group of fields: magic, version, kind, zero | step |
+/// micro-batch, from, to | slot, slots | tensor, zero | dimensions | body bytes | checksum. A difference means that two
+/// releases cannot communicate: increase `VERSION` instead.
 fn snapshot(header: &Header) -> String {
     let bytes = header.encode();
     let cuts = [0, 8, 16, 28, 32, 40, 72, 104, 112, HEADER_BYTES];
@@ -66,7 +66,7 @@ fn the_format_is_the_committed_one() {
 }
 
 #[test]
-fn every_kind_comes_back() {
+fn every_kind_survives_a_round_trip() {
     for &kind in Kind::ALL {
         let (header, body) = sealed(kind);
         let back = Header::decode(&header.encode(), &Limits::default()).unwrap();
@@ -75,7 +75,7 @@ fn every_kind_comes_back() {
     }
 }
 
-/// The numbers are written out a second time on purpose: they may not move.
+/// The numbers are repeated here on purpose: they must not change.
 #[test]
 fn numbers_are_never_reused() {
     let kinds = [
@@ -128,7 +128,7 @@ fn is_found(bytes: &[u8; HEADER_BYTES], body: &[u8]) -> bool {
 #[test]
 fn every_flipped_bit_is_found() {
     let (mut long, _) = sealed(Kind::State);
-    // Beyond 240 bytes the hash takes another way through its code.
+    // Beyond 240 bytes the hash uses another code path.
     let long_body: Vec<u8> = (0..300usize).map(|i| (i * i) as u8).collect();
     long.tensor = Some(meta(DType::F32, &[5, 15]));
     long.seal(&long_body);
@@ -165,20 +165,20 @@ fn a_body_of_another_length_is_found() {
 }
 
 #[test]
-fn a_stranger_is_told_to_check_the_port() {
+fn a_foreign_protocol_gets_the_advice_to_check_the_port() {
     let mut bytes = [b' '; HEADER_BYTES];
     bytes[..16].copy_from_slice(b"GET / HTTP/1.1\r\n");
     let error = Header::decode(&bytes, &Limits::default()).unwrap_err();
     assert_eq!(error, WireError::Magic { got: *b"GET " });
-    assert!(error.to_string().contains("Check the host and the port"), "{error}");
+    assert!(error.to_string().contains("check the host and the port"), "{error}");
 }
 
 #[test]
-fn the_older_end_is_told_to_upgrade() {
+fn the_error_names_the_end_to_upgrade() {
     for (theirs, who) in [(VERSION + 1, "upgrade distgpipe on this end"), (0, "upgrade distgpipe on the peer")] {
         let mut bytes = sealed(Kind::Hello).0.encode();
         bytes[4..6].copy_from_slice(&theirs.to_le_bytes());
-        // A newer version may mean anything by the rest.
+        // In a newer version the rest may have any meaning.
         bytes[6..].fill(0xff);
         let error = Header::decode(&bytes, &Limits::default()).unwrap_err();
         assert_eq!(error, WireError::Version { ours: VERSION, theirs });
@@ -189,7 +189,7 @@ fn the_older_end_is_told_to_upgrade() {
     }
 }
 
-/// The error for a good Activation header with some bytes replaced.
+/// The error for a valid Activation header with some bytes replaced.
 fn refused(at: usize, with: &[u8]) -> WireError {
     let mut bytes = sealed(Kind::Activation).0.encode();
     bytes[at..at + with.len()].copy_from_slice(with);
@@ -256,7 +256,7 @@ fn limits_hold_at_their_edges() {
         Ok(()) => true,
         Err(error @ WireError::Limit { .. }) => {
             let text = error.to_string();
-            assert!(text.contains(&format!("raise Limits::{limit} on every worker")), "{text}");
+            assert!(text.contains(&format!("(limit {limit}), got ")) && !text.ends_with(": "), "{text}");
             false
         }
         Err(other) => panic!("{other}"),
@@ -274,7 +274,7 @@ fn limits_hold_at_their_edges() {
         };
         assert!(at_limit(with_body(max), limit), "{kind}");
         assert!(!at_limit(with_body(max + 1), limit), "{kind}");
-        // Through the bytes as well, and with the largest number there is.
+        // The same with the encoded header, and with the largest number.
         let mut bytes = with_body(max).encode();
         assert!(Header::decode(&bytes, &limits).is_ok(), "{kind}");
         bytes[104..112].fill(0xff);
@@ -291,7 +291,7 @@ fn limits_hold_at_their_edges() {
     }
 }
 
-/// However short the body, the tensor it claims to decode to is held to the limit too.
+/// The limit applies to the decoded tensor too, however short the body is.
 #[test]
 fn a_small_body_cannot_ask_for_a_large_tensor() {
     let bomb = Header { tensor: Some(meta(DType::F32, &[1 << 40])), body_bytes: 4, ..Header::new(Kind::Activation) };
@@ -331,7 +331,7 @@ fn body_of(header: &Header, filler: &[u8]) -> Vec<u8> {
 
 proptest! {
     #[test]
-    fn a_frame_comes_back(
+    fn a_frame_survives_a_round_trip(
         mut header in any_header(),
         filler in prop::collection::vec(any::<u8>(), 1..600),
         cuts in prop::collection::vec(1usize..100, 1..8),
@@ -342,7 +342,7 @@ proptest! {
         prop_assert_eq!(back, header);
         prop_assert_eq!(back.verify(&body), Ok(()));
 
-        // In pieces it is the same.
+        // The same in pieces.
         let mut hasher = BodyHasher::new(&Header { checksum: 0, ..header });
         let mut rest = &body[..];
         for cut in cuts.iter().cycle() {
@@ -374,7 +374,7 @@ proptest! {
         prop_assert!(found);
     }
 
-    /// Bytes that get past the magic, so that the fields behind it are reached.
+    /// Bytes that begin with the magic, so that the fields after it are reached.
     #[test]
     fn arbitrary_bytes_give_a_header_within_the_limits_or_an_error(
         noise in prop::collection::vec((0usize..HEADER_BYTES, any::<u8>()), 0..12),

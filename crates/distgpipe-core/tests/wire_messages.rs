@@ -1,5 +1,5 @@
-//! The promises of the handshake and the abort notice: they come back whole, their format does not change by accident,
-//! and no bytes make a reader panic or hold more than came.
+//! The promises of the handshake and the abort notice: they survive a round trip, their format does not change by
+//! accident, and no bytes make a reader panic or allocate more than it received.
 
 use distgpipe_core::wire::{AbortNotice, Hello, Limits, MessageError, Refuse, Role, Welcome};
 use distgpipe_core::WorkerId;
@@ -40,7 +40,7 @@ fn the_format_is_the_committed_one() {
 #[test]
 fn long_texts_are_cut_off_between_characters() {
     let long = "é".repeat(20_000);
-    // 513 bytes into 512: the cut falls inside a character.
+    // 513 bytes truncated to 512: the cut would fall inside a character.
     let refuse = Refuse { reason: format!("x{long}") };
     let back = Refuse::decode(&refuse.encode()).unwrap();
     assert_eq!(back.reason.len(), 511);
@@ -132,7 +132,7 @@ proptest! {
         prop_assert_eq!(AbortNotice::decode(&notice.encode()), Ok(notice));
     }
 
-    /// What decodes has exactly one encoding, so nothing was skipped, and holds no more memory than its bytes.
+    /// A message that decodes has exactly one encoding, so nothing is skipped, and takes no more memory than its bytes.
     #[test]
     fn arbitrary_bytes_never_panic_or_grow(
         bytes in prop::collection::vec(any::<u8>(), 0..200),

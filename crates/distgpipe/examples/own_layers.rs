@@ -1,12 +1,10 @@
-//! Layers of your own: say what they hold, what shapes they make, and how they compute.
+//! Layers of your own: declare their tensors, the shapes they make, and how they compute.
 
-use distgpipe::data::{digits::Part, Digits, Loader, LoaderOptions};
-use distgpipe::{failure::Fault, tch::Tensor};
-use distgpipe::{Context, Init, Layer, Model, Own, Pipeline, TensorSpec};
-use distgpipe::{SampleShape as Shape, ShapeError, SkipShapes};
+use distgpipe::prelude::*;
+use distgpipe::tch::Tensor;
 use std::{error::Error, sync::Arc};
 
-/// y = tanh(W x), with dropout in training: name, numbers in, numbers out.
+/// y = tanh(W x), with dropout in training: name, inputs, outputs.
 struct Tanh(&'static str, i64, i64);
 
 impl Layer for Tanh {
@@ -20,15 +18,20 @@ impl Layer for Tanh {
         vec![TensorSpec::parameter(format!("{name}.weight"), &[to, from], init)]
     }
 
-    fn shapes(&self, input: Vec<Shape>, _: &mut SkipShapes) -> Result<Vec<Shape>, ShapeError> {
+    fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
         match &input[..] {
-            [x] if x.dims.iter().product::<i64>() == self.1 => Ok(vec![Shape::float(&[self.2])]),
-            _ => Err(ShapeError { layer: self.0.to_owned(), expected: format!("{} numbers", self.1), got: input }),
+            [x] if x.dims.iter().product::<i64>() == self.1 => Ok(vec![SampleShape::float(&[self.2])]),
+            _ => Err(ShapeError { layer: self.0.to_owned(), expected: format!("{} values", self.1), got: input }),
         }
     }
 
-    fn forward(&self, own: &mut Own<'_>, x: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let y = x[0].f_flatten(1, -1)?.f_linear(own.next(), None::<&Tensor>)?;
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        x: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
+        let y = x[0].f_flatten(1, -1)?.f_linear(tensors.next(), None::<&Tensor>)?;
         Ok(vec![context.dropout(y.f_tanh()?, 0.1)?])
     }
 }
@@ -36,20 +39,19 @@ impl Layer for Tanh {
 fn main() -> Result<(), Box<dyn Error>> {
     let layers = [Tanh("in", 64, 96), Tanh("mid", 96, 96), Tanh("out", 96, 10)];
     let layers = layers.map(|layer| Arc::new(layer) as Arc<dyn Layer>);
-    let model = Model::new(layers.to_vec(), vec![Shape::float(&[1, 8, 8])]);
-    let pipeline = Pipeline::builder(model).balance([1, 1, 1]);
-    let mut pipeline = pipeline.place("a,b,a").micro_batches(4).build()?;
-    pipeline.set_learning_rate(0.1);
-    let digits = |part| Digits::new(part, Default::default()).map(Arc::new);
-    let train = Loader::new(digits(Part::Train)?, LoaderOptions::training(64, 0))?;
-    let test = Loader::new(digits(Part::Test)?, LoaderOptions::testing(360))?;
+    let model = Model::new(layers.to_vec(), vec![SampleShape::float(&[1, 8, 8])]);
+    let pipeline = Pipeline::builder(model).balance([1, 1, 1]).place("a,b,a");
+    let mut pipeline = pipeline.micro_batches(4).learning_rate(0.1).build()?;
+    let digits = |split| Digits::new(split, Default::default()).map(Arc::new);
+    let train = Loader::new(digits(Split::Train)?, LoaderOptions::training(64, 0))?;
+    let test = Loader::new(digits(Split::Test)?, LoaderOptions::testing(360))?;
     for epoch in 0..8 {
         for batch in train.epoch(epoch) {
             pipeline.train_step(&batch?)?;
         }
         let whole = test.epoch(0).next().ok_or("no test data")??;
         let tested = pipeline.evaluate(&whole)?;
-        println!("epoch {epoch}: {:.3} right", tested.accuracy().unwrap_or(0.0));
+        println!("epoch {epoch}: accuracy {:.3}", tested.accuracy().unwrap_or(0.0));
     }
     Ok(())
 }

@@ -1,8 +1,6 @@
-//! A small network learns handwritten digits, cut into three partitions on two workers.
+//! Trains a small network on handwritten digits, cut into three partitions on two workers.
 
-use distgpipe::data::{digits::Part, Digits, Loader, LoaderOptions};
-use distgpipe::models::Mlp;
-use distgpipe::{Pipeline, Recompute, Schedule};
+use distgpipe::prelude::*;
 use std::sync::Arc;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -13,7 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .schedule(Schedule::OneFOneB)
         .recompute(Recompute::Never)
         .build()?;
-    let digits = Digits::new(Part::Train, Default::default())?;
+    let digits = Digits::new(Split::Train, Default::default())?;
     let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
     for epoch in 0..5 {
         for batch in loader.epoch(epoch) {

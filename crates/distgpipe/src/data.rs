@@ -1,14 +1,17 @@
-//! What is learned from. Data sets, one file each:
+//! Training and test data. Data sets, one file each:
 //!
-//! - [`cifar`]: CIFAR-10 and CIFAR-100, out of their official files
+//! - [`cifar`]: CIFAR-10 and CIFAR-100, from their official files
 //! - [`digits`]: 1,797 handwritten digits, embedded in the library
-//! - [`folder`]: image files, a folder per class
-//! - [`food101`]: Food-101, as its archive unpacks
-//! - [`glue`]: GLUE's RTE and CoLA, as [`tokens`] makes numbers of sentences
-//! - [`synthetic`]: made up for any model's input, to learn from or to measure with
+//! - [`folder`]: image files, one folder per class
+//! - [`food101`]: Food-101, as unpacked from its archive
+//! - [`glue`]: GLUE's RTE and CoLA, tokenized by [`tokens`]
+//! - [`synthetic`]: generated data for any model's input, for training or benchmarks
 //!
-//! A data set answers for single rows; the [`Loader`] decides which rows make which batch. What images go through on
-//! their way is in [`image`].
+//! A data set returns the rows it is asked for; the [`Loader`] decides which rows make which batch. [`image`] has the
+//! preprocessing of images.
+//!
+//! To add a data set, write its file, implement [`Dataset`] (or [`image::ImageSource`] for images), and give it a name on
+//! the command line in `distgpipe-cli/src/datasets.rs`.
 
 pub mod cifar;
 pub mod digits;
@@ -20,6 +23,7 @@ mod loader;
 mod pass;
 mod subset;
 pub mod synthetic;
+#[cfg_attr(not(feature = "tokenizers"), path = "data/tokens_off.rs")]
 pub mod tokens;
 
 pub use cifar::Cifar;
@@ -28,109 +32,121 @@ pub use folder::ImageFiles;
 pub use glue::Glue;
 pub use image::{ImageOptions, ImageSet};
 pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
-pub use pass::Pass;
+pub use pass::LoadPass;
 pub use subset::Subset;
 pub use synthetic::Synthetic;
 pub use tokens::Tokens;
 
+use crate::driver::pipeline::Batch;
 use crate::failure::Fault;
-use crate::layer::SampleShape;
-use crate::pipeline::Batch;
+use crate::model::layer::SampleShape;
 use md5::{Digest, Md5};
 use std::fmt;
 use std::path::PathBuf;
 
-/// Which rows of a data set: the two parts have none in common and never change.
+/// A part of a data set. The two parts share no rows and never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// To learn from.
+pub enum Split {
+    /// The rows to train on.
     Train,
-    /// To test with.
+    /// The rows to test with.
     Test,
 }
 
-/// Where in a file.
+/// A place in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// Nowhere in particular.
-    Whole,
-    /// At this byte, from 0.
+pub enum FilePosition {
+    /// The file as a whole.
+    File,
+    /// The byte at this offset, from 0.
     Byte(u64),
-    /// In this line, from 1.
+    /// This line, from 1.
     Line(u64),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for FilePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Whole => Ok(()),
-            Place::Byte(offset) => write!(f, ", byte {offset}"),
-            Place::Line(line) => write!(f, ", line {line}"),
+            FilePosition::File => Ok(()),
+            FilePosition::Byte(offset) => write!(f, ", byte {offset}"),
+            FilePosition::Line(line) => write!(f, ", line {line}"),
         }
     }
 }
 
-/// Why there is no batch.
+/// Why data could not be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// A data file is not what it should be.
+    /// A data file is corrupt, truncated, or not the expected one.
     #[error("{}{place}: expected {expected}, got {got}: {remedy}", file.display())]
-    Damaged {
-        /// Which file.
+    Corrupt {
+        /// The file.
         file: PathBuf,
-        /// Where in it.
-        place: Place,
-        /// What should be there.
+        /// Where in the file the error was found.
+        place: FilePosition,
+        /// The expected content.
         expected: String,
-        /// What is.
+        /// What was found instead.
         got: String,
-        /// What to do.
+        /// What the user can do about it.
         remedy: String,
     },
-    /// A data file or directory cannot be read, or is not there.
+    /// A data file or directory is missing or cannot be read.
     #[error("{}: {why}: {remedy}", file.display())]
     Unreadable {
-        /// Which.
+        /// The file or directory.
         file: PathBuf,
-        /// What the system says.
+        /// The system's error.
         why: String,
-        /// What to do.
+        /// What the user can do about it.
         remedy: String,
     },
-    /// The data set cannot be made as asked.
+    /// The file needs a reader that this build does not have, because a feature of the crate is off.
+    #[error("{}: this build of distgpipe cannot read {format}: enable the crate feature `{feature}`", file.display())]
+    MissingFeature {
+        /// The first file in that format.
+        file: PathBuf,
+        /// The format.
+        format: &'static str,
+        /// The feature of the crate `distgpipe` that reads it.
+        feature: &'static str,
+    },
+    /// The data set does not support the requested form.
     #[error("data set `{set}`: expected {expected}, got {got}")]
     Unsuitable {
-        /// Which data set.
+        /// The data set's name.
         set: &'static str,
-        /// What it can do.
+        /// The forms that the data set supports.
         expected: String,
-        /// What was asked.
+        /// The requested form.
         got: String,
     },
-    /// A row that the data set does not have.
+    /// The data set has no such row.
     #[error("expected a row below {len}, got {got}")]
     NoSuchRow {
-        /// Rows of the data set.
+        /// The number of rows in the data set.
         len: usize,
-        /// The row asked for.
+        /// The requested row.
         got: usize,
     },
-    /// The loader would never give a batch.
-    #[error("expected a batch of 1 to {rows} rows of the data set, got {batch}: use a smaller batch or more data")]
+    /// The batch size does not fit the data set, so the loader would return no batch.
+    #[error(
+        "expected a batch size of 1 to {rows}, the rows of the data set, got {batch}: use a smaller batch or more data"
+    )]
     BatchSize {
-        /// Rows of the data set.
+        /// The number of rows in the data set.
         rows: usize,
-        /// Rows of a batch.
+        /// The number of rows in a batch.
         batch: usize,
     },
-    /// The thread that loads ahead is gone.
-    #[error("the loading thread ended before the epoch did: the data set panicked, see above")]
-    LoaderDied,
-    /// Nobody waits for the batch any more.
-    #[error("the epoch was given up while a batch was being made")]
-    GivenUp,
-    /// libtorch or the system refused.
+    /// The loading thread ended before the epoch did.
+    #[error("the loading thread ended before the epoch did: the data set panicked")]
+    LoaderPanicked,
+    /// The epoch was dropped while a batch was being loaded.
+    #[error("the epoch was dropped while a batch was being loaded")]
+    Cancelled,
+    /// libtorch or the operating system returned an error.
     #[error(transparent)]
     Failed(#[from] Fault),
 }
@@ -141,27 +157,30 @@ impl From<tch::TchError> for DataError {
     }
 }
 
-/// Rows that can be asked for in any order, from any thread.
+/// A data set: rows that any thread can read in any order. `examples/own_dataset.rs` shows how to write one.
 pub trait Dataset: Send + Sync {
-    /// How many rows it has.
+    /// The number of rows.
     fn len(&self) -> usize;
 
-    /// Whether it has none.
+    /// Whether there are no rows.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many classes its targets tell apart; `None` where a target is no class number.
+    /// The number of classes; `None` if targets are not class numbers.
     fn classes(&self) -> Option<usize>;
 
-    /// The input tensors of one row.
+    /// The shapes of one row's input tensors.
     fn input(&self) -> &[SampleShape];
 
-    /// These rows, in this order, as they look in this pass.
-    fn batch(&self, rows: &[usize], pass: Pass<'_>) -> Result<Batch, DataError>;
+    /// A batch of these rows, in this order. `pass` is the source of randomness for augmentation, and of threads.
+    ///
+    /// # Errors
+    /// If a row does not exist or cannot be loaded.
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError>;
 }
 
-/// An error if a row is not there.
+/// Checks that all rows exist.
 fn check(rows: &[usize], len: usize) -> Result<(), DataError> {
     match rows.iter().find(|&&row| row >= len) {
         Some(&got) => Err(DataError::NoSuchRow { len, got }),
@@ -169,7 +188,7 @@ fn check(rows: &[usize], len: usize) -> Result<(), DataError> {
     }
 }
 
-/// The MD5 of what a reader gives, in hexadecimal: published beside data sets, to compare files with.
+/// The MD5 hash of a reader's content, in hexadecimal. Data sets publish it for their files.
 pub fn md5(mut from: impl std::io::Read) -> std::io::Result<String> {
     let (mut hash, mut block) = (Md5::new(), vec![0; 1 << 16]);
     loop {

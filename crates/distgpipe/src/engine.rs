@@ -1,107 +1,72 @@
-//! libtorch, as the rest of the crate sees it: devices, kept memory, threads, random streams, and the calls
-//! that `tch` does not show. All `unsafe` of the crate is in here.
+//! libtorch as the rest of the crate uses it: devices, memory, random streams, autocast, and the calls that `tch` does not
+//! offer. All `unsafe` code of the crate is here.
 
 mod autocast;
 mod device;
 mod ffi;
+mod memory;
+mod process;
 mod random;
+mod threads;
 
 pub use autocast::{Autocast, Precision};
 pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
 pub use ffi::Layout;
 pub(crate) use ffi::{bytes_mut, floats_mut};
+pub use memory::{attach_thread, peak_bytes, release_memory, reserved_bytes, start, tune_allocator};
+pub(crate) use process::kill_worker_process;
+pub use process::{declare_worker_process, exit_at_once};
 pub use random::{Draws, Stream};
+pub use threads::{check_threads, default_threads, ThreadCountError, THREADS_MAX};
 
 use crate::failure::Fault;
 use tch::Tensor;
 
-/// Prepares libtorch for this process: freed memory stays in the process, and CPU tensors are counted.
-///
-/// Called by whoever starts workers; calling it again does no harm.
-pub fn start() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        ffi::keep_memory();
-        ffi::meter_install();
-    });
-}
-
-/// Gives memory that was freed and kept back to the system: after work that is over and was unlike what comes.
-pub fn release_memory() {
-    ffi::release_memory();
-}
-
-/// Gives the calling thread its number of libtorch threads and its memory meter.
-///
-/// Meter 0 counts what no worker asked for.
-pub fn attach_thread(threads: usize, meter: usize) {
-    tch::set_num_threads(i32::try_from(threads).unwrap_or(1).max(1));
-    ffi::meter_attach(meter);
-}
-
-/// The most bytes that tensors held: those of this meter since the last call on the CPU; all of the device's since
-/// the process began on a GPU, whose allocator does not tell workers apart.
-pub fn peak_bytes(device: tch::Device, meter: usize) -> u64 {
-    match device {
-        tch::Device::Cuda(index) => ffi::cuda_peak(index, false),
-        _ => ffi::meter_take_peak(meter),
-    }
-}
-
-/// The most bytes that a GPU's allocator had taken from the device since the process began: what tensors held, and what lay
-/// between them. `None` on the CPU.
-pub fn reserved_bytes(device: tch::Device) -> Option<u64> {
-    match device {
-        tch::Device::Cuda(index) => Some(ffi::cuda_peak(index, true)),
-        _ => None,
-    }
-}
-
-/// Runs the backward pass from `outputs` with their upstream gradients; gradients accumulate in the leaves.
+/// Runs the backward pass from `outputs` with their upstream gradients. Gradients accumulate in the leaves.
 ///
 /// An output without an upstream gradient must be a scalar, as in PyTorch.
 pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), Fault> {
-    ffi::backward(outputs).map_err(Fault::Engine)
+    ffi::backward(outputs).map_err(Fault::engine)
 }
 
-/// The gradient that has gathered in a leaf, if any.
+/// The gradient that has accumulated in a leaf, if any.
 pub fn grad(tensor: &Tensor) -> Option<Tensor> {
     ffi::grad(tensor)
 }
 
-/// Forgets a leaf's gradient and its memory; the next backward pass starts a new one.
+/// Drops a leaf's gradient and frees its memory. The next backward pass allocates a new one.
 pub fn clear_grad(tensor: &Tensor) {
     ffi::clear_grad(tensor)
 }
 
-/// Changes whenever the tensor's values are changed in place.
+/// libtorch's version counter, which changes whenever the tensor is changed in place.
 pub fn version(tensor: &Tensor) -> i64 {
     ffi::version(tensor)
 }
 
-/// How a dense tensor lies in memory, or `None` if it has gaps or other strides.
+/// The memory layout of a dense tensor, or `None` if it has gaps or other strides.
 pub fn layout(tensor: &Tensor) -> Option<Layout> {
     ffi::layout(tensor)
 }
 
-/// The tensor in the wanted layout; the same tensor if it has it already.
+/// The tensor in another layout, or the same tensor if it has that layout already.
 pub fn with_layout(tensor: &Tensor, layout: Layout) -> Result<Tensor, Fault> {
-    ffi::with_layout(tensor, layout).map_err(Fault::Engine)
+    ffi::with_layout(tensor, layout).map_err(Fault::engine)
 }
 
-/// A CPU tensor of unset values.
+/// A CPU tensor of uninitialized values.
 pub fn empty(dims: &[i64], kind: tch::Kind, layout: Layout) -> Result<Tensor, Fault> {
-    ffi::empty(dims, kind, layout, false).map_err(Fault::Engine)
+    ffi::empty(dims, kind, layout, false).map_err(Fault::engine)
 }
 
-/// A CPU tensor of unset values that is copied from or to a device: in memory that the device can reach by itself, which
-/// makes the copy several times as fast.
+/// A CPU tensor of uninitialized values for a copy from or to `device`. For a GPU it is in pinned memory, which makes the
+/// copy several times as fast.
 pub fn empty_near(device: tch::Device, dims: &[i64], kind: tch::Kind, layout: Layout) -> Result<Tensor, Fault> {
-    ffi::empty(dims, kind, layout, device.is_cuda()).map_err(Fault::Engine)
+    ffi::empty(dims, kind, layout, device.is_cuda()).map_err(Fault::engine)
 }
 
-/// The tensor on the CPU, without gaps, in the layout it has.
+/// A dense copy of the tensor on the CPU, in the same layout; the tensor itself if it is that already.
 pub fn on_host(tensor: &Tensor) -> Result<Tensor, Fault> {
     let dense = match layout(tensor) {
         Some(_) => tensor.shallow_clone(),
@@ -118,7 +83,7 @@ pub fn on_host(tensor: &Tensor) -> Result<Tensor, Fault> {
     })
 }
 
-/// A copy with values and strides of its own, outside any graph.
+/// A copy with memory of its own, the same strides, and no autograd graph.
 pub fn copy(tensor: &Tensor) -> Result<Tensor, Fault> {
     tch::no_grad(|| {
         let mut copy = tensor.f_detach()?.f_empty_like()?;
@@ -127,18 +92,7 @@ pub fn copy(tensor: &Tensor) -> Result<Tensor, Fault> {
     })
 }
 
-/// Whether a tensor can have a gradient.
+/// Whether the tensor has a floating-point type, so that it can have a gradient.
 pub fn is_float(tensor: &Tensor) -> bool {
     matches!(tensor.kind(), tch::Kind::Float | tch::Kind::Double | tch::Kind::Half | tch::Kind::BFloat16)
-}
-
-/// Ends this process as SIGKILL does: no destructor, no goodbye.
-pub(crate) fn die_at_once() -> ! {
-    ffi::die_at_once()
-}
-
-/// Ends this process with a status and nothing else. `exit` would run libtorch's destructors, which crash a stage that
-/// is still computing.
-pub fn exit_at_once(status: i32) -> ! {
-    ffi::exit_at_once(status)
 }

@@ -1,124 +1,221 @@
-//! What can go wrong, and how everybody learns of it.
+//! Errors of a running pipeline.
 //!
-//! A [`Fault`] is an error at one place. A [`Failure`] says who had it, doing what; it is what the user reads. The
-//! [`Fate`] of a run is the first failure of any of its threads in this process: whoever fails decides it, and every
-//! wait in the crate looks at it at least every [`POLL`], so that nobody waits for somebody who is gone.
+//! A [`Fault`] is an error at one place, with its source. A [`Failure`] is what the user reads: which worker or link had
+//! the fault, and what it was doing. It is text, because it travels to the other processes of the run. The first failure
+//! of a run ends it; see [`AbortFlag`](crate::comm::abort::AbortFlag).
 
+use distgpipe_core::codec::CodecError;
+use distgpipe_core::schedule::Action;
 use distgpipe_core::wire::{AbortNotice, WireError};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-/// How often a waiting thread looks whether the run has failed.
-pub const POLL: Duration = Duration::from_millis(50);
+/// The error behind a fault. Text converts into one.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// An error at one place.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// libtorch refused.
-    #[error("libtorch: {0}")]
-    Engine(String),
-    /// A layer could not do its work.
-    #[error("layer `{layer}`: {why}")]
+    /// libtorch returned an error.
+    #[error("libtorch: {}", first_line(.0))]
+    Engine(#[source] tch::TchError),
+    /// A layer failed, or broke its contract.
+    #[error("layer `{layer}`: {source}")]
     Layer {
-        /// The layer's name.
+        /// The name of the layer, as in the model.
         layer: String,
-        /// What it said.
-        why: String,
+        /// What went wrong in it.
+        source: BoxError,
     },
-    /// Code panicked.
+    /// A device cannot be used.
+    #[error("cannot open device {device}: {source}")]
+    Device {
+        /// The device as it was named.
+        device: String,
+        /// Why the device does not open.
+        source: BoxError,
+    },
+    /// The model cannot be built, or its layers do not fit together.
+    #[error("the model is not valid: {0}")]
+    InvalidModel(#[source] BoxError),
+    /// The settings of the run contradict each other, or are out of range. A remote worker checks those it receives.
+    #[error("{setting} is not valid: {source}")]
+    InvalidJob {
+        /// The setting, such as `the plan` or `replicas`.
+        setting: &'static str,
+        /// What is wrong with it.
+        source: BoxError,
+    },
+    /// A codec could not encode or decode a tensor.
+    #[error("codec error in {tensor}: {source}")]
+    Codec {
+        /// The message the tensor belongs to.
+        tensor: String,
+        /// What the codec found.
+        source: CodecError,
+    },
+    /// A thread of the run panicked.
     #[error("panicked: {0}")]
     Panic(String),
-    /// No worker has finished anything for too long, and this one is the cause.
-    #[error("it made no headway for {limit_s:.1} s; if the work is just slow, raise the time-out (--timeout)")]
+    /// No worker finished an action for too long, and this one is the cause.
+    #[error("made no progress for {limit_s:.1} s; if the work is merely slow, raise `Timeouts::stall_s`")]
     Stalled {
-        /// The time-out.
+        /// The time-out in seconds.
         limit_s: f64,
     },
     /// A peer did not answer in time.
-    #[error("{what} took longer than {limit_s:.1} s: it is suspended, overloaded, or the network is down")]
+    #[error("{what} took longer than {limit_s:.1} s: the peer is suspended or overloaded, or the network is down")]
     TimedOut {
-        /// What was waited for.
+        /// The operation that timed out.
         what: String,
-        /// The time-out.
+        /// The time-out in seconds.
         limit_s: f64,
     },
-    /// A worker did not take up a run in time.
-    #[error("it did not answer within {limit_s:.1} s: it may be in another run (wait for that, or start another worker), it is suspended, or the network is down")]
+    /// A worker did not accept a run in time.
+    #[error("no answer within {limit_s:.1} s: the worker may be busy with another run (wait for that, or start another worker), suspended, or the network is down")]
     NoAnswer {
-        /// The time-out.
+        /// The time-out in seconds.
         limit_s: f64,
     },
-    /// A peer sent what cannot be a frame.
-    #[error("what came over the link is not valid: {0}")]
+    /// A worker refused the connection or the run.
+    #[error("the connection was refused: {reason}")]
+    Refused {
+        /// The reason that the peer gave, or that this end gave to the peer.
+        reason: String,
+    },
+    /// A peer sent bytes that are not a frame.
+    #[error("invalid frame: {0}")]
     Wire(#[from] WireError),
-    /// A peer sent a valid frame that has no place here.
+    /// A peer sent a valid frame whose content cannot be decoded.
+    #[error("cannot decode {what}: {source}")]
+    Malformed {
+        /// The content, such as `a report`.
+        what: &'static str,
+        /// The error of the decoder.
+        source: BoxError,
+    },
+    /// A peer sent a well-formed message that has no place here.
     #[error("expected {expected}, got {got}")]
     Protocol {
-        /// What the plan calls for.
+        /// The messages that would be valid here.
         expected: String,
-        /// What came.
+        /// What the peer sent.
         got: String,
     },
-    /// The connection ended.
-    #[error("the connection to it closed without a goodbye: the process ended, was killed, or the network is down")]
+    /// An invariant of this crate does not hold.
+    #[error("internal error: expected {expected}, got {got}; this is a bug in distgpipe, please report it")]
+    Internal {
+        /// The invariant of this crate.
+        expected: String,
+        /// What does not hold.
+        got: String,
+    },
+    /// The connection ended unexpectedly.
+    #[error("the connection closed unexpectedly: the process ended or was killed, or the network is down")]
     Lost,
-    /// The operating system refused.
+    /// The operating system returned an error.
     #[error("{doing}: {source}")]
     Io {
-        /// What was attempted.
+        /// The operation, such as `connecting to 127.0.0.1:7000`.
         doing: String,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The run has failed elsewhere.
     #[error("{0}")]
     Elsewhere(Failure),
-    /// A fault that a test asked for.
+    /// A fault that a test injected.
     #[error("injected fault: {0}")]
     Injected(String),
 }
 
 impl Fault {
-    /// An I/O error with what was being done.
+    /// An error of the operating system during an operation, such as `reading from the peer`.
     pub fn io(doing: impl Into<String>, source: std::io::Error) -> Self {
         Fault::Io { doing: doing.into(), source }
     }
 
-    /// A frame or message that does not belong here.
+    /// An error that the C++ shim returned as text.
+    pub(crate) fn engine(message: String) -> Self {
+        Fault::Engine(tch::TchError::Torch(message))
+    }
+
+    /// An error in a layer. Layers of your own return this, or use `?` on libtorch's errors.
+    pub fn layer(layer: impl Into<String>, source: impl Into<BoxError>) -> Self {
+        Fault::Layer { layer: layer.into(), source: source.into() }
+    }
+
+    /// A model that cannot be built, or whose layers do not fit together.
+    pub fn invalid_model(source: impl Into<BoxError>) -> Self {
+        Fault::InvalidModel(source.into())
+    }
+
+    /// A setting of the run that is not valid.
+    pub fn invalid_job(setting: &'static str, source: impl Into<BoxError>) -> Self {
+        Fault::InvalidJob { setting, source: source.into() }
+    }
+
+    /// Content from a peer that cannot be decoded.
+    pub fn malformed(what: &'static str, source: impl Into<BoxError>) -> Self {
+        Fault::Malformed { what, source: source.into() }
+    }
+
+    /// A well-formed message from a peer that has no place here.
     pub fn protocol(expected: impl Into<String>, got: impl Into<String>) -> Self {
         Fault::Protocol { expected: expected.into(), got: got.into() }
+    }
+
+    /// A broken invariant of this crate, which no peer and no user can cause.
+    pub fn internal(expected: impl Into<String>, got: impl Into<String>) -> Self {
+        Fault::Internal { expected: expected.into(), got: got.into() }
     }
 }
 
 impl From<tch::TchError> for Fault {
     fn from(error: tch::TchError) -> Self {
-        let text = error.to_string();
-        Fault::Engine(text.lines().next().unwrap_or_default().to_owned())
+        Fault::Engine(error)
     }
 }
 
-/// The first fault of a run: whose it was, and what that worker was doing.
+/// libtorch's message without the C++ stack trace that follows it.
+fn first_line(error: &tch::TchError) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_owned()
+}
+
+/// The phase of a failure that ended the connection to a worker.
+const LOST_CONNECTION: &str = "lost connection";
+
+/// The phase of a failure that a worker's message caused.
+const REJECTED_MESSAGE: &str = "rejected message";
+
+/// The first fault of a run: which worker or link had it, and what that worker was doing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Failure {
-    /// The worker (or link) at fault.
+    /// The name of the worker at fault, or the link, such as `the link client → server`.
     pub worker: String,
-    /// What it was doing: an action such as `1F3`, or a phase in words.
+    /// What it was doing: an action such as `1F3`, or a phrase that follows "while", such as `building its partitions`.
     pub phase: String,
-    /// What went wrong and what to do.
+    /// What went wrong and what to do about it.
     pub message: String,
 }
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} failed in {}: {}", self.worker, self.phase, self.message)
+        let Failure { worker, phase, message } = self;
+        match phase.as_str() {
+            LOST_CONNECTION => write!(f, "lost the connection to {worker}: {message}"),
+            REJECTED_MESSAGE => write!(f, "rejected a message from {worker}: {message}"),
+            action if action.parse::<Action>().is_ok() => {
+                write!(f, "{worker} failed while running {action}: {message}")
+            }
+            phrase => write!(f, "{worker} failed while {phrase}: {message}"),
+        }
     }
 }
 
 impl Failure {
-    /// The failure of somebody in some phase. A fault that only passes on a failure of elsewhere keeps that one.
+    /// The failure of a worker in a phase; see [`Failure::phase`]. A fault that only passes on a failure of another thread
+    /// or worker keeps that failure.
     pub fn new(worker: impl Into<String>, phase: impl Into<String>, fault: Fault) -> Self {
         match fault {
             Fault::Elsewhere(first) => first,
@@ -126,7 +223,20 @@ impl Failure {
         }
     }
 
-    /// As it goes over a link.
+    /// The failure of the connection to a worker: the connection broke, or the worker sent something invalid.
+    pub(crate) fn connection(worker: impl Into<String>, fault: Fault) -> Self {
+        match fault {
+            Fault::Lost => Failure {
+                worker: worker.into(),
+                phase: LOST_CONNECTION.to_owned(),
+                message: "the process ended or was killed, or the network is down".to_owned(),
+            },
+            Fault::Io { .. } | Fault::TimedOut { .. } => Failure::new(worker, LOST_CONNECTION, fault),
+            fault => Failure::new(worker, REJECTED_MESSAGE, fault),
+        }
+    }
+
+    /// The notice that is sent to the other processes of the run.
     pub fn notice(&self) -> AbortNotice {
         AbortNotice { worker: self.worker.clone(), phase: self.phase.clone(), message: self.message.clone() }
     }
@@ -138,37 +248,39 @@ impl From<AbortNotice> for Failure {
     }
 }
 
-/// Shared by all threads of a run in one process: undecided, or failed with a first cause.
-#[derive(Clone, Debug, Default)]
-pub struct Fate(Arc<FateInner>);
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-#[derive(Debug, Default)]
-struct FateInner {
-    failed: AtomicBool,
-    first: Mutex<Option<Failure>>,
-}
-
-impl Fate {
-    /// Records a failure; returns the first one, which may be another.
-    pub fn fail(&self, failure: Failure) -> Failure {
-        let mut first = self.0.first.lock().unwrap_or_else(|e| e.into_inner());
-        let first = first.get_or_insert(failure).clone();
-        self.0.failed.store(true, Ordering::Release);
-        first
-    }
-
-    /// An error if the run has failed.
-    pub fn check(&self) -> Result<(), Fault> {
-        if self.0.failed.load(Ordering::Acquire) {
-            if let Some(first) = self.failure() {
-                return Err(Fault::Elsewhere(first));
-            }
+    #[test]
+    fn a_failure_reads_as_a_sentence() {
+        let panic = || Fault::Panic("oh".to_owned());
+        for (failure, expected) in [
+            (Failure::new("server", "1F3", panic()), "server failed while running 1F3: panicked: oh"),
+            (Failure::new("server", "1F3<0", panic()), "server failed while running 1F3<0: panicked: oh"),
+            (
+                Failure::new("server", "building its partitions", panic()),
+                "server failed while building its partitions: panicked: oh",
+            ),
+            (
+                Failure::connection("server", Fault::Lost),
+                "lost the connection to server: the process ended or was killed, or the network is down",
+            ),
+            (
+                Failure::connection("server", Fault::protocol("a report", "a job")),
+                "rejected a message from server: expected a report, got a job",
+            ),
+        ] {
+            assert_eq!(failure.to_string(), expected);
+            assert_eq!(Failure::from(failure.notice()).to_string(), expected, "after a journey over the network");
         }
-        Ok(())
     }
 
-    /// The first failure, if the run has failed.
-    pub fn failure(&self) -> Option<Failure> {
-        self.0.first.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    /// A worker that receives an abort notice passes it on under the name of the worker that failed.
+    #[test]
+    fn a_failure_of_another_worker_keeps_its_name() {
+        let first = Failure::new("server", "1F3", Fault::Panic("oh".to_owned()));
+        assert_eq!(Failure::new("client", "2F3", Fault::Elsewhere(first.clone())), first);
+        assert_eq!(Failure::connection("client", Fault::Elsewhere(first.clone())), first);
     }
 }

@@ -1,106 +1,90 @@
 //! Pipeline-parallel training across threads, processes and machines, on libtorch.
 //!
-//! A model is a list of layers. It is cut into partitions, which are placed on workers; micro-batches stream through
-//! them by a plan. With a lossless link the gradients are those of one device running the same micro-batches.
+//! A [`Model`] is a list of [`Layer`]s. A [`Pipeline`] cuts it into partitions, places them on workers, and streams
+//! micro-batches through them by a [`Plan`]. With lossless links, the gradients are those of one device that runs the same
+//! micro-batches.
 //!
 //! ```
-//! use distgpipe::models::Mlp;
-//! use distgpipe::{profile, Pipeline, Recompute, Schedule};
+//! use distgpipe::prelude::*;
+//! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let model = Mlp::default().model()?;
-//! let batch = profile::sample(&model, 32, 0)?; // made-up data; yours comes from a `data::Loader`
-//! let mut pipeline = Pipeline::builder(model)
+//! let mut pipeline = Pipeline::builder(Mlp::default().model()?)
 //!     .balance([1, 2, 1])
 //!     .place("client,server,client")
 //!     .micro_batches(8)
 //!     .schedule(Schedule::OneFOneB)
-//!     .recompute(Recompute::Never)
 //!     .build()?;
-//! let outcome = pipeline.train_step(&batch)?;
-//! println!("loss {:.3}, {:.1} samples/s", outcome.loss, outcome.rows as f64 / outcome.seconds);
+//! let digits = Digits::new(Split::Train, Default::default())?;
+//! let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
+//! for batch in loader.epoch(0).take(3) {
+//!     let outcome = pipeline.train_step(&batch?)?;
+//!     println!("loss {:.3}, {:.1} samples/s", outcome.loss, outcome.rows as f64 / outcome.seconds);
+//! }
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! | to … | see |
+//! | --- | --- |
+//! | build and step a pipeline | [`Pipeline`], [`Builder`] |
+//! | train over epochs, with tests and checkpoints | [`Trainer`], [`TrainOptions`], [`Checkpoints`] |
+//! | use a model or data set that comes with the crate | [`zoo`], [`data`] |
+//! | write your own layer, loss, optimizer or data set | [`Layer`], [`LossFunction`], [`UpdateRule`], [`Dataset`] |
+//! | compress what crosses links | [`CodecPolicy`], [`CodecSpec`] |
+//! | run workers in other processes or on other machines | [`Workers`], [`Server`] |
+//!
+//! # The host process
+//!
+//! The library prints nothing and never exits its host, unless a [`Server`] uses
+//! [`StuckPolicy::ExitProcess`]. It installs a counting allocator in front of libtorch's CPU allocator when the first
+//! pipeline starts, to report the peak memory of each worker. It does not change malloc's settings:
+//! [`tune_allocator`] does, and a binary that trains on a CPU should call it first.
+//!
+//! # Stability
+//!
+//! The public API is this page, [`prelude`], [`data`] and [`zoo`]. Modules that are not in the documentation are for the
+//! `distgpipe` command and for tests, and may change in any release.
 
-#[path = "driver/auto_balance.rs"]
-pub mod auto_balance;
-#[path = "train/checkpoint.rs"]
-pub mod checkpoint;
-#[path = "comm/codec_policy.rs"]
-pub mod codecs;
-#[path = "comm/link_codecs.rs"]
-pub mod coding;
+#[doc(hidden)]
+pub mod comm;
 pub mod data;
-#[path = "runtime/deferred_batch_norm.rs"]
-pub mod deferred_batch_norm;
+#[doc(hidden)]
+pub mod driver;
+#[doc(hidden)]
 pub mod engine;
+#[doc(hidden)]
 pub mod failure;
-#[path = "comm/protocol/job.rs"]
-pub mod job;
-#[path = "driver/launch.rs"]
-pub mod launch;
-#[path = "model/layer.rs"]
-pub mod layer;
-#[path = "model/blocks.rs"]
-pub mod layers;
-#[path = "comm/admission.rs"]
-pub mod link;
-#[path = "model/loss.rs"]
-pub mod loss;
-#[path = "comm/mailbox.rs"]
-pub mod mailbox;
-#[path = "train/metrics.rs"]
-pub mod metrics;
+#[doc(hidden)]
 pub mod model;
-#[path = "model/zoo.rs"]
-pub mod models;
-#[path = "runtime/optimizer.rs"]
-pub mod optim;
-#[path = "runtime/partition.rs"]
-pub mod partition;
-#[path = "driver/pipeline.rs"]
-pub mod pipeline;
-#[path = "runtime/portal.rs"]
-pub mod portal;
-#[path = "driver/profile.rs"]
-pub mod profile;
-#[path = "train/learning_rate.rs"]
-pub mod rate;
-#[path = "runtime/micro_batch_pass.rs"]
-pub mod recompute;
-#[path = "runtime/all_reduce.rs"]
-pub mod ring;
-#[path = "comm/topology.rs"]
-pub mod roster;
-#[path = "driver/serve.rs"]
-pub mod serve;
-#[path = "runtime/stage.rs"]
-pub mod stage;
-#[path = "comm/status.rs"]
-pub mod status;
-#[path = "runtime/trace.rs"]
-pub mod trace;
-#[path = "train/trainer.rs"]
-pub mod trainer;
-#[path = "comm/transport.rs"]
-pub mod transport;
-#[path = "runtime/clipping.rs"]
-pub mod update;
-#[path = "train/weights.rs"]
-pub mod weights;
-#[path = "runtime/worker.rs"]
-pub mod worker;
+pub mod prelude;
+#[doc(hidden)]
+pub mod runtime;
+#[doc(hidden)]
+pub mod train;
 
-pub use auto_balance::AutoBalance;
-pub use distgpipe_core as core;
+pub use comm::codec_policy::{CodecPolicy, LinkOverride};
+pub use comm::handshake::Token;
+pub use comm::timeouts::Timeouts;
+pub use data::{DataError, Dataset, Loader, LoaderOptions};
+pub use distgpipe_core::balance::{Link, Objective};
+pub use distgpipe_core::codec::CodecSpec;
 pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
-pub use engine::Precision;
-pub use failure::Failure;
-pub use launch::{WorkerProgram, Workers};
-pub use layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-pub use loss::Loss;
-pub use model::Model;
-pub use optim::Optim;
-pub use pipeline::{Batch, BuildError, Builder, Pipeline, StepError, StepOutcome};
+pub use driver::auto_balance::AutoBalance;
+pub use driver::builder::{BuildError, Builder};
+pub use driver::launch::{WorkerProgram, Workers};
+pub use driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
+pub use driver::serve::{ServeEvent, ServeOptions, Server, StuckPolicy};
+pub use engine::{tune_allocator, Device, Devices, Precision};
+pub use failure::{Failure, Fault};
+pub use model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
+pub use model::loss::{Loss, LossFunction};
+pub use model::zoo;
+pub use model::{Model, ModelSpec};
+pub use runtime::accumulation::AccumulationStep;
+pub use runtime::optimizer::{Optim, ParameterState, Slot, UpdateRule};
+/// The version of the libtorch bindings that tensors of this crate are made of.
 pub use tch;
+pub use train::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
+pub use train::learning_rate::{Decay, RateSchedule, WarmUp};
+pub use train::{Event, Observer, RunSummary, SaveEvery, StepDone, TrainError, TrainOptions, Trainer};

@@ -1,50 +1,91 @@
 //! A model: a flat list of layers and the shape of its input.
 
-use crate::layer::{Layer, Role, SampleShape, ShapeError, SkipShapes};
+pub mod blocks;
+pub mod layer;
+pub mod loss;
+pub mod zoo;
+
+use crate::model::layer::{Layer, Role, SampleShape, ShapeError, SkipShapes};
+use crate::model::loss::{Loss, LossFunction};
+use crate::runtime::optimizer::{Optim, UpdateRule};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// How another process can make the same model: a name that [`crate::models::build`] (or a function of yours) knows,
-/// and its settings.
+/// What another process needs to build the same model: a name that [`zoo::build`], or a function of your own, knows,
+/// and the settings of the model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Recipe {
-    /// The model's name.
+pub struct ModelSpec {
+    /// The name to look the model up by.
     pub name: String,
-    /// Its settings.
+    /// The model's settings, as its type serializes them.
     pub settings: serde_json::Value,
 }
 
-/// A flat list of layers. Cloning copies no numbers: there are none.
+/// A flat list of layers. It holds no tensors, so cloning is cheap.
 #[derive(Clone)]
 pub struct Model {
     /// The layers, from input to output.
     pub layers: Vec<Arc<dyn Layer>>,
-    /// The input tensors of one sample.
+    /// The shapes of one sample's input tensors.
     pub input: Vec<SampleShape>,
-    /// How to make it elsewhere; a model without one runs in this process only.
-    pub recipe: Option<Recipe>,
+    /// How to build the model in another process. A model without a spec runs on threads of this process only.
+    pub spec: Option<ModelSpec>,
+    /// A loss function of your own, which replaces the pipeline's built-in one.
+    pub loss: Option<Arc<dyn LossFunction>>,
+    /// An optimizer of your own, which replaces the pipeline's built-in one.
+    pub update_rule: Option<Arc<dyn UpdateRule>>,
 }
 
-/// What a layer takes, makes and holds.
+/// A layer's output shape and size, computed without building it.
 #[derive(Clone, Debug)]
 pub struct LayerSummary {
     /// The layer's name.
     pub name: String,
-    /// What it makes for one sample.
+    /// The shapes of its output tensors for one sample.
     pub output: Vec<SampleShape>,
-    /// How many numbers it learns.
+    /// The number of trained values.
     pub parameters: u64,
     /// Multiply-adds for one sample.
     pub multiply_adds: u64,
 }
 
 impl Model {
-    /// A model of your own layers.
+    /// A model of your own layers. Set [`Model::spec`] to run it on remote workers.
     pub fn new(layers: Vec<Arc<dyn Layer>>, input: Vec<SampleShape>) -> Self {
-        Model { layers, input, recipe: None }
+        Model { layers, input, spec: None, loss: None, update_rule: None }
     }
 
-    /// What each layer makes and holds, without building anything.
+    /// Sets the spec by which other processes build this model.
+    pub fn with_spec(mut self, spec: ModelSpec) -> Self {
+        self.spec = Some(spec);
+        self
+    }
+
+    /// Trains with a loss function of your own. It travels with the model: a remote worker gets it from the function that
+    /// builds the model there.
+    pub fn with_loss(mut self, loss: impl LossFunction + 'static) -> Self {
+        self.loss = Some(Arc::new(loss));
+        self
+    }
+
+    /// Trains with an optimizer of your own, which travels with the model as [`with_loss`](Self::with_loss)'s function does.
+    pub fn with_optimizer(mut self, rule: impl UpdateRule + 'static) -> Self {
+        self.update_rule = Some(Arc::new(rule));
+        self
+    }
+
+    pub(crate) fn loss_function(&self, built_in: Loss) -> Arc<dyn LossFunction> {
+        self.loss.clone().unwrap_or_else(|| Arc::new(built_in))
+    }
+
+    pub(crate) fn update_rule(&self, built_in: Optim) -> Arc<dyn UpdateRule> {
+        self.update_rule.clone().unwrap_or_else(|| Arc::new(built_in))
+    }
+
+    /// The output shapes and sizes of all layers, in order. No tensor is allocated.
+    ///
+    /// # Errors
+    /// If a layer does not accept the output of the layer before it.
     pub fn summary(&self) -> Result<Vec<LayerSummary>, ShapeError> {
         let mut shapes = self.input.clone();
         let mut skips = SkipShapes::new();
@@ -63,7 +104,7 @@ impl Model {
             .collect()
     }
 
-    /// How many numbers it learns.
+    /// The number of trained values.
     pub fn parameters(&self) -> u64 {
         self.layers.iter().map(|l| parameters(l.as_ref())).sum()
     }

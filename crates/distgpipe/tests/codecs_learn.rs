@@ -1,12 +1,14 @@
 //! Models learn through codecs as they learn through raw links: real digits, client and server, and the accuracy on
 //! digits they have not seen.
 
-use distgpipe::codecs::Codecs;
-use distgpipe::data::digits::Part;
+mod soundness;
+
+use distgpipe::comm::codec_policy::CodecPolicy;
+use distgpipe::data::Split;
 use distgpipe::data::{Digits, Loader, LoaderOptions};
-use distgpipe::models::{Mlp, MobileNetV2};
-use distgpipe::rate::Decay;
-use distgpipe::trainer::{Event, TrainOptions, Trainer};
+use distgpipe::model::zoo::{Mlp, MobileNetV2};
+use distgpipe::train::learning_rate::Decay;
+use distgpipe::train::{TrainOptions, Trainer};
 use distgpipe::{Model, Optim, Pipeline};
 use std::sync::Arc;
 
@@ -15,14 +17,17 @@ const CODECS: [&str; 5] = ["raw", "sort:16", "sort:12", "tile:8", "tile:4"];
 /// How far apart the best and the worst may be.
 const POINT: f64 = 0.01;
 
-fn pipeline(model: &Model, balance: [usize; 3], codec: &str, seed: u64) -> Pipeline {
+fn pipeline(model: &Model, balance: [usize; 3], codec: &str, rate: f64, seed: u64) -> Pipeline {
     Pipeline::builder(model.clone())
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
         .balance(balance)
         .place("client,server,client")
         .micro_batches(4)
-        .optimizer(Optim::Sgd { momentum: 0.9, weight_decay: 0.0, nesterov: false }, 0.0)
+        .optimizer(Optim::Sgd { momentum: 0.9, weight_decay: 0.0, nesterov: false })
+        .learning_rate(rate)
         .seed(seed)
-        .codecs(Codecs::all(codec.parse().unwrap()))
+        .codecs(CodecPolicy::all(codec.parse().unwrap()))
         .build()
         .unwrap()
 }
@@ -30,10 +35,13 @@ fn pipeline(model: &Model, balance: [usize; 3], codec: &str, seed: u64) -> Pipel
 /// Trains, and gives the accuracy on the test digits, with the codec on.
 fn learn(pipeline: &mut Pipeline, model: &Model, options: TrainOptions, seed: u64) -> f64 {
     let digits = |part| Arc::new(Digits::for_input(part, &model.input).unwrap());
-    let train = Loader::new(digits(Part::Train), LoaderOptions::training(48, seed)).unwrap();
-    let test = Loader::new(digits(Part::Test), LoaderOptions::testing(180)).unwrap();
+    let train = Loader::new(digits(Split::Train), LoaderOptions::training(48, seed)).unwrap();
+    let test = Loader::new(digits(Split::Test), LoaderOptions::testing(180)).unwrap();
+    let batch = test.epoch(0).next().unwrap().unwrap();
     let trainer = Trainer::new(pipeline, train, Some(test), options).unwrap();
-    let summary = trainer.run(&mut |_: &Event<'_>| Ok(())).unwrap();
+    let mut losses = Vec::new();
+    let summary = trainer.run(&mut soundness::losses_into(&mut losses)).unwrap();
+    soundness::assert_pipeline_sound("the digits", &losses, pipeline, &batch);
     summary.test_accuracy().unwrap()
 }
 
@@ -45,13 +53,12 @@ fn assert_close(what: &str, accuracies: &[f64], least: f64) {
 }
 
 #[test]
-fn a_perceptron_learns_the_digits_through_every_codec() {
+fn a_perceptron_trains_on_digits_through_every_codec() {
     const SEEDS: u64 = 3;
     let model = Mlp::default().model().unwrap();
-    let options =
-        TrainOptions { epochs: 10, learning_rate: 0.05, rate: Decay::Cosine.into(), ..TrainOptions::default() };
+    let options = TrainOptions { epochs: 10, rate_schedule: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
-        let of_seed = |seed| learn(&mut pipeline(&model, [1, 2, 1], codec, seed), &model, options, seed);
+        let of_seed = |seed| learn(&mut pipeline(&model, [1, 2, 1], codec, 0.05, seed), &model, options, seed);
         (0..SEEDS).map(of_seed).sum::<f64>() / SEEDS as f64
     });
     assert_close("perceptron", &accuracies, 0.95);
@@ -60,16 +67,16 @@ fn a_perceptron_learns_the_digits_through_every_codec() {
 /// The first epochs go raw, once for all: what differs in the end is then the codec's doing, and not the luck of the first
 /// steps, which moves this small model's accuracy by more than a point.
 #[test]
-fn a_small_mobilenet_learns_the_digits_through_every_codec() {
+fn a_small_mobilenet_trains_on_digits_through_every_codec() {
     let model = MobileNetV2 { width: 0.25, image: 8, strides: [1, 1, 2, 2, 1, 1, 1, 1], ..MobileNetV2::default() };
     let (model, balance) = (model.model().unwrap(), [1, 18, 1]);
-    let options = TrainOptions { epochs: 6, learning_rate: 0.03, ..TrainOptions::default() };
-    let mut first = pipeline(&model, balance, "raw", 0);
+    let options = TrainOptions { epochs: 6, ..TrainOptions::default() };
+    let mut first = pipeline(&model, balance, "raw", 0.03, 0);
     learn(&mut first, &model, options, 0);
     let state = first.state().unwrap();
-    let rest = TrainOptions { epochs: 3, learning_rate: 0.01, rate: Decay::Cosine.into(), ..TrainOptions::default() };
+    let rest = TrainOptions { epochs: 3, rate_schedule: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
-        let mut pipeline = pipeline(&model, balance, codec, 0);
+        let mut pipeline = pipeline(&model, balance, codec, 0.01, 0);
         pipeline.load(&state).unwrap();
         learn(&mut pipeline, &model, rest, 1)
     });

@@ -1,7 +1,7 @@
 //! Running statistics after a step are those of one pass over the whole batch, whatever the number of micro-batches.
 
-use distgpipe::layer::{Context, Own};
-use distgpipe::layers::BatchNorm2d;
+use distgpipe::model::blocks::BatchNorm2d;
+use distgpipe::model::layer::{Context, LayerTensors};
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{
     Batch, Layer, Loss, Model, Optim, Pipeline, Recompute, SampleShape, ShapeError, SkipShapes, TensorSpec,
@@ -22,7 +22,7 @@ impl Layer for Norm {
     }
     fn forward(
         &self,
-        own: &mut Own<'_>,
+        own: &mut LayerTensors<'_>,
         x: Vec<Tensor>,
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, distgpipe::failure::Fault> {
@@ -45,10 +45,13 @@ fn run((rows, side, around): (i64, i64, f64), micro_batches: usize, recompute: R
     let shape = SampleShape::float(&[3, side, side]);
     let model = Model::new(vec![Arc::new(Norm)], vec![shape]);
     let mut pipeline = Pipeline::builder(model)
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
         .micro_batches(micro_batches)
         .recompute(recompute)
         .loss(Loss::MeanSquared)
-        .optimizer(Optim::sgd(0.0), 0.0)
+        .optimizer(Optim::sgd(0.0))
+        .learning_rate(0.0)
         .build()
         .unwrap();
     let (mean, var) = (Tensor::zeros([3], (Kind::Double, Device::Cpu)), Tensor::ones([3], (Kind::Double, Device::Cpu)));
@@ -85,10 +88,14 @@ fn running_statistics_do_not_depend_on_the_number_of_micro_batches() {
 /// A single value of a channel is normalised to 0, whatever it is, so that nothing is learned from it: PyTorch refuses it
 /// too. It takes one micro-batch of several to have one.
 #[test]
-fn a_micro_batch_of_one_value_is_refused() {
+fn a_micro_batch_with_one_value_per_channel_is_rejected() {
     for (rows, micro_batches, fine) in [(4, 4, false), (3, 2, false), (4, 2, true)] {
         let model = Model::new(vec![Arc::new(Norm)], vec![SampleShape::float(&[3, 1, 1])]);
-        let builder = Pipeline::builder(model).micro_batches(micro_batches).loss(Loss::MeanSquared);
+        let builder = Pipeline::builder(model)
+            .device(distgpipe::engine::Device::Cpu)
+            .threads(1)
+            .micro_batches(micro_batches)
+            .loss(Loss::MeanSquared);
         let mut pipeline = builder.build().unwrap();
         let x = batches(rows, 1, 1.0).remove(0);
         let batch = Batch::new(x.shallow_clone(), x.zeros_like());

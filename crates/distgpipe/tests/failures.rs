@@ -1,15 +1,16 @@
 //! Law 5 between threads: at every action of a step, and at every message of every link.
 
 mod mishaps;
+mod soundness;
 
-use distgpipe::core::schedule::{evaluate_plan, Request};
-use distgpipe::core::WorkerId;
 use distgpipe::engine::Devices;
 use distgpipe::failure::Fault;
-use distgpipe::models::Mlp;
+use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, BuildError, Context, Layer, Loss, Model, Own, Pipeline, Recompute, StepError};
+use distgpipe::{Batch, BuildError, Context, Layer, LayerTensors, Loss, Model, Pipeline, Recompute, StepError};
 use distgpipe::{SampleShape, ShapeError, SkipShapes, Workers};
+use distgpipe_core::schedule::{evaluate_plan, Request};
+use distgpipe_core::WorkerId;
 use mishaps::{actions, assert_named, plan, run_replicas_until_failure, run_until_failure};
 use std::sync::Arc;
 
@@ -47,7 +48,7 @@ fn a_broken_link_is_found_at_any_message() {
 
 /// Each worker opens its own device.
 #[test]
-fn a_device_that_is_not_there_is_the_failure_of_the_worker_that_has_it() {
+fn a_missing_device_is_blamed_on_the_worker_that_uses_it() {
     for (devices, worker) in [("cpu,cuda:99", "server"), ("cuda:99,cpu", "client")] {
         let devices: Devices = devices.parse().unwrap();
         let built = mishaps::builder(Workers::Threads, "").device(devices).build();
@@ -87,7 +88,9 @@ fn a_broken_ring_is_found_at_any_message() {
 fn delays_change_nothing_but_the_time() {
     let losses = |scenario: &str| -> Vec<f64> {
         let mut pipeline = mishaps::pipeline(Workers::Threads, scenario);
-        (0..3).map(|_| pipeline.train_step(&mishaps::batch()).unwrap().loss).collect()
+        let losses: Vec<f64> = (0..3).map(|_| pipeline.train_step(&mishaps::batch()).unwrap().loss).collect();
+        soundness::assert_pipeline_sound(scenario, &losses, &mut pipeline, &mishaps::batch());
+        losses
     };
     let quiet = losses("");
     for seed in 0..5 {
@@ -103,7 +106,7 @@ fn an_unused_pipeline_ends_at_once() {
 }
 
 #[test]
-fn what_cannot_be_built_says_why() {
+fn invalid_settings_are_rejected_with_a_reason() {
     let model = || Mlp::default().model().unwrap();
     let text = |result: Result<Pipeline, BuildError>| result.err().expect("an error").to_string();
     let e = text(Pipeline::builder(model()).balance([1, 1]).build());
@@ -133,7 +136,7 @@ impl Layer for Odd {
     fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
         Ok(input)
     }
-    fn forward(&self, _: &mut Own<'_>, mut x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(&self, _: &mut LayerTensors<'_>, mut x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
         let y = if self.in_place { x[0].f_mul_scalar_(2.0)? } else { x[0].f_mul_scalar(2.0)? };
         Ok(vec![y])
     }
@@ -141,7 +144,7 @@ impl Layer for Odd {
 
 /// Recomputation would start from the changed input, and no graph would show it.
 #[test]
-fn a_layer_that_changes_its_input_in_place_is_found_out() {
+fn a_layer_that_changes_its_input_in_place_is_detected() {
     let odd = |name, in_place| -> Arc<dyn Layer> { Arc::new(Odd { name, in_place }) };
     let model = Model::new(vec![odd("good", false), odd("bad", true)], vec![SampleShape::float(&[3])]);
     // With a graph libtorch itself objects; without one, only we can.
@@ -149,7 +152,7 @@ fn a_layer_that_changes_its_input_in_place_is_found_out() {
         let builder = Pipeline::builder(model.clone()).place("a,b").loss(Loss::MeanSquared).recompute(recompute);
         let x = || Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
         let error = builder.build().unwrap().train_step(&Batch::new(x(), x())).unwrap_err().to_string();
-        assert!(error.starts_with("b failed in 1F0") && error.contains(expected), "{error}");
+        assert!(error.starts_with("b failed while running 1F0") && error.contains(expected), "{error}");
         assert!(error.len() < 300, "{error}");
     }
 }
@@ -166,7 +169,7 @@ fn names_must_be_unique_and_plans_must_train() {
 }
 
 #[test]
-fn a_batch_that_does_not_fit_is_refused_and_the_pipeline_lives_on() {
+fn a_batch_of_the_wrong_shape_is_rejected_and_the_pipeline_stays_usable() {
     let mut pipeline = mishaps::pipeline(Workers::Threads, "");
     let wrong = Batch::new(
         Tensor::ones([6, 3, 8, 8], (Kind::Float, Device::Cpu)),

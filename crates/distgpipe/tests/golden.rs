@@ -1,15 +1,16 @@
 //! Against PyTorch itself: figures that `scripts/golden_*.py` computed with torch 2.11.0 and torchvision 0.26.0.
 //!
-//! Each figure is a float64 result; the files also say how far PyTorch's own float32 run is from it, or its run under autocast
-//! to bfloat16. Ours may be a few times that far, because kernels add in another order, and no more.
+//! Each figure is a float64 result; the files also say how far PyTorch's own float32 runs are from it at most, with the
+//! instruction sets it was tried with (`scripts/golden_deviations.py`), or its run under autocast to bfloat16. Ours may be a few
+//! times that far, because kernels add in another order, and no more.
 
 use distgpipe::engine::{self, Precision};
-use distgpipe::layer::Role;
-use distgpipe::model::Recipe;
-use distgpipe::models::{self, Mlp, MobileNetV2};
-use distgpipe::optim::{Optim, Optimizer};
-use distgpipe::rate::{Decay, RateSchedule, WarmUp};
+use distgpipe::model::layer::Role;
+use distgpipe::model::zoo::{self, Mlp, MobileNetV2};
+use distgpipe::model::ModelSpec;
+use distgpipe::runtime::optimizer::{Optim, Optimizer};
 use distgpipe::tch::{Kind, Tensor};
+use distgpipe::train::learning_rate::{Decay, RateSchedule, WarmUp};
 use distgpipe::{Batch, Loss, Pipeline, Recompute, Schedule, TensorSpec};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -45,13 +46,16 @@ fn deviation(got: &Tensor, expected: &Tensor) -> (f64, f64) {
 fn pipeline(weights: &BTreeMap<String, Tensor>) -> Pipeline {
     let model = MobileNetV2 { width: 0.25, image: 64, dropout: 0.0, ..MobileNetV2::default() }.model().unwrap();
     let mut pipeline = Pipeline::builder(model)
+        .device(engine::Device::Cpu)
+        .threads(1)
         .place("client,server,client")
         .balance([1, 18, 1])
         .micro_batches(1)
         .schedule(Schedule::GPipe)
         .recompute(Recompute::Always)
         // The parameters must not move, the batch norms' statistics must.
-        .optimizer(Optim::sgd(0.0), 0.0)
+        .optimizer(Optim::sgd(0.0))
+        .learning_rate(0.0)
         .build()
         .unwrap();
     pipeline.load(weights).unwrap();
@@ -175,8 +179,8 @@ fn median_deviation(group: &Value) -> f64 {
 fn check(file: &str) -> Vec<f64> {
     let facts = json(file);
     let seed = facts["seed"].as_u64().unwrap();
-    let recipe = Recipe { name: facts["model"].as_str().unwrap().to_owned(), settings: facts["settings"].clone() };
-    let model = models::build(&recipe).unwrap();
+    let recipe = ModelSpec { name: facts["model"].as_str().unwrap().to_owned(), settings: facts["settings"].clone() };
+    let model = zoo::build(&recipe).unwrap();
     let specs: Vec<TensorSpec> = model.layers.iter().flat_map(|layer| layer.tensors()).collect();
     let inputs = match facts.get("ids") {
         Some(ids) => vec![ints(ids), ints(&facts["mask"])],
@@ -186,6 +190,8 @@ fn check(file: &str) -> Vec<f64> {
     };
     let classifies = facts["labels"].is_array();
     let mut pipeline = Pipeline::builder(model)
+        .device(engine::Device::Cpu)
+        .threads(1)
         .place("client,server,client")
         .micro_batches(1)
         .schedule(Schedule::GPipe)
@@ -193,7 +199,8 @@ fn check(file: &str) -> Vec<f64> {
         .loss(if classifies { Loss::CrossEntropy } else { Loss::MeanSquared })
         .precision(facts["precision"].as_str().map_or(Precision::Fp32, |text| text.parse().unwrap()))
         // The parameters must not move, the batch norms' statistics must.
-        .optimizer(Optim::sgd(0.0), 0.0)
+        .optimizer(Optim::sgd(0.0))
+        .learning_rate(0.0)
         .build()
         .unwrap();
     pipeline.load(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
@@ -317,7 +324,7 @@ fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
         };
         let start: Vec<f32> = floats(&facts["start"]).iter().map(|&x| x as f32).collect();
         let parameter = Tensor::from_slice(&start).set_requires_grad(true);
-        let mut optimizer = Optimizer::new(optim, 1);
+        let mut optimizer = Optimizer::new(std::sync::Arc::new(optim), 1);
         for (step, gradient) in facts["gradients"].as_array().unwrap().iter().enumerate() {
             let gradient: Vec<f32> = floats(gradient).iter().map(|&x| x as f32).collect();
             engine::clear_grad(&parameter);
@@ -334,7 +341,7 @@ fn ten_steps_of_each_optimizer_are_those_of_torch_optim() {
 }
 
 #[test]
-fn the_learning_rate_goes_as_hugging_faces_schedules_do() {
+fn the_learning_rate_follows_hugging_faces_schedules() {
     let facts = json("rates.json");
     let mut compared = 0;
     for case in facts["cases"].as_array().unwrap() {
@@ -377,8 +384,9 @@ fn clipped_and_smoothed_steps_are_those_of_pytorch() {
         let model = mlp.model().unwrap();
         let specs: Vec<TensorSpec> = model.layers.iter().flat_map(|layer| layer.tensors()).collect();
         let rate = facts["learning_rate"].as_f64().unwrap();
-        let builder = Pipeline::builder(model).place("a,b,c").micro_batches(3).loss(loss);
-        let mut pipeline = builder.optimizer(Optim::sgd(0.9), rate).build().unwrap();
+        let builder =
+            Pipeline::builder(model).device(engine::Device::Cpu).threads(1).place("a,b,c").micro_batches(3).loss(loss);
+        let mut pipeline = builder.optimizer(Optim::sgd(0.9)).learning_rate(rate).build().unwrap();
         pipeline.load(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
         pipeline.set_clip_norm(Some(number("norm_max")));
         let near = |what: &str, got: &[f64], expected: &Value| {

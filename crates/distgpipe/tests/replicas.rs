@@ -7,15 +7,17 @@ mod one_device;
 #[path = "one_device/replicas.rs"]
 mod replicas;
 
+use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::failure::Fault;
-use distgpipe::layer::Role;
-use distgpipe::models::Mlp;
+use distgpipe::model::layer::Role;
+use distgpipe::model::zoo::Mlp;
+use distgpipe::runtime::accumulation::AccumulationStep;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::transport::Timeouts;
-use distgpipe::update::Part;
-use distgpipe::{Batch, BuildError, Context, Init, Layer, Loss, Model, Optim, Own, Pipeline, Precision, SampleShape};
+use distgpipe::{
+    Batch, BuildError, Context, Init, Layer, LayerTensors, Loss, Model, Optim, Pipeline, Precision, SampleShape,
+};
 use distgpipe::{ShapeError, SkipShapes, StepError, TensorSpec, Workers};
-use one_device::{assert_identical, subjects, Subject, Tensors};
+use one_device::{assert_identical, soundness, subjects, Subject, Tensors};
 use replicas::replicas;
 use std::sync::Arc;
 
@@ -48,6 +50,8 @@ fn two_replicas_in_bf16_are_two_devices_in_bf16() {
 fn many_replicas_wait_for_a_slow_one() {
     let model = Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap();
     let mut pipeline = Pipeline::builder(model)
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
         .place("client,server")
         .replicas(40)
         .timeouts(Timeouts { stall_s: 10.0, ..Timeouts::default() })
@@ -56,7 +60,8 @@ fn many_replicas_wait_for_a_slow_one() {
         .unwrap();
     let x = Tensor::ones([40, 1, 8, 8], (Kind::Float, Device::Cpu));
     let batch = Batch::new(x, Tensor::zeros([40], (Kind::Int64, Device::Cpu)));
-    pipeline.train_step(&batch).unwrap();
+    let loss = pipeline.train_step(&batch).unwrap().loss;
+    soundness::assert_pipeline_sound("40 replicas", &[loss], &mut pipeline, &batch);
 }
 
 /// Multiplies by its weight: always, never, or where the first number is positive.
@@ -75,7 +80,7 @@ impl Layer for Branch {
         Ok(input)
     }
 
-    fn forward(&self, own: &mut Own<'_>, x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(&self, own: &mut LayerTensors<'_>, x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
         let weight = own.next();
         let used = match self.0 {
             "all" => true,
@@ -92,7 +97,12 @@ fn parameters_that_some_replicas_did_not_use_get_the_gradient_of_the_others() {
     let layers = ["none", "some", "all"].map(|name| Arc::new(Branch(name)) as Arc<dyn Layer>);
     let model = Model::new(layers.to_vec(), vec![SampleShape::float(&[3])]);
     let build = |count: usize, micro_batches: usize| {
-        let builder = Pipeline::builder(model.clone()).place("a,b,a").micro_batches(micro_batches).replicas(count);
+        let builder = Pipeline::builder(model.clone())
+            .device(distgpipe::engine::Device::Cpu)
+            .threads(1)
+            .place("a,b,a")
+            .micro_batches(micro_batches)
+            .replicas(count);
         builder.loss(Loss::MeanSquared).build().unwrap()
     };
     // Rows of the second replica alone make `some` work.
@@ -111,7 +121,7 @@ fn parameters_that_some_replicas_did_not_use_get_the_gradient_of_the_others() {
 fn any_number_of_replicas_has_the_gradients_of_one_pipeline() {
     for subject in subjects() {
         for count in [3, 4, 5] {
-            let batch = subject.batch(23, 1);
+            let batch = subject.batch(43, 1);
             let mut one = replicas(&subject, 1, "one").micro_batches(2 * count).build().unwrap();
             let (expected, truth) = one.gradients(&batch).unwrap();
             let mut many = replicas(&subject, count, "client,server,client").build().unwrap();
@@ -129,7 +139,7 @@ fn any_number_of_replicas_has_the_gradients_of_one_pipeline() {
 
 /// Tensors that fill a bucket between them, and one that takes several.
 #[test]
-fn gradients_of_any_size_go_round() {
+fn gradients_of_any_size_are_reduced() {
     let model = Mlp { hidden: vec![3000, 2500, 300], dropout: 0.0, ..Mlp::default() }.model().unwrap();
     let subject = Subject { name: "mlp", model, loss: Loss::CrossEntropy, precision: Precision::Fp32 };
     assert!(subject.model.layers.iter().flat_map(|l| l.tensors()).any(|spec| spec.elements() > 7 << 20));
@@ -146,13 +156,12 @@ fn gradients_of_any_size_go_round() {
 fn evaluation_and_prediction_are_those_of_one_pipeline() {
     let subject = subject("mobilenet_v2");
     let mut many = replicas(&subject, 3, "client,server,client").build().unwrap();
-    for step in 0..2 {
-        many.train_step(&subject.batch(12, step)).unwrap();
-    }
+    let mut losses: Vec<f64> = (0..2).map(|step| many.train_step(&subject.batch(12, step)).unwrap().loss).collect();
     let mut one = replicas(&subject, 1, "one").build().unwrap();
     many.capture_next();
-    many.train_step(&subject.batch(12, 2)).unwrap();
+    losses.push(many.train_step(&subject.batch(12, 2)).unwrap().loss);
     one.load(&many.state().unwrap()).unwrap();
+    soundness::assert_pipeline_sound("three replicas", &losses, &mut one, &subject.batch(12, 0));
     for rows in [1, 2, 3, 4, 7, 12] {
         let batch = subject.batch(rows, 9);
         let (expected, outcome) = (one.evaluate(&batch).unwrap(), many.evaluate(&batch).unwrap());
@@ -184,16 +193,17 @@ fn updates_are_those_of_one_pipeline() {
     let subject = subject("roberta");
     let losses = |count: usize, micro_batches: usize| {
         let builder = replicas(&subject, count, "client,server,client").micro_batches(micro_batches);
-        let mut pipeline = builder.optimizer(Optim::adamw(), 1e-3).build().unwrap();
+        let mut pipeline = builder.optimizer(Optim::adamw()).learning_rate(1e-3).build().unwrap();
         pipeline.set_clip_norm(Some(0.5));
-        let mut seen = Vec::new();
+        let (mut losses, mut norms) = (Vec::new(), Vec::new());
         for step in 0..6 {
-            let part = Part { index: step % 2, of: 2 };
+            let part = AccumulationStep { index: step % 2, of: 2 };
             let outcome = pipeline.train_part(&subject.batch(12, step), part).unwrap();
-            seen.push(outcome.loss);
-            seen.extend(outcome.gradient_norm);
+            losses.push(outcome.loss);
+            norms.extend(outcome.gradient_norm);
         }
-        seen
+        soundness::assert_pipeline_sound("updates", &losses, &mut pipeline, &subject.batch(12, 0));
+        [losses, norms].concat()
     };
     let (one, many) = (losses(1, 6), losses(3, 2));
     assert_eq!(one.len(), 6 + 3, "a norm for each update");
@@ -204,7 +214,7 @@ fn updates_are_those_of_one_pipeline() {
 
 /// What a run is stored as does not depend on how many share it.
 #[test]
-fn a_run_goes_on_with_another_number_of_replicas() {
+fn a_run_resumes_with_another_number_of_replicas() {
     let subject = subject("unet");
     let build = |count: usize, micro_batches: usize| {
         replicas(&subject, count, "client,server,client").micro_batches(micro_batches).build().unwrap()
@@ -222,13 +232,14 @@ fn a_run_goes_on_with_another_number_of_replicas() {
     });
     kept.unwrap();
     let names: Vec<String> = memory.keys().cloned().collect();
-    let learned = first.learned();
+    let learned = first.batches_trained();
     let on: Vec<f64> = (3..6).map(|n| step(&mut first, n)).collect();
+    soundness::assert_pipeline_sound("unet", &on, &mut first, &subject.batch(12, 0));
     for (count, micro_batches) in [(2, 3), (3, 2), (1, 6)] {
         let mut other = build(count, micro_batches);
         other.load(&state).unwrap();
         other.load_optimizer_from(&names, |name| Ok::<_, StepError>(memory[name].copy())).unwrap();
-        other.set_learned(learned);
+        other.set_batches_trained(learned);
         for (n, expected) in (3..6).zip(&on) {
             let got = step(&mut other, n);
             let tolerance = if count == 2 { 0.0 } else { 1e-5 };
@@ -253,6 +264,7 @@ fn the_ring_carries_no_more_than_it_must() {
         };
         // The first step's count includes what they agreed on before it.
         let (before, after) = (carried(0), carried(1));
+        soundness::assert_pipeline_sound("a ring", &[], &mut pipeline, &subject.batch(12, 0));
         assert_eq!(after.len(), if count == 2 { 2 } else { 2 * count }, "one way round, and the other for two");
         let each: Vec<u64> = after.iter().zip(&before).map(|(after, before)| after - before).collect();
         assert_eq!(each.iter().sum::<u64>(), 2 * (count as u64 - 1) * bytes, "{count} replicas together");
@@ -262,16 +274,17 @@ fn the_ring_carries_no_more_than_it_must() {
 }
 
 #[test]
-fn what_cannot_be_shared_is_told() {
+fn invalid_numbers_of_replicas_and_rows_are_rejected() {
     let subject = subject("mobilenet_v2");
     for count in [0, 5000] {
         let error = replicas(&subject, count, "one").build().err().unwrap();
-        assert!(matches!(error, BuildError::Settings(_)), "{error}");
-        assert!(error.to_string().contains("replicas: expected 1 to 256"), "{error}");
+        assert!(matches!(error, BuildError::Replicas { .. }), "{error}");
+        assert!(error.to_string().contains("`Builder::replicas`: expected 1 to 256"), "{error}");
     }
     let mut pipeline = replicas(&subject, 3, "one").build().unwrap();
     let error = pipeline.train_step(&subject.batch(5, 0)).unwrap_err();
     assert!(error.to_string().contains("got 5 rows for 6 micro-batches"), "{error}");
     // Nothing has happened, so it can be used on.
-    pipeline.train_step(&subject.batch(6, 0)).unwrap();
+    let loss = pipeline.train_step(&subject.batch(24, 0)).unwrap().loss;
+    soundness::assert_pipeline_sound("after an error", &[loss], &mut pipeline, &subject.batch(24, 0));
 }

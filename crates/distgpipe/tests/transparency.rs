@@ -72,7 +72,7 @@ fn with_a_codec_a_pipeline_is_one_device_that_rounds_at_the_cuts() {
 /// A codec that remembers must not remember what nobody learns from.
 #[test]
 fn evaluating_in_between_changes_nothing_whatever_the_codec() {
-    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+    for text in distgpipe_core::codec::ALL.iter().map(|member| member.examples[0]) {
         let learned = |evaluate| coded::learned(coded::codecs(text, text), Workers::Threads, evaluate);
         one_device::assert_identical(text, &learned(true), &learned(false));
     }
@@ -80,7 +80,7 @@ fn evaluating_in_between_changes_nothing_whatever_the_codec() {
 
 #[test]
 fn evaluating_in_between_changes_nothing_in_bf16_either() {
-    for text in distgpipe::core::codec::ALL.iter().map(|member| member.examples[0]) {
+    for text in distgpipe_core::codec::ALL.iter().map(|member| member.examples[0]) {
         let learned = |evaluate| coded::learned_in_bf16(coded::codecs(text, text), Workers::Threads, evaluate);
         one_device::assert_identical(text, &learned(true), &learned(false));
     }
@@ -89,15 +89,18 @@ fn evaluating_in_between_changes_nothing_in_bf16_either() {
 /// A skip from the first to the last of three workers does not pass through the one between.
 #[test]
 fn a_skip_goes_straight_to_where_it_is_popped() {
-    use distgpipe::core::WorkerId;
+    use distgpipe_core::WorkerId;
     let subject = one_device::subjects().into_iter().find(|s| s.name == "unet").unwrap();
     let mut pipeline = distgpipe::Pipeline::builder(subject.model.clone())
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
         .place("a,b,c")
         .micro_batches(2)
         .loss(subject.loss)
         .build()
         .unwrap();
     let outcome = pipeline.train_step(&subject.batch(4, 1)).unwrap();
+    one_device::soundness::assert_sound("a step of unet", &[outcome.loss], &pipeline.state().unwrap());
     let (a, c) = (WorkerId(0), WorkerId(2));
     assert!(pipeline.plan().messages(a, c) > 0 && pipeline.plan().messages(c, a) > 0, "{}", pipeline.plan());
     let carried = |from: &str, to: &str| {

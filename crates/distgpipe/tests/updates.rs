@@ -4,12 +4,12 @@
 #[allow(dead_code)]
 mod one_device;
 
+use distgpipe::driver::pipeline::StepError;
 use distgpipe::engine::{self, Layout, Stream};
-use distgpipe::models::Mlp;
-use distgpipe::optim::Optim;
-use distgpipe::pipeline::StepError;
+use distgpipe::model::zoo::Mlp;
+use distgpipe::runtime::accumulation::AccumulationStep;
+use distgpipe::runtime::optimizer::Optim;
 use distgpipe::tch::{Kind, Tensor};
-use distgpipe::update::Part;
 use distgpipe::{Batch, Pipeline};
 use one_device::{assert_identical, Tensors};
 
@@ -29,17 +29,28 @@ fn joined(batches: &[Batch]) -> Batch {
 
 fn pipeline(place: &str, micro_batches: usize, dropout: f64, optim: Optim) -> Pipeline {
     let model = Mlp { hidden: vec![16, 16, 16], dropout, ..Mlp::default() }.model().unwrap();
-    Pipeline::builder(model).place(place).micro_batches(micro_batches).optimizer(optim, 0.1).build().unwrap()
+    Pipeline::builder(model)
+        .device(engine::Device::Cpu)
+        .threads(1)
+        .place(place)
+        .micro_batches(micro_batches)
+        .optimizer(optim)
+        .learning_rate(0.1)
+        .build()
+        .unwrap()
 }
 
-/// Makes one update of these batches; gives the norm before clipping.
+/// Makes one update of these batches, which must be sound; gives the norm before clipping.
 fn update(pipeline: &mut Pipeline, batches: &[Batch]) -> Option<f64> {
     let of = batches.len() as u64;
-    let mut norm = None;
+    let (mut norm, mut losses) = (None, Vec::new());
     for (index, batch) in (0..).zip(batches) {
         assert_eq!(norm, None, "before the last batch");
-        norm = pipeline.train_part(batch, Part { index, of }).unwrap().gradient_norm;
+        let outcome = pipeline.train_part(batch, AccumulationStep { index, of }).unwrap();
+        norm = outcome.gradient_norm;
+        losses.push(outcome.loss);
     }
+    one_device::soundness::assert_pipeline_sound("an update", &losses, pipeline, &batches[0]);
     norm
 }
 
@@ -111,6 +122,7 @@ fn accumulated_batches_are_one_large_batch() {
 /// Random streams are named by batches, whatever they are an update of; and a test may come at any time.
 #[test]
 fn dropout_does_not_depend_on_accumulation_nor_on_tests_in_between() {
+    use one_device::soundness;
     let learned = |of: u64, evaluate: bool| {
         let mut pipeline = pipeline("a,b", 2, 0.5, Optim::sgd(0.0));
         // With a rate of 0 the parameters stay, so that the losses can be compared.
@@ -120,7 +132,7 @@ fn dropout_does_not_depend_on_accumulation_nor_on_tests_in_between() {
                 if evaluate {
                     pipeline.evaluate(&batch(6, 99)).unwrap();
                 }
-                pipeline.train_part(&batch(6, step), Part { index: step % of, of }).unwrap().loss
+                pipeline.train_part(&batch(6, step), AccumulationStep { index: step % of, of }).unwrap().loss
             })
             .collect();
         pipeline.set_learning_rate(0.1);
@@ -128,8 +140,10 @@ fn dropout_does_not_depend_on_accumulation_nor_on_tests_in_between() {
             if evaluate {
                 pipeline.evaluate(&batch(6, 99)).unwrap();
             }
-            pipeline.train_part(&batch(6, index), Part { index, of: 4 }).unwrap();
+            pipeline.train_part(&batch(6, index), AccumulationStep { index, of: 4 }).unwrap();
         }
+        soundness::assert_losses_sound("dropout", &losses);
+        soundness::assert_pipeline_sound("dropout", &[], &mut pipeline, &batch(6, 0));
         (losses, pipeline.state().unwrap())
     };
     let (losses, state) = learned(1, false);
@@ -143,8 +157,8 @@ fn dropout_does_not_depend_on_accumulation_nor_on_tests_in_between() {
 #[test]
 fn the_batches_of_an_update_come_in_order() {
     let mut pipeline = pipeline("a,b", 2, 0.0, Optim::sgd(0.0));
-    let mut part = |index, of| pipeline.train_part(&batch(4, 0), Part { index, of });
-    assert!(matches!(part(1, 3), Err(StepError::Part { .. })));
+    let mut part = |index, of| pipeline.train_part(&batch(4, 0), AccumulationStep { index, of });
+    assert!(matches!(part(1, 3), Err(StepError::Accumulation { .. })));
     part(0, 3).unwrap();
     let error = part(0, 1).unwrap_err().to_string();
     assert!(error.contains("needs batch 2 of 3 next, got 1 of 1"), "{error}");
@@ -153,11 +167,12 @@ fn the_batches_of_an_update_come_in_order() {
     part(2, 3).unwrap();
     assert!(part(0, 0).is_err() && part(5, 5).is_err());
     part(0, 1).unwrap();
+    one_device::soundness::assert_pipeline_sound("updates in order", &[], &mut pipeline, &batch(4, 0));
     // Looking at gradients would clear those that have gathered.
-    pipeline.train_part(&batch(4, 0), Part { index: 0, of: 2 }).unwrap();
-    assert!(matches!(pipeline.gradients(&batch(4, 0)), Err(StepError::Part { .. })));
+    pipeline.train_part(&batch(4, 0), AccumulationStep { index: 0, of: 2 }).unwrap();
+    assert!(matches!(pipeline.gradients(&batch(4, 0)), Err(StepError::Accumulation { .. })));
     pipeline.set_clip_norm(Some(f64::NAN));
-    let last = pipeline.train_part(&batch(4, 0), Part { index: 1, of: 2 });
+    let last = pipeline.train_part(&batch(4, 0), AccumulationStep { index: 1, of: 2 });
     assert!(matches!(last, Err(StepError::ClipNorm { .. })));
 }
 
@@ -166,7 +181,7 @@ fn the_batches_of_an_update_come_in_order() {
 /// The first pixel has no weight, so its values, one huge in each direction, change nothing but its own gradient:
 /// infinite in one micro-batch, minus infinite in the other. All else is finite.
 #[test]
-fn a_gradient_that_is_no_number_is_not_clipped_to_one() {
+fn clipping_does_not_hide_a_gradient_that_is_not_finite() {
     let learned = |norm_max: Option<f64>| {
         let mut pipeline = pipeline("a,b", 2, 0.0, Optim::sgd(0.0));
         let mut state = pipeline.state().unwrap();
@@ -193,4 +208,41 @@ fn a_gradient_that_is_no_number_is_not_clipped_to_one() {
     for (name, tensor) in &clipped {
         assert!(bool::try_from(tensor.isnan().all()).unwrap(), "{name}");
     }
+}
+
+/// Training that explodes without becoming NaN, and training that does not learn, are both found.
+#[test]
+fn unsound_training_is_found() {
+    use one_device::soundness;
+    let fails = |check: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_err();
+    let falling: Vec<f64> = (0..12).map(|step| 2.3 * 0.97f64.powi(step)).collect();
+    let weights = |value: f64| Tensors::from([("layer.weight".to_owned(), Tensor::from_slice(&[0.5, value]))]);
+    let statistics = Tensors::from([("norm.running_var".to_owned(), Tensor::from_slice(&[1e6]))]);
+    soundness::assert_sound("sound", &falling, &weights(-3.0));
+    soundness::assert_sound("sound", &[2.3, 2.4], &statistics);
+    let rising: Vec<f64> = falling.iter().rev().copied().collect();
+    for losses in [&rising[..], &[2.3, 4.0], &[2.3, f64::NAN], &[f64::INFINITY]] {
+        assert!(fails(&|| soundness::assert_sound("losses", losses, &weights(1.0))), "{losses:?}");
+    }
+    for value in [1e15, f64::NAN, f64::NEG_INFINITY] {
+        assert!(fails(&|| soundness::assert_sound("weights", &falling, &weights(value))), "{value}");
+        assert!(fails(&|| soundness::assert_gradients_moderate("gradients", &weights(value))), "{value}");
+    }
+}
+
+/// The comparison behind every promise of equality to the bit.
+#[test]
+fn bits_are_compared_and_not_values() {
+    use one_device::same_bits;
+    let float = |bits: u32| Tensor::from_slice(&[1.0, f32::from_bits(bits)]);
+    let (zero, negative_zero) = (0, 0x8000_0000);
+    let (nan, other_nan) = (0x7fc0_0000, 0x7fc0_0001);
+    for bits in [zero, negative_zero, nan, other_nan] {
+        assert!(same_bits(&float(bits), &float(bits)), "{bits:x}");
+    }
+    assert!(!same_bits(&float(zero), &float(negative_zero)) && !same_bits(&float(nan), &float(other_nan)));
+    // By place, whatever the order in memory.
+    let square = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0]).view([2, 2]);
+    assert!(same_bits(&square.tr().contiguous(), &square.tr()) && !same_bits(&square, &square.tr()));
+    assert!(!same_bits(&square, &square.view([4])) && !same_bits(&square, &square.to_kind(Kind::Double)));
 }

@@ -2,9 +2,9 @@
 //! and back through a pipeline.
 
 use distgpipe::engine;
-use distgpipe::models::Mlp;
+use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::weights::{self, Entry, SafetensorsWriter, WeightsError};
+use distgpipe::train::weights::{self, Entry, SafetensorsWriter, WeightsError};
 use distgpipe::{Pipeline, StepError};
 use proptest::prelude::*;
 use serde_json::Value;
@@ -47,7 +47,7 @@ fn kind(name: &str) -> Kind {
 }
 
 #[test]
-fn files_of_torch_save_hold_what_torch_load_finds_in_them() {
+fn files_of_torch_save_are_read_as_torch_load_reads_them() {
     let expected: Value = serde_json::from_slice(&std::fs::read(golden("expected.json")).unwrap()).unwrap();
     let files = expected.as_object().unwrap();
     assert_eq!(files.len(), 9);
@@ -69,7 +69,7 @@ fn files_of_torch_save_hold_what_torch_load_finds_in_them() {
 }
 
 #[test]
-fn anything_but_tensors_is_refused_by_name_and_with_a_remedy() {
+fn anything_but_tensors_is_rejected_with_its_name_and_a_remedy() {
     let refused = |file: &str| weights::open(&golden(file)).err().unwrap_or_else(|| panic!("{file}")).to_string();
     for (file, parts) in [
         (
@@ -103,7 +103,7 @@ proptest! {
 
     /// No panic, and no tensor that is larger than the file it comes from.
     #[test]
-    fn a_spoilt_file_is_read_or_refused(
+    fn a_corrupt_file_is_read_or_rejected(
         file in prop::sample::select(vec!["contiguous.pth", "views.pth", "shared.pth", "module.pth", "nested.pth", "parameter.pth"]),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
         end in prop::option::weighted(0.1, any::<prop::sample::Index>()),
@@ -185,21 +185,29 @@ fn only_what_was_announced_can_be_written() {
     assert_eq!(writer.expected(), Some(&float("a")));
     let turned = Tensor::from_slice(&[1.0f32, 2.0]).view([1, 2]);
     for wrong in [Tensor::from_slice(&[1.0f32]), Tensor::from_slice(&[1.0f64, 2.0]), turned] {
-        assert!(matches!(writer.write(&wrong), Err(WeightsError::Unannounced { .. })));
+        assert!(matches!(writer.write(&wrong), Err(WeightsError::UnexpectedTensor { .. })));
     }
     writer.write(&Tensor::from_slice(&[1.0f32, 2.0])).unwrap();
-    assert!(matches!(writer.write(&Tensor::from_slice(&[1.0f32, 2.0])), Err(WeightsError::Unannounced { .. })));
+    assert!(matches!(writer.write(&Tensor::from_slice(&[1.0f32, 2.0])), Err(WeightsError::UnexpectedTensor { .. })));
     for wrong in
         [vec![float("a"), float("a")], vec![float("__metadata__")], vec![Entry::new("a", Kind::Float, &[-1, i64::MAX])]]
     {
-        assert!(matches!(create(wrong), Err(WeightsError::Unannounced { .. })));
+        assert!(matches!(create(wrong), Err(WeightsError::UnexpectedTensor { .. })));
     }
     assert!(matches!(create(vec![Entry::new("c", Kind::ComplexFloat, &[1])]), Err(WeightsError::Type { .. })));
 }
 
 fn pipeline(seed: u64) -> Pipeline {
     let model = Mlp { hidden: vec![8, 8, 8], ..Mlp::default() }.model().unwrap();
-    Pipeline::builder(model).balance([1, 1, 1, 1]).place("a,b,a,c").micro_batches(1).seed(seed).build().unwrap()
+    Pipeline::builder(model)
+        .device(engine::Device::Cpu)
+        .threads(1)
+        .balance([1, 1, 1, 1])
+        .place("a,b,a,c")
+        .micro_batches(1)
+        .seed(seed)
+        .build()
+        .unwrap()
 }
 
 #[test]
@@ -232,7 +240,7 @@ fn state_goes_through_a_file_one_tensor_at_a_time_in_the_order_that_was_announce
 
 /// The first and the third layer are `a`'s.
 #[test]
-fn each_worker_is_read_for_in_turn() {
+fn tensors_are_read_worker_by_worker() {
     let mut pipeline = pipeline(0);
     let names: Vec<String> = pipeline.state_specs().iter().map(|spec| spec.name.clone()).rev().collect();
     let state = pipeline.state().unwrap();
@@ -248,10 +256,17 @@ fn each_worker_is_read_for_in_turn() {
 
 /// What is read here is counted apart from what workers hold. The other tests of this file hold a few kilobytes.
 #[test]
-fn of_a_large_model_no_more_than_a_share_is_held_on_the_way() {
+fn loading_a_large_model_holds_only_a_part_of_it_at_a_time() {
     const MIB: u64 = 1 << 20;
     let model = Mlp { hidden: vec![2048; 11], ..Mlp::default() }.model().unwrap();
-    let mut pipeline = Pipeline::builder(model).balance([6, 6]).place("a,b").micro_batches(1).build().unwrap();
+    let mut pipeline = Pipeline::builder(model)
+        .device(engine::Device::Cpu)
+        .threads(1)
+        .balance([6, 6])
+        .place("a,b")
+        .micro_batches(1)
+        .build()
+        .unwrap();
     let specs = pipeline.state_specs();
     let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
     let total: u64 = specs.iter().map(|spec| 4 * spec.elements()).sum();
@@ -277,7 +292,7 @@ fn of_a_large_model_no_more_than_a_share_is_held_on_the_way() {
 }
 
 #[test]
-fn a_pipeline_can_be_used_on_after_an_error_of_a_reader_or_a_taker() {
+fn a_pipeline_stays_usable_after_a_reader_or_writer_fails() {
     let mut pipeline = pipeline(0);
     let names: Vec<String> = pipeline.state_specs().iter().map(|spec| spec.name.clone()).collect();
     let broken = |name: &str| StepError::Load(format!("no {name}"));

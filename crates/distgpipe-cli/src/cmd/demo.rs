@@ -1,13 +1,13 @@
-//! `distgpipe demo`: split learning in half a minute, by the same way as `distgpipe train`.
+//! `distgpipe demo`: split learning in half a minute, through the same code as `distgpipe train`.
 
 use crate::args::{DataName, DecayName, TrainFlags};
 use crate::cmd::train;
 use crate::config::RunConfig;
 use crate::report;
 use crate::report::run::picture;
-use distgpipe::core::schedule::Schedule;
+use distgpipe_core::schedule::Schedule;
 
-/// Columns of the command that the demo stands for, so that it can be copied.
+/// The width to which the equivalent command is wrapped.
 const COMMAND_WIDTH: usize = 100;
 
 /// Flags of `distgpipe demo`.
@@ -38,12 +38,12 @@ fn preset() -> TrainFlags {
     }
 }
 
-/// Trains, and shows what happened.
+/// Trains, and prints a summary and the plan.
 pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
     let flags = preset();
     report::note(&format!(
-        "A small MobileNetV2 learns handwritten digits. The client (this process) keeps the images, the labels, and the\n\
-         first and the last layer; the server (another process, over TCP) runs the 18 layers between. The same as:\n\n  {}\n",
+        "Training a small MobileNetV2 on handwritten digits. The client (this process) keeps the images, the labels, and the\n\
+         first and the last layer; the server (another process, over TCP) runs the 18 layers between. Equivalent command:\n\n  {}\n",
         continued(&flags.to_words()?, COMMAND_WIDTH)
     ));
     let config = RunConfig::new(&flags)?;
@@ -52,13 +52,13 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
         return report::print_json(&result);
     }
     report::print(&format!(
-        "\n{}\nThe plan of one step, with a backward drawn twice as long as a forward:\n\n{}",
+        "\n{}\nThe plan of one step, drawn with backward passes that take twice as long as forward passes:\n\n{}",
         result.short(),
         picture(&plan, report::width())?
     ))
 }
 
-/// A command on several lines, as a shell takes it.
+/// A command wrapped to several lines, with a backslash at the end of each but the last.
 fn continued(words: &[String], width: usize) -> String {
     let mut text = String::new();
     let mut column = 0;

@@ -1,14 +1,16 @@
-//! `distgpipe models`: what there is, layer by layer, and what each layer costs.
+//! `distgpipe models`: lists models and their layers, and measures layers.
 
+use crate::compute;
 use crate::config::model;
 use crate::exit::usage;
 use crate::report;
 use crate::report::table::{Side, Table};
 use crate::report::units;
+use distgpipe::driver::profile::{self, LayerProfile};
 use distgpipe::engine::Device;
+use distgpipe::model::zoo;
 use distgpipe::model::LayerSummary;
-use distgpipe::profile::{self, LayerCost};
-use distgpipe::{models, Model, Precision, SampleShape};
+use distgpipe::{Model, Precision, SampleShape};
 use serde_json::json;
 
 /// Flags of `distgpipe models`.
@@ -20,52 +22,67 @@ Examples:
   distgpipe models roberta --set config=config.json
   distgpipe models roberta --set layers=2 --profile --rows 8")]
 pub struct ModelsArgs {
-    /// Show this one's layers; without a name, list all
+    /// Model whose layers to show [default: list all models]
     name: Option<String>,
-    /// A setting of the model, such as classes=1000; may be repeated
+    /// Model setting, such as classes=1000; repeatable
     #[arg(long, value_name = "KEY=VALUE", requires = "name")]
     set: Vec<String>,
-    /// Measure each layer's time and memory
-    #[arg(long, requires = "name")]
+    /// Measure the time and memory of each layer
+    #[arg(long, requires = "name", help_heading = "Measurement")]
     profile: bool,
     #[command(flatten)]
     sample: SampleArgs,
-    /// Print as JSON
-    #[arg(long)]
+    /// Print the result as JSON
+    #[arg(long, help_heading = "Output")]
     json: bool,
 }
 
-/// How layers are measured; of `models` and of `balance`.
+/// How often each layer is measured; the fastest time counts.
+const ROUNDS: usize = 5;
+
+/// How layers are measured, for `models` and `balance`.
 #[derive(Debug, clap::Args)]
 pub struct SampleArgs {
-    /// Rows of the sample that is measured
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    /// Rows of the batch that the layers are measured with
+    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Measurement")]
     pub rows: usize,
-    /// libtorch threads
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    threads: usize,
-    /// Where to measure: cpu, cuda:N or auto
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    /// libtorch threads [default: the cores of this host, in `balance` divided by the number of workers]
+    #[arg(long, value_name = "N", help_heading = "Measurement")]
+    threads: Option<usize>,
+    /// Device to measure on: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none)
+    #[arg(long, value_name = "DEVICE", default_value = "auto", help_heading = "Measurement")]
     device: Device,
-    /// What to measure in: fp32 or bf16
-    #[arg(long, value_name = "fp32|bf16", default_value_t = Precision::Fp32)]
+    /// Precision to measure in: fp32 or bf16
+    #[arg(long, value_name = "fp32|bf16", default_value_t = Precision::Fp32, help_heading = "Measurement")]
     pub precision: Precision,
 }
 
 impl SampleArgs {
-    /// What each layer of a model costs.
-    pub fn measure(&self, model: &Model) -> anyhow::Result<Vec<LayerCost>> {
-        if self.rows == 0 || self.threads == 0 {
-            return Err(usage("--rows and --threads: use 1 or more"));
+    fn threads(&self, workers: usize) -> anyhow::Result<usize> {
+        compute::threads(self.threads, workers)
+    }
+
+    /// What the layers are measured with, for people.
+    pub fn describe(&self, workers: usize) -> anyhow::Result<String> {
+        let (rows, precision, device, threads) =
+            (self.rows, self.precision, self.device.resolved(), self.threads(workers)?);
+        Ok(format!("{rows} rows in {precision} on {device} with {}", units::plural(threads, "thread")))
+    }
+
+    /// Measures each layer of a model, with the threads that each of `workers` workers on this host would have.
+    pub fn measure(&self, model: &Model, workers: usize) -> anyhow::Result<Vec<LayerProfile>> {
+        let threads = self.threads(workers)?;
+        if self.rows == 0 {
+            return Err(usage("--rows 0: use 1 or more"));
         }
         self.device.open().map_err(|e| usage(format!("--device: {e}")))?;
         let sample = profile::sample(model, self.rows, 0)?;
-        let options = profile::Options {
+        let options = profile::ProfileOptions {
             device: self.device,
-            threads: self.threads,
+            threads,
             channels_last: true,
             precision: self.precision,
-            rounds: 5,
+            rounds: ROUNDS,
         };
         Ok(profile::measure(model, &sample, &options)?)
     }
@@ -88,7 +105,7 @@ fn list(json: bool) -> anyhow::Result<()> {
         ("input", Side::Left),
     ]);
     let mut entries = Vec::new();
-    for name in models::NAMES {
+    for &name in zoo::NAMES {
         let model = model("NAME", name, &[])?;
         let adds: u64 = model.summary()?.iter().map(|layer| layer.multiply_adds).sum();
         table.row(vec![
@@ -104,14 +121,14 @@ fn list(json: bool) -> anyhow::Result<()> {
             "parameters": model.parameters(),
             "multiply_adds": adds,
             "input": dims(&model.input),
-            "settings": model.recipe.as_ref().map(|recipe| &recipe.settings),
+            "settings": model.spec.as_ref().map(|spec| &spec.settings),
         }));
     }
     if json {
         return report::print_json(&entries);
     }
     report::print(&format!(
-        "{}\nWith default settings and for one sample; `distgpipe models NAME` shows layers and settings.\n",
+        "{}\nFigures are for default settings and one sample. `distgpipe models NAME` shows layers and settings.\n",
         table.render()
     ))
 }
@@ -119,8 +136,8 @@ fn list(json: bool) -> anyhow::Result<()> {
 fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
     let model = model("NAME", name, &args.set)?;
     let layers = model.summary()?;
-    let costs = if args.profile { Some(args.sample.measure(&model)?) } else { None };
-    let settings = model.recipe.as_ref().map(|recipe| recipe.settings.clone()).unwrap_or_default();
+    let costs = if args.profile { Some(args.sample.measure(&model, 1)?) } else { None };
+    let settings = model.spec.as_ref().map(|spec| spec.settings.clone()).unwrap_or_default();
     if args.json {
         return report::print_json(&json!({
             "name": name,
@@ -150,13 +167,12 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
             .join(" "),
     ));
     if args.profile {
-        let SampleArgs { rows, precision, .. } = &args.sample;
-        text.push_str(&format!("times and memory for {rows} rows in {precision}, the quickest of 5 rounds\n"));
+        text.push_str(&format!("times and memory for {}, the fastest of {ROUNDS} rounds\n", args.sample.describe(1)?));
     }
     report::print(&text)
 }
 
-fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerCost]>) -> String {
+fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerProfile]>) -> String {
     let mut columns = vec![
         ("#", Side::Right),
         ("layer", Side::Left),
@@ -165,7 +181,7 @@ fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerCost]>) -> String {
         ("multiply-adds", Side::Right),
     ];
     if costs.is_some() {
-        columns.extend([("forward", Side::Right), ("backward", Side::Right), ("held", Side::Right)]);
+        columns.extend([("forward", Side::Right), ("backward", Side::Right), ("kept for backward", Side::Right)]);
     }
     let mut table = Table::new(&columns);
     for (i, layer) in layers.iter().enumerate() {
@@ -188,7 +204,7 @@ fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerCost]>) -> String {
     table.render()
 }
 
-fn layer_json(layer: &LayerSummary, cost: Option<&LayerCost>) -> serde_json::Value {
+fn layer_json(layer: &LayerSummary, cost: Option<&LayerProfile>) -> serde_json::Value {
     let mut value = json!({
         "name": layer.name,
         "output": dims(&layer.output),
@@ -211,7 +227,7 @@ fn dims(shapes: &[SampleShape]) -> Vec<&[i64]> {
     shapes.iter().map(|shape| &shape.dims[..]).collect()
 }
 
-/// `3×224×224`, tensors joined by +.
+/// `3×224×224`, several tensors joined by ` + `.
 fn shapes(shapes: &[SampleShape]) -> String {
     let one = |shape: &SampleShape| shape.dims.iter().map(ToString::to_string).collect::<Vec<_>>().join("×");
     shapes.iter().map(one).collect::<Vec<_>>().join(" + ")

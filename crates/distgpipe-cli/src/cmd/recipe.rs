@@ -1,11 +1,11 @@
-//! `distgpipe recipe`: the seeds' experiments, listed, shown, and run beside their figures.
+//! `distgpipe recipe`: lists, shows and runs published experiments, and compares the figures.
 
 use crate::args::{DataName, TrainFlags};
 use crate::cmd::train;
 use crate::config::RunConfig;
 use crate::exit::usage;
-use crate::recipe::beside::{self, Ran};
-use crate::recipe::differs::{differences, weights};
+use crate::recipe::comparison::{self, FinishedRun};
+use crate::recipe::deviations::{deviations, weights};
 use crate::recipe::{all, find, Recipe};
 use crate::report;
 use crate::report::table::{Side, Table};
@@ -15,7 +15,7 @@ use serde_json::json;
 /// Flags of `distgpipe recipe`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-A seed is a published table that the project was asked to reproduce, and a recipe is one of its rows.
+A recipe reproduces one row of a published table.
 
 Examples:
   distgpipe recipe list
@@ -24,50 +24,50 @@ Examples:
   distgpipe recipe run unet-speed-pipeline-2 --batch 8 --chunks 4 --steps 5")]
 pub struct RecipeArgs {
     #[command(subcommand)]
-    what: What,
+    what: RecipeCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    /// All of them, with the seed's figures
+enum RecipeCommand {
+    /// List all recipes with the published figures
     List {
-        /// Print as JSON
+        /// Print the result as JSON
         #[arg(long)]
         json: bool,
     },
-    /// The seed's row, what differs here, and the command that it is
+    /// Show the published row, the deviations from it, and the equivalent `distgpipe train` command
     Show {
-        /// Which; `distgpipe recipe list` has the names
+        /// Name of the recipe; `distgpipe recipe list` lists them
         name: String,
-        /// Print as JSON
+        /// Print the result as JSON
         #[arg(long)]
         json: bool,
     },
-    /// Run one, and print its figures beside the seed's
+    /// Run a recipe, and compare the figures with the published ones
     Run(Box<RunArgs>),
 }
 
 #[derive(Debug, clap::Args)]
 struct RunArgs {
-    /// Which; `distgpipe recipe list` has the names
+    /// Name of the recipe; `distgpipe recipe list` lists them
     name: String,
-    /// Every flag of `distgpipe train`; it wins over the recipe's.
+    /// The flags of `distgpipe train`, which override those of the recipe.
     #[command(flatten)]
     flags: TrainFlags,
 }
 
-/// Does what is asked.
+/// Lists, shows or runs recipes.
 pub fn run(args: RecipeArgs) -> anyhow::Result<()> {
     match args.what {
-        What::List { json: true } => report::print_json(&all()?),
-        What::List { json: false } => report::print(&list(&all()?)),
-        What::Show { name, json: true } => {
+        RecipeCommand::List { json: true } => report::print_json(&all()?),
+        RecipeCommand::List { json: false } => report::print(&list(&all()?)),
+        RecipeCommand::Show { name, json: true } => {
             let recipe = find(&name)?;
             let command = recipe.run.to_command()?;
             report::print_json(&json!({ "recipe": recipe, "command": command }))
         }
-        What::Show { name, json: false } => report::print(&show(&find(&name)?)?),
-        What::Run(args) => run_one(&find(&args.name)?, args.flags),
+        RecipeCommand::Show { name, json: false } => report::print(&show(&find(&name)?)?),
+        RecipeCommand::Run(args) => run_one(&find(&args.name)?, args.flags),
     }
 }
 
@@ -77,7 +77,7 @@ fn list(recipes: &[Recipe]) -> String {
         ("model", Side::Left),
         ("data", Side::Left),
         ("method", Side::Left),
-        ("the seed's figures", Side::Left),
+        ("published figures", Side::Left),
     ]);
     for recipe in recipes {
         table.row(vec![
@@ -85,7 +85,7 @@ fn list(recipes: &[Recipe]) -> String {
             recipe.run.model.clone().unwrap_or_default(),
             recipe.run.data.map(|data| data.name()).unwrap_or_default(),
             recipe.method.name().to_owned(),
-            recipe.seed.short(),
+            recipe.published.short(),
         ]);
     }
     table.render()
@@ -95,51 +95,51 @@ fn show(recipe: &Recipe) -> anyhow::Result<String> {
     let mut row = Table::new(&[("", Side::Left), ("", Side::Left)]);
     let mut put = |name: &str, value: &str| row.row(vec![name.to_owned(), value.to_owned()]);
     put("table", &recipe.table);
-    put("row", &recipe.seed.row);
-    put("hardware", &recipe.seed.hardware);
-    if let Some(activations) = &recipe.seed.activations {
-        put("over the links", activations);
+    put("row", &recipe.published.row);
+    put("hardware", &recipe.published.hardware);
+    if let Some(activations) = &recipe.published.activations {
+        put("on the links", activations);
     }
-    for metric in beside::Metric::ALL {
-        if let Some(figure) = recipe.seed.figure(metric) {
+    for metric in comparison::Metric::ALL {
+        if let Some(figure) = recipe.published.figure(metric) {
             put(metric.name(), &figure);
         }
     }
-    for other in &recipe.seed.also {
+    for other in &recipe.published.also {
         put("also", other);
     }
     let mut text = format!("{}\n\n{}\n", recipe.title, row.render().trim_start());
-    let mut differs: Vec<String> = weights(recipe, &recipe.run).into_iter().collect();
-    differs.extend(recipe.differs.iter().cloned());
-    if !differs.is_empty() {
-        text.push_str(&format!("What differs here, besides the hardware:\n{}\n", bullets(&differs)));
+    let mut deviations: Vec<String> = weights(recipe, &recipe.run).into_iter().collect();
+    deviations.extend(recipe.deviations.iter().cloned());
+    if !deviations.is_empty() {
+        text.push_str(&format!("What differs, besides the hardware:\n{}\n", bullets(&deviations)));
     }
     let command = recipe.run.to_command()?;
-    text.push_str(&format!("`distgpipe recipe run {}` is the same as:\n\n  {command}\n", recipe.name));
-    let bring = to_bring(recipe);
-    if !bring.is_empty() {
-        text.push_str(&format!("\nYou bring:\n{}", bullets(&bring)));
+    text.push_str(&format!("`distgpipe recipe run {}` is equivalent to:\n\n  {command}\n", recipe.name));
+    let provide = to_provide(recipe);
+    if !provide.is_empty() {
+        text.push_str(&format!("\nYou provide:\n{}", bullets(&provide)));
     }
     Ok(text)
 }
 
-/// What the command does not have, because it is somewhere else on every machine.
-fn to_bring(recipe: &Recipe) -> Vec<String> {
+/// What the user has to provide: files whose paths depend on the machine.
+fn to_provide(recipe: &Recipe) -> Vec<String> {
     let mut all = Vec::new();
     match recipe.run.data {
         None | Some(DataName::Digits | DataName::Synthetic) => {}
-        Some(DataName::ImageFolder) => all.push("--data-dir DIR: where your images are.".to_owned()),
-        Some(data) => all.push(format!("The data: `distgpipe data get {}`.", data.name())),
+        Some(DataName::ImageFolder) => all.push("--data-dir DIR: the directory of your images.".to_owned()),
+        Some(data) => all.push(format!("The data set: `distgpipe data get {}`.", data.name())),
     }
     if let Some(DataName::Rte | DataName::Cola) = recipe.run.data {
         all.push(
-            "--tokenizer PATH: RoBERTa's tokenizer.json, or the folder with vocab.json and merges.txt.".to_owned(),
+            "--tokenizer PATH: RoBERTa's tokenizer.json, or the directory with vocab.json and merges.txt.".to_owned(),
         );
     }
     if recipe.starts_from.is_some() {
         all.push(
-            "--weights FILE --init-missing, to start from weights that you have: tensors that FILE lacks, and a last layer \
-             of another shape, are made anew."
+            "--weights FILE --init-missing, to start from pretrained weights: tensors that FILE lacks, and a last layer of \
+             another shape, keep their random initial values."
                 .to_owned(),
         );
     }
@@ -152,20 +152,24 @@ fn bullets(sentences: &[String]) -> String {
 
 fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
     let given = given.with_config()?;
-    // A run that goes on has the recipe's flags from its checkpoint, with what was changed in them.
+    // A resumed run takes the recipe's flags from its checkpoint, including the changes made to them.
     let config = RunConfig::resuming(&given, &recipe.with(&given)?)?;
     if config.given.model != recipe.run.model && given.model.is_none() {
-        return Err(usage(format!("--resume: the checkpoint is not of a run of {}: name its own folder", recipe.name)));
+        return Err(usage(format!(
+            "--resume: the checkpoint is not of a run of {}: name the directory of that run",
+            recipe.name
+        )));
     }
     let (report, _) = train::execute(&config)?;
-    let ran = Ran { report: &report, flags: &config.flags, optim: config.optim };
-    let lines = beside::compare(recipe, &ran)?;
-    let differs = differences(recipe, &config.given)?;
+    let ran = FinishedRun { report: &report, flags: &config.flags, optim: config.optim };
+    let lines = comparison::compare(recipe, &ran)?;
+    let run = TrainFlags { threads: config.flags.threads, ..config.given.clone() };
+    let deviations = deviations(recipe, &run)?;
     if config.json {
         return report::print_json(&json!({
             "recipe": recipe,
-            "beside": lines,
-            "differs": differs,
+            "comparison": lines,
+            "deviations": deviations,
             "run": report,
         }));
     }
@@ -175,9 +179,9 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
         recipe.name,
         recipe.title,
         recipe.table,
-        recipe.seed.row,
-        beside::table(&lines),
-        bullets(&differs)
+        recipe.published.row,
+        comparison::table(&lines),
+        bullets(&deviations)
     ))
 }
 
@@ -185,9 +189,9 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// The command alone would be refused, or start from random weights.
+    /// Without these, the command would be rejected or start from random weights.
     #[test]
-    fn what_the_user_brings_is_shown() {
+    fn show_lists_what_the_user_provides() {
         let shown = |name| show(&find(name).unwrap()).unwrap();
         let rte = shown("rte-sort8");
         for part in ["`distgpipe data get rte`", "--tokenizer PATH", "--weights FILE --init-missing"] {
@@ -197,7 +201,7 @@ mod tests {
         assert!(imagenet.contains("--data-dir DIR") && !imagenet.contains("--weights"), "{imagenet}");
         assert!(!imagenet.contains("data get image-folder"), "{imagenet}");
         let made_up = shown("unet-speed-pipeline-2");
-        assert!(!made_up.contains("You bring"), "{made_up}");
+        assert!(!made_up.contains("You provide"), "{made_up}");
     }
 
     #[test]
@@ -208,16 +212,16 @@ mod tests {
             let line =
                 listed.lines().find(|line| line.split(' ').next() == Some(&recipe.name)).expect("a line of its own");
             let shown = show(recipe).unwrap();
-            for metric in beside::Metric::ALL {
-                if let Some(figure) = recipe.seed.figure(metric) {
+            for metric in comparison::Metric::ALL {
+                if let Some(figure) = recipe.published.figure(metric) {
                     assert!(line.contains(&figure), "{line}: {figure}");
                     assert!(shown.contains(&figure), "{shown}: {figure}");
                 }
             }
-            for part in [&recipe.title, &recipe.table, &recipe.seed.row, &recipe.run.to_command().unwrap()] {
+            for part in [&recipe.title, &recipe.table, &recipe.published.row, &recipe.run.to_command().unwrap()] {
                 assert!(shown.contains(part.as_str()), "{shown}: {part}");
             }
-            for sentence in &recipe.differs {
+            for sentence in &recipe.deviations {
                 assert!(shown.contains(sentence.as_str()), "{shown}: {sentence}");
             }
         }

@@ -1,4 +1,4 @@
-//! `distgpipe schedule`: a plan as text, checked, simulated, drawn. Nothing is run.
+//! `distgpipe schedule`: prints, checks, simulates and draws plans without running them.
 
 use crate::config::read_plan;
 use crate::exit::usage;
@@ -6,9 +6,9 @@ use crate::report;
 use crate::report::table::{Side, Table};
 use crate::report::units::percent;
 use anyhow::Context;
-use distgpipe::core::placement::Placement;
-use distgpipe::core::schedule::{simulate, Costs, LinkCost, Plan, Recompute, Request, Schedule, Simulation};
-use distgpipe::core::PartitionId;
+use distgpipe_core::placement::Placement;
+use distgpipe_core::schedule::{simulate, Costs, LinkCost, Plan, Recompute, Request, Schedule, Simulation};
+use distgpipe_core::PartitionId;
 use serde_json::json;
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -17,72 +17,72 @@ use std::path::PathBuf;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  See how three schedules differ:
+  Compare three schedules:
       distgpipe schedule --partitions 4 --chunks 8 --schedule gpipe --draw
       distgpipe schedule --partitions 4 --chunks 8 --schedule 1f1b --draw
       distgpipe schedule --place a,b,a,b --chunks 8 --schedule interleaved --draw
-  What split learning costs over a slow link, with measured times (in any one unit):
+  Simulate split learning over a slow link, with measured times in any unit:
       distgpipe schedule --place client,server,client --forward 1,9,1 --backward 2,18,2 --link 3 --draw
-  Change a plan by hand, check it, train by it:
+  Edit a plan by hand, check it, and train with it:
       distgpipe schedule --place client,server,client > plan.txt
       distgpipe schedule --check plan.txt
       distgpipe train --balance 1,2,1 --plan plan.txt
 
-Without --draw, --text, --svg or --json the picture goes to a terminal and the text form to a file or pipe.
-`2F0` is partition 2's forward of micro-batch 0; `2F0>3` sends its output to partition 3, `3F0<2` receives it there;
-B is backward, R recomputation.")]
+Without --draw, --text, --svg or --json, a terminal gets the drawing, and a file or pipe the text format.
+In the text format, `2F0` is the forward pass of micro-batch 0 in partition 2; `2F0>3` sends its output to partition 3,
+and `3F0<2` receives it there. B is a backward pass, R a recomputation. All times are in the same unit, whichever it is.")]
 pub struct ScheduleArgs {
-    /// The order of the work: gpipe, 1f1b or interleaved
-    #[arg(long, value_name = "NAME", default_value = "1f1b")]
+    /// Order of forward and backward passes: gpipe, 1f1b or interleaved
+    #[arg(long, value_name = "NAME", default_value = "1f1b", help_heading = "Plan")]
     schedule: Schedule,
-    /// Partitions, each with a worker of its own
-    #[arg(long, value_name = "N", conflicts_with = "place")]
+    /// Number of partitions, each on its own worker [default: 2]
+    #[arg(long, value_name = "N", conflicts_with = "place", help_heading = "Plan")]
     partitions: Option<usize>,
-    /// The worker of each partition, such as client,server,client
-    #[arg(long, value_name = "WORKER,…")]
+    /// Worker of each partition, such as client,server,client
+    #[arg(long, value_name = "WORKER,…", help_heading = "Plan")]
     place: Option<String>,
     /// Micro-batches per batch
-    #[arg(long, alias = "micro-batches", value_name = "N", default_value_t = 4)]
+    #[arg(long, alias = "micro-batches", value_name = "N", default_value_t = 4, help_heading = "Plan")]
     chunks: usize,
-    /// Which micro-batches are computed again: never, except-last or always
-    #[arg(long, value_name = "WHICH", default_value = "never")]
+    /// Micro-batches that are recomputed in the backward pass: never, except-last or always
+    #[arg(long, value_name = "WHICH", default_value = "never", help_heading = "Plan")]
     recompute: Recompute,
-    /// A skip connection from a partition to a later one, such as 0>2; may be repeated
-    #[arg(long, value_name = "FROM>TO")]
+    /// Skip connection from a partition to a later one, such as '0>2'; repeatable
+    #[arg(long, value_name = "FROM>TO", help_heading = "Plan")]
     skip: Vec<String>,
-    /// Read this plan instead, and say whether it is sound
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["partitions", "place", "skip"])]
+    /// Read a plan from this file instead, and check it
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["partitions", "place", "skip"], help_heading = "Plan")]
     check: Option<PathBuf>,
-    /// How long a forward takes, for each partition [default: 1 each]
-    #[arg(long, value_name = "X,…", value_delimiter = ',')]
+    /// Time of a forward pass, one for all partitions or one for each [default: 1]
+    #[arg(long, value_name = "X,…", value_delimiter = ',', help_heading = "Simulation")]
     forward: Vec<f64>,
-    /// How long a backward takes [default: twice the forward]
-    #[arg(long, value_name = "X,…", value_delimiter = ',')]
+    /// Time of a backward pass, likewise [default: twice the forward pass]
+    #[arg(long, value_name = "X,…", value_delimiter = ',', help_heading = "Simulation")]
     backward: Vec<f64>,
-    /// How long a recomputation takes [default: as the forward]
-    #[arg(long, value_name = "X,…", value_delimiter = ',')]
+    /// Time of a recomputation, likewise [default: same as the forward pass]
+    #[arg(long, value_name = "X,…", value_delimiter = ',', help_heading = "Simulation")]
     recompute_cost: Vec<f64>,
-    /// How long a message occupies its link
-    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    /// Time for which a message occupies its link
+    #[arg(long, value_name = "X", default_value_t = 0.0, help_heading = "Simulation")]
     link: f64,
-    /// How long a message takes beyond that
-    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    /// Additional time until a message arrives
+    #[arg(long, value_name = "X", default_value_t = 0.0, help_heading = "Simulation")]
     latency: f64,
-    /// Print the text form
-    #[arg(long, conflicts_with = "draw")]
+    /// Print the plan in the text format
+    #[arg(long, conflicts_with = "draw", help_heading = "Output")]
     text: bool,
-    /// Draw it, and say what the simulation found
-    #[arg(long)]
+    /// Draw the plan, and print what the simulation found
+    #[arg(long, help_heading = "Output")]
     draw: bool,
-    /// Write the picture there
-    #[arg(long, value_name = "FILE.svg")]
+    /// Write the drawing to this file
+    #[arg(long, value_name = "FILE.svg", help_heading = "Output")]
     svg: Option<PathBuf>,
-    /// Print plan and simulation as JSON
-    #[arg(long, conflicts_with_all = ["draw", "text"])]
+    /// Print the plan and the simulation as JSON
+    #[arg(long, conflicts_with_all = ["draw", "text"], help_heading = "Output")]
     json: bool,
 }
 
-/// Makes or reads the plan, and shows it.
+/// Creates or reads the plan, and prints it.
 pub fn run(args: &ScheduleArgs) -> anyhow::Result<()> {
     let plan = match &args.check {
         Some(path) => read_plan("--check", path)?,
@@ -100,7 +100,7 @@ pub fn run(args: &ScheduleArgs) -> anyhow::Result<()> {
     let mut text = String::new();
     if args.check.is_some() {
         text.push_str(&format!(
-            "sound: {} partitions on {} workers, {} micro-batches\n",
+            "valid: {} partitions on {} workers, {} micro-batches\n",
             plan.partitions(),
             plan.placement().workers(),
             plan.micro_batches()
@@ -120,9 +120,9 @@ fn planned(args: &ScheduleArgs) -> anyhow::Result<Plan> {
     let placement = match (&args.place, args.partitions) {
         (Some(place), _) => place.parse().map_err(|e| usage(format!("--place: {e}")))?,
         (None, Some(0)) => return Err(usage("--partitions 0: use 1 or more")),
-        // A number that the plan's own limit refuses below, without a name for each first.
-        (None, Some(n)) if n > distgpipe::core::schedule::PARTITIONS_MAX => {
-            return Err(usage(format!("--partitions {n}: use at most {}", distgpipe::core::schedule::PARTITIONS_MAX)));
+        // Checked here, before a name is created for each worker.
+        (None, Some(n)) if n > distgpipe_core::schedule::PARTITIONS_MAX => {
+            return Err(usage(format!("--partitions {n}: use at most {}", distgpipe_core::schedule::PARTITIONS_MAX)));
         }
         (None, partitions) => Placement::one_worker_each(partitions.unwrap_or(2)),
     };
@@ -164,8 +164,8 @@ fn workers(simulation: &Simulation) -> String {
         ("partitions", Side::Left),
         ("busy", Side::Right),
         ("idle", Side::Right),
-        ("activations kept at most", Side::Right),
-        ("only inputs", Side::Right),
+        ("peak activations", Side::Right),
+        ("peak saved inputs", Side::Right),
     ]);
     for worker in &simulation.workers {
         let partitions: Vec<String> = worker.partitions.iter().map(ToString::to_string).collect();

@@ -1,84 +1,92 @@
-//! `distgpipe worker`: a process that runs partitions for whoever knows its token.
+//! `distgpipe worker`: a process that runs partitions for drivers that have its token.
 
 use crate::exit::usage;
 use crate::files::read_text;
 use crate::report;
 use anyhow::Context;
+use distgpipe::comm::handshake::Token;
+use distgpipe::driver::launch::declare_worker_process;
+use distgpipe::driver::serve::{ServeEvent, ServeOptions, Server, StuckPolicy};
 use distgpipe::engine::exit_at_once;
-use distgpipe::launch::this_is_a_worker_process;
-use distgpipe::link::Token;
-use distgpipe::models;
-use distgpipe::serve::{ServeOptions, Server};
+use distgpipe::model::zoo;
 use std::io::{BufRead, Read};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 
-/// The variable that holds a token, for driver and worker.
+/// The environment variable that holds the token, for driver and worker.
 pub const TOKEN_VARIABLE: &str = "DISTGPIPE_TOKEN";
 
-/// The most bytes that are read of a token file: more is no token.
+/// The largest token file that is read; a token is much shorter.
 const TOKEN_BYTES_MAX: u64 = 4096;
 
 /// Flags of `distgpipe worker`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  On the machine with the big processor:
+  On the server:
       distgpipe worker --listen 0.0.0.0:7000 --expose --token-file token.txt
-  On the machine with the data:
+  On the client, which has the data:
       distgpipe train --place client,server,client --workers 10.0.0.2:7000 --token-file token.txt
 
-The worker needs no configuration: model, layers and plan come from the driver.
-It prints `listening ADDRESS` on standard output once it can be reached.
-A token is 64 hexadecimal digits; `openssl rand -hex 32` makes one.")]
+The worker needs no configuration: the driver sends the model and the plan.
+It prints `listening ADDRESS` on standard output once it accepts connections.
+A token is 64 hexadecimal digits; `openssl rand -hex 32` creates one.")]
 pub struct WorkerArgs {
-    /// Where to listen; port 0 lets the system choose
+    /// Address to listen on; with port 0, the system chooses a port
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
     listen: String,
-    /// Allow addresses that other machines can reach. What crosses the network is not encrypted
+    /// Allow an address that other machines can reach; network traffic is not encrypted
     #[arg(long)]
     expose: bool,
-    /// File whose first line is the token [default: the variable DISTGPIPE_TOKEN, else a new one, printed]
+    /// File whose first line is the token [default: the environment variable DISTGPIPE_TOKEN, or a new token, which is printed]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// End after the first job
+    /// Exit after the first job
     #[arg(long)]
     once: bool,
-    /// Started by a driver on this host: the token is the first line of standard input, whose end is ours too
+    /// Started by a driver on this host: read the token from standard input, and exit when it closes
     #[arg(long, hide = true)]
     child: bool,
 }
 
 /// Serves until killed, or until the first job is done with `--once`.
 pub fn run(args: &WorkerArgs) -> anyhow::Result<()> {
-    this_is_a_worker_process();
+    declare_worker_process();
     let given = if args.child { Some(token_from_parent()?) } else { given_token(args.token_file.as_deref())? };
     let token = given.map_or_else(Token::random, Ok)?;
     let options = ServeOptions {
-        listen: address(&args.listen)?,
         expose: args.expose,
-        token,
         once: args.once || args.child,
-        models: models::build,
+        models: zoo::build,
+        on_stuck: StuckPolicy::ExitProcess,
+        ..ServeOptions::new(address(&args.listen)?, token)
     };
     if !options.listen.ip().is_loopback() && !options.expose {
         return Err(usage(format!(
-            "--listen {}: other machines can reach this address, and what crosses the network is not encrypted; add \
-             --expose if that is meant, or listen on 127.0.0.1",
+            "--listen {}: other machines can reach this address, and network traffic is not encrypted: add --expose to allow \
+             it, or listen on 127.0.0.1",
             args.listen
         )));
     }
     let server = Server::bind(options).with_context(|| format!("--listen {}", args.listen))?;
     let address = server.address()?;
     if given.is_none() {
-        report::note(&format!("use it with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));
+        report::note(&format!("connect with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));
     }
     report::print(&format!("listening {address}\n"))?;
-    let tell = |failure: &distgpipe::Failure| report::note(&format!("{failure}; waiting for the next job"));
-    Ok(server.run(|| false, tell)?)
+    let report_event = |event: &ServeEvent<'_>| match event {
+        ServeEvent::Rejected(failure) | ServeEvent::JobFailed(failure) => {
+            report::note(&format!("{failure}; waiting for the next job"));
+        }
+        ServeEvent::Stuck(failure) => {
+            report::note(&format!("error: {failure}; its thread does not end, so this process exits"));
+        }
+        _ => {}
+    };
+    Ok(server.run(|| false, report_event)?)
 }
 
-/// The token of the file, or else of the environment.
+/// The token from the file, or else from the environment.
 pub fn given_token(file: Option<&Path>) -> anyhow::Result<Option<Token>> {
     if let Some(path) = file {
         let text = read_text("--token-file", path, TOKEN_BYTES_MAX)?;
@@ -97,7 +105,7 @@ pub fn given_token(file: Option<&Path>) -> anyhow::Result<Option<Token>> {
     }
 }
 
-/// Reads the token from standard input, whose end then ends this process: nobody outlives the driver.
+/// Reads the token from standard input, and ends this process when standard input closes, so that it does not outlive the driver.
 fn token_from_parent() -> anyhow::Result<Token> {
     let mut line = String::new();
     let mut input = std::io::stdin().lock();

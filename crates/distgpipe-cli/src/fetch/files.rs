@@ -1,5 +1,5 @@
-//! Archives, copies and hashes. An archive may be anybody's: entries go where we say, whatever their names, and links
-//! are left out.
+//! Archives and copies. Archives are untrusted: entries stay inside the target directory whatever their names, and links are left
+//! out.
 
 use anyhow::{bail, Context};
 use flate2::read::GzDecoder;
@@ -7,14 +7,14 @@ use std::fs::{self, File};
 use std::io::{Read, Seek};
 use std::path::{Component, Path, PathBuf};
 
-/// More bytes than any data set here has, unpacked.
+/// The most bytes that an archive may unpack to; all data sets here are smaller.
 const UNPACKED_BYTES_MAX: u64 = 16 << 30;
 
-/// A folder of our own inside a directory, gone when this is.
+/// A temporary directory inside another one, removed on drop.
 pub struct Scratch(PathBuf);
 
 impl Scratch {
-    /// Makes it: on the same file system, so that what is ready can be moved.
+    /// Creates it inside `directory`, so that files can be moved there without copying.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         let path = directory.join(format!(".getting-{}", std::process::id()));
         let _ = fs::remove_dir_all(&path);
@@ -22,13 +22,12 @@ impl Scratch {
         Ok(Scratch(path))
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// A folder in it, empty.
-    pub fn made(&self, name: &str) -> anyhow::Result<PathBuf> {
+    /// Creates an empty directory in it.
+    pub fn subdirectory(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.0.join(name);
         let _ = fs::remove_dir_all(&path);
         fs::create_dir_all(&path)?;
@@ -42,14 +41,14 @@ impl Drop for Scratch {
     }
 }
 
-/// Writes a file that is on the disk when this returns.
+/// Writes a file, and syncs it to disk.
 pub fn write(mut from: impl Read, to: &Path) -> anyhow::Result<()> {
     let mut file = File::create(to).with_context(|| format!("creating {}", to.display()))?;
     std::io::copy(&mut from, &mut file)?;
     Ok(file.sync_all()?)
 }
 
-/// Unpacks a `.tar.gz` or a `.zip` into a folder, without the folder that everything is in.
+/// Unpacks a `.tar.gz` or `.zip` archive into a directory, without its top-level directory.
 pub fn unpack(archive: &Path, into: &Path, folder: Option<&str>) -> anyhow::Result<()> {
     let mut file = File::open(archive)?;
     let mut start = [0; 4];
@@ -61,7 +60,7 @@ pub fn unpack(archive: &Path, into: &Path, folder: Option<&str>) -> anyhow::Resu
         fs::create_dir_all(path.parent().unwrap_or(into))?;
         left -= std::io::copy(&mut from.take(left), &mut File::create(&path)?)?;
         if left == 0 {
-            bail!("expected less than {UNPACKED_BYTES_MAX} bytes: is this the right archive?");
+            bail!("expected less than {UNPACKED_BYTES_MAX} bytes, got more: check that this is the right archive");
         }
         Ok(())
     };
@@ -90,7 +89,7 @@ pub fn unpack(archive: &Path, into: &Path, folder: Option<&str>) -> anyhow::Resu
     Ok(())
 }
 
-/// Where an entry goes: below `into`, without the first folder; `None` for names that lead elsewhere.
+/// The path of an entry: inside `into`, without the top-level directory; `None` for names that lead elsewhere.
 fn inside(into: &Path, name: &Path, folder: Option<&str>) -> Option<PathBuf> {
     let mut parts: Vec<&std::ffi::OsStr> = Vec::new();
     for part in name.components() {
@@ -100,14 +99,14 @@ fn inside(into: &Path, name: &Path, folder: Option<&str>) -> Option<PathBuf> {
             _ => return None,
         }
     }
-    // An npm package is all in `package`.
+    // The files of an npm package are in `package`.
     if parts.len() > 1 && parts[0] == folder.unwrap_or("package") {
         parts.remove(0);
     }
     (!parts.is_empty()).then(|| parts.iter().fold(into.to_owned(), |path, part| path.join(part)))
 }
 
-/// Copies a file or a folder.
+/// Copies a file or a directory.
 pub fn copy_tree(from: &Path, to: &Path) -> anyhow::Result<()> {
     if from.is_dir() {
         fs::create_dir_all(to)?;
@@ -139,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn archives_are_unpacked_without_their_folder_and_without_links() {
+    fn archives_are_unpacked_without_top_level_directory_and_links() {
         let root = std::env::temp_dir().join(format!("distgpipe-{}-unpack", std::process::id()));
         let scratch = {
             fs::create_dir_all(&root).unwrap();
@@ -161,7 +160,7 @@ mod tests {
         zip.start_file("../outside.txt", Default::default()).unwrap();
         zip.finish().unwrap();
         for archive in [&tar_gz, &zipped] {
-            let into = scratch.made("raw").unwrap();
+            let into = scratch.subdirectory("raw").unwrap();
             unpack(archive, &into, Some("set")).unwrap();
             assert_eq!(fs::read(into.join("b/x.txt")).unwrap(), b"hi");
             assert_eq!(fs::read_dir(&into).unwrap().count(), 1, "{}", archive.display());

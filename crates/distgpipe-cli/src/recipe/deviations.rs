@@ -1,10 +1,11 @@
-//! In which ways a run here is not the experiment of the seed, in words: the recipe's own list, and what follows from the
-//! flags and the machine.
+//! The ways in which a run is not the published experiment, as sentences: the recipe's own list, and what follows from the flags and
+//! the machine.
 
 use super::Recipe;
 use crate::args::TrainFlags;
+use crate::compute::cores;
 
-/// Flags that change where things are or how the run is watched, and those that have a sentence of their own.
+/// Flags that do not change the experiment, and flags with a sentence of their own.
 const SILENT: [&str; 23] = [
     "weights",
     "init-missing",
@@ -31,22 +32,21 @@ const SILENT: [&str; 23] = [
     "json",
 ];
 
-/// What differs, the machine first. `run` is what the recipe became with the flags of this run.
-pub fn differences(recipe: &Recipe, run: &TrainFlags) -> anyhow::Result<Vec<String>> {
+/// All deviations, the hardware first. `run` has the flags of the recipe, overridden by those of this run.
+pub fn deviations(recipe: &Recipe, run: &TrainFlags) -> anyhow::Result<Vec<String>> {
     let mut all = vec![hardware(recipe, run)];
     all.extend(weights(recipe, run));
-    all.extend(run.tokenizer.as_ref().map(|path| format!("Tokenizer: that of {}.", path.display())));
+    all.extend(run.tokenizer.as_ref().map(|path| format!("Tokenizer: {}.", path.display())));
     all.extend(passes(recipe, run));
     all.extend(rows(run));
     all.extend(changed(&recipe.run, run)?);
-    all.extend(recipe.differs.iter().cloned());
+    all.extend(recipe.deviations.iter().cloned());
     Ok(all)
 }
 
 fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let devices = run.device.clone().unwrap_or_default();
-    let devices: Vec<String> = devices.iter().map(|device| device.found().to_string()).collect();
+    let cores = cores();
+    let devices: Vec<String> = run.devices().iter().map(|device| device.resolved().to_string()).collect();
     let compute = match &devices[..] {
         [device] => format!("every worker computes on {device}"),
         devices => format!("workers compute on {} in turn", devices.join(", ")),
@@ -54,21 +54,23 @@ fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
     let workers = match run.workers.as_deref().unwrap_or("threads") {
         "threads" => "workers are threads of one process on one machine".to_owned(),
         "processes" => "workers are processes on one machine".to_owned(),
-        addresses => format!("workers are here and at {addresses}"),
+        addresses => format!("workers are this process and {addresses}"),
     };
     format!(
-        "Hardware: there {}; here {cores} core(s), {compute} with {} libtorch thread(s), {workers}.",
-        recipe.seed.hardware,
+        "Hardware: published on {}; this run on {cores} core(s), {compute} with {} libtorch thread(s), {workers}.",
+        recipe.published.hardware,
         run.threads.unwrap_or(1)
     )
 }
 
-/// What both started from, where the seed presumably did not start at random.
+/// The initial weights of both runs, where the published one presumably did not start from random weights.
 pub fn weights(recipe: &Recipe, run: &TrainFlags) -> Option<String> {
     let from = recipe.starts_from.as_ref()?;
     Some(match &run.weights {
-        None => format!("Weights: there {from}; here random ones, because --weights is not given."),
-        Some(path) => format!("Weights: there {from}; here those of {}.", path.display()),
+        None => format!(
+            "Weights: published with {from}; this run starts from random weights, because --weights is not given."
+        ),
+        Some(path) => format!("Weights: published with {from}; this run starts from {}.", path.display()),
     })
 }
 
@@ -80,15 +82,13 @@ fn passes(recipe: &Recipe, run: &TrainFlags) -> Option<String> {
 fn rows(run: &TrainFlags) -> Option<String> {
     let test = run.limit_test.or(run.limit);
     match (run.limit, test) {
-        (Some(train), Some(test)) => {
-            Some(format!("Data: {train} rows to learn from and {test} to test with, at most."))
-        }
-        (None, Some(test)) => Some(format!("Data: {test} rows to test with, at most.")),
+        (Some(train), Some(test)) => Some(format!("Data: at most {train} training rows and {test} test rows.")),
+        (None, Some(test)) => Some(format!("Data: at most {test} test rows.")),
         _ => None,
     }
 }
 
-/// A sentence for each flag that is not as in the recipe.
+/// A sentence for each flag that differs from the recipe.
 fn changed(recipe: &TrainFlags, run: &TrainFlags) -> anyhow::Result<Vec<String>> {
     let (before, after) = (toml::Table::try_from(recipe)?, toml::Table::try_from(run)?);
     let text = |value: &toml::Value| match value {
@@ -105,10 +105,10 @@ fn changed(recipe: &TrainFlags, run: &TrainFlags) -> anyhow::Result<Vec<String>>
             ("set", _) => {
                 let added: Vec<&str> =
                     run.set.iter().filter(|setting| !recipe.set.contains(setting)).map(String::as_str).collect();
-                format!("Settings of the model changed: {}.", added.join(", "))
+                format!("Model settings changed: {}.", added.join(", "))
             }
             (_, Some(old)) => format!("--{name} {} instead of {}.", text(value), text(old)),
-            (_, None) => format!("--{name} {}, which the recipe does not have.", text(value)),
+            (_, None) => format!("--{name} {}, which is not in the recipe.", text(value)),
         });
     }
     for (name, value) in before.iter().filter(|(name, _)| !after.contains_key(*name)) {
@@ -125,46 +125,49 @@ mod tests {
     fn said(name: &str, given: TrainFlags) -> String {
         let recipe = find(name).unwrap();
         let run = recipe.with(&given).unwrap();
-        differences(&recipe, &run).unwrap().join("\n")
+        deviations(&recipe, &run).unwrap().join("\n")
     }
 
     #[test]
-    fn a_run_as_written_differs_by_machine_weights_and_what_the_recipe_says() {
+    fn an_unchanged_recipe_deviates_by_hardware_weights_and_its_own_list() {
         let said = said("cifar10-sort8", TrainFlags::default());
-        assert!(said.starts_with("Hardware: there client and server, GPUs whose kind is not said; here "), "{said}");
+        assert!(
+            said.starts_with("Hardware: published on client and server, GPU model not stated; this run on "),
+            "{said}"
+        );
         assert!(said.contains("workers are processes on one machine"), "{said}");
         assert!(
             said.contains(
-                "Weights: there presumably MobileNetV2's ImageNet weights (the seed does not say); here random ones"
+                "Weights: published with presumably MobileNetV2's ImageNet weights (the published table does not say); this run starts from random weights"
             ),
             "{said}"
         );
-        assert!(said.contains("The learning rate is not said: 0.02"), "{said}");
-        assert!(!said.contains("instead of") && !said.contains("rows to"), "{said}");
+        assert!(said.contains("Learning rate: not stated; we use 0.02"), "{said}");
+        assert!(!said.contains("instead of") && !said.contains(" rows"), "{said}");
     }
 
-    /// Recipes once told guesses as if the tables had them: no seed names weights, and none has the word "epoch".
+    /// Recipes once presented guesses as published: no table names weights, and none has the word "epoch".
     #[test]
-    fn what_no_seed_says_is_not_told_as_if_it_did() {
+    fn guesses_are_marked_as_not_stated() {
         for recipe in all().unwrap() {
-            let said = differences(&recipe, &recipe.run).unwrap();
+            let said = deviations(&recipe, &recipe.run).unwrap();
             if let Some(from) = &recipe.starts_from {
                 assert!(
-                    from.starts_with("presumably ") && from.ends_with("(the seed does not say)"),
+                    from.starts_with("presumably ") && from.ends_with("(the published table does not say)"),
                     "{}",
                     recipe.name
                 );
             }
-            let told = |sentence: &String| {
+            let marked = |sentence: &String| {
                 let sentence = sentence.to_lowercase();
-                sentence.contains("not said: ") && (sentence.contains("epochs") || sentence.contains("steps"))
+                sentence.contains(": not stated; ") && (sentence.contains("epochs") || sentence.contains("steps"))
             };
-            assert!(said.iter().any(told), "{}: where its number of epochs comes from: {said:#?}", recipe.name);
+            assert!(said.iter().any(marked), "{}: where its number of epochs comes from: {said:#?}", recipe.name);
         }
     }
 
     #[test]
-    fn whatever_is_changed_is_told() {
+    fn every_changed_flag_is_a_deviation() {
         let said = said(
             "cifar10-sort8",
             TrainFlags {
@@ -183,13 +186,13 @@ mod tests {
         for part in [
             "--batch 32 instead of 256.",
             "Epochs: 1 instead of the recipe's 40.",
-            "Data: 512 rows to learn from and 64 to test with, at most.",
-            "Settings of the model changed: image=32.",
+            "Data: at most 512 training rows and 64 test rows.",
+            "Model settings changed: image=32.",
             "Without the recipe's --cut first=1,last=1.",
             "Without the recipe's --place client,server,client.",
-            "--balance 2,16,2, which the recipe does not have.",
-            "here those of mine.safetensors.",
-            "--steps 3, which the recipe does not have.",
+            "--balance 2,16,2, which is not in the recipe.",
+            "this run starts from mine.safetensors.",
+            "--steps 3, which is not in the recipe.",
             "with 2 libtorch thread(s)",
         ] {
             assert!(said.contains(part), "{part} is not in: {said}");

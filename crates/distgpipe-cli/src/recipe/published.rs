@@ -1,71 +1,68 @@
-//! A row of the seeds' tables: its figures, as they are written there.
+//! A row of a published table.
 
-use super::beside::Metric;
+use super::comparison::Metric;
 use serde::{Deserialize, Serialize};
 
-/// The row. Figures that come with a deviation, a unit or in words are text; none is converted.
+/// A published row. Figures with a deviation, a unit or words are kept as text; none is converted.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub struct Seed {
-    /// The row in its own words, without its figures.
+pub struct PublishedRow {
+    /// The label of the row.
     pub row: String,
-    /// On what, as far as it is said.
+    /// The hardware, as far as it is stated.
     pub hardware: String,
-    /// What crosses the links, as it is said.
+    /// The shapes of the tensors on the links.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub activations: Option<String>,
-    /// The share of right answers, in percent.
+    /// Top-1 accuracy in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<String>,
-    /// The share of wrong answers, in percent.
+    /// Top-1 error in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Matthews's correlation, in percent.
+    /// Matthews correlation times 100.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub matthews: Option<String>,
-    /// Rows a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub throughput_per_s: Option<f64>,
-    /// Against the row that has 1.
+    /// Speed-up over the baseline row.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speed_up: Option<f64>,
-    /// The recipe of the row that has 1, unless it is this.
+    /// The recipe of the baseline row, unless it is this one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speed_up_to: Option<String>,
-    /// Bytes sent over bytes of the tensors.
+    /// Bytes sent divided by bytes of the tensors.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression: Option<f64>,
-    /// Of the links.
+    /// Bandwidth of the links.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<String>,
-    /// All of it, all devices together.
+    /// Memory of all devices together.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
-    /// Parameters, gradients and what the optimizer keeps.
+    /// Memory of parameters, gradients and optimizer state.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model_memory: Option<String>,
-    /// What is above that.
+    /// The rest of the memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub activation_memory: Option<String>,
-    /// Numbers that are learned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parameters: Option<String>,
-    /// Seconds of a batch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_s: Option<f64>,
-    /// Of them, moving data.
+    /// Seconds per batch spent moving data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub transfer_s: Option<f64>,
-    /// Of them, going backward.
+    /// Seconds per batch spent in the backward pass.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backward_s: Option<f64>,
-    /// Other places that have the row, with their figures where they differ, and what others reached.
+    /// Other publications of the row, and the figures of other authors.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub also: Vec<String>,
 }
 
-impl Seed {
-    /// The row's figure, if it has that one.
+impl PublishedRow {
+    /// The published figure of a metric.
     pub fn figure(&self, metric: Metric) -> Option<String> {
         let percent = |text: &Option<String>| text.clone().map(|text| with_unit(text, " %"));
         match metric {
@@ -86,7 +83,7 @@ impl Seed {
         }
     }
 
-    /// All figures, in a few words.
+    /// All published figures on one line.
     pub fn short(&self) -> String {
         let figures = Metric::ALL.iter().filter_map(|&metric| Some((metric, self.figure(metric)?)));
         let words: Vec<String> = figures
@@ -99,7 +96,7 @@ impl Seed {
     }
 }
 
-/// `95.89±0.07 %`; but words, such as those of a run without a result, have no unit.
+/// Adds a unit to a number, such as `95.89±0.07 %`; words stay as they are.
 fn with_unit(text: String, unit: &str) -> String {
     if text.ends_with(|c: char| c.is_ascii_digit()) {
         text + unit

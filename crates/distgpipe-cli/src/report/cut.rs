@@ -1,39 +1,37 @@
-//! A cut that was found, as a table: what each partition computes, sends and holds.
+//! The table of a cut that the search found: time, traffic and memory of each partition.
 
 use super::table::{Side, Table};
 use super::units;
-use distgpipe::core::balance::{Estimate, Found, Link, Method};
-use distgpipe::core::partition::Balance;
-use distgpipe::core::placement::Placement;
-use distgpipe::core::PartitionId;
 use distgpipe::Model;
+use distgpipe_core::balance::{Estimate, Found, Link, Method};
+use distgpipe_core::partition::Balance;
+use distgpipe_core::placement::Placement;
+use distgpipe_core::PartitionId;
 use serde_json::{json, Value};
 
-/// A found cut and what it is shown with.
+/// A cut and what it was searched with.
 pub struct CutReport<'a> {
-    /// The cut.
+    /// The result of the search.
     pub found: &'a Found,
-    /// What was cut.
     pub model: &'a Model,
-    /// Which worker has which partition.
+    /// The worker of each partition.
     pub placement: &'a Placement,
-    /// Per batch.
     pub micro_batches: usize,
-    /// What links were taken to be.
+    /// The link that the search assumed between workers.
     pub link: Option<Link>,
-    /// What a worker may hold.
+    /// The memory limit of a worker.
     pub memory_limit_bytes: Option<u64>,
-    /// Whether what layers hold is known, so that memory can be said.
+    /// Whether the memory of layers was measured.
     pub memory_known: bool,
 }
 
 impl CutReport<'_> {
-    /// The table and what a step takes.
+    /// The table and the estimate of a step.
     pub fn text(&self) -> String {
         let Found { estimate, even, even_estimate, method, tried, .. } = self.found;
         let step = |estimate: &Estimate| {
             let most = match self.memory_known {
-                true => format!(", {} on the fullest worker", units::bytes(estimate.memory_bytes() as f64)),
+                true => format!(", {} at most on one worker", units::bytes(estimate.memory_bytes() as f64)),
                 false => String::new(),
             };
             format!("{}, {} idle{most}", units::seconds(estimate.step_s), units::percent(estimate.bubble))
@@ -47,15 +45,15 @@ impl CutReport<'_> {
             None => "free links".to_owned(),
         };
         let how = match method {
-            Method::Exhaustive => format!("it is the best of all {} cuts", units::count(*tried as u64)),
-            Method::Descent => format!("it is the best of {} cuts that were tried", units::count(*tried as u64)),
+            Method::Exhaustive => format!("best of all {} cuts", units::count(*tried as u64)),
+            Method::Descent => format!("best of {} cuts tried", units::count(*tried as u64)),
         };
         let within = match self.memory_limit_bytes {
-            Some(bytes) => format!(", as far as they need at most {} on a worker", units::bytes(bytes as f64)),
+            Some(bytes) => format!(" within {} per worker", units::bytes(bytes as f64)),
             None => String::new(),
         };
         format!(
-            "{}{}step of {} micro-batches, simulated with {links}: {}\nwith as many layers each ({even}): {}\n{how}{within}\n",
+            "{}{}simulated step of {} micro-batches with {links}: {}\nwith equal numbers of layers ({even}): {}\n{how}{within}\n",
             self.table(),
             self.workers(),
             self.micro_batches,
@@ -77,8 +75,8 @@ impl CutReport<'_> {
             ("to", Side::Left),
             ("forward", Side::Right),
             ("backward", Side::Right),
-            ("sends on", Side::Right),
-            ("sends back", Side::Right),
+            ("sends forward", Side::Right),
+            ("sends backward", Side::Right),
             ("parameters", Side::Right),
             ("memory", Side::Right),
         ]);
@@ -111,7 +109,7 @@ impl CutReport<'_> {
         }
     }
 
-    /// Memory by worker, where that is another question than by partition.
+    /// Memory by worker, where a worker has several partitions.
     fn workers(&self) -> String {
         if !self.memory_known || self.placement.workers() == self.placement.partitions() {
             return String::new();
@@ -121,11 +119,11 @@ impl CutReport<'_> {
         format!("memory by worker: {}\n", worker.collect::<Vec<_>>().join(", "))
     }
 
-    /// The same for programs.
+    /// The same figures as JSON.
     pub fn json(&self) -> Value {
         let Found { balance, estimate, even, even_estimate, method, tried } = self.found;
         let memory = |bytes: u64| self.memory_known.then_some(bytes);
-        let partition = |(i, partition): (usize, &distgpipe::core::balance::PartitionEstimate)| {
+        let partition = |(i, partition): (usize, &distgpipe_core::balance::PartitionEstimate)| {
             let id = PartitionId::new(i);
             json!({
                 "worker": self.name(id),

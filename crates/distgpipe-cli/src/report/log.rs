@@ -1,21 +1,21 @@
-//! The log directory of a run: what it was asked, every step, every single event if wanted, and the result.
+//! The log directory of a run: its flags, every step, a trace if wanted, and the result.
 
 use crate::config::RunConfig;
 use anyhow::Context;
-use distgpipe::trace::{write_chrome, write_jsonl, Span};
-use distgpipe::trainer::{Event, Observer, StepDone};
+use distgpipe::runtime::trace::{write_chrome, write_jsonl, Span};
+use distgpipe::train::{Event, Observer, StepDone};
 use serde::Serialize;
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// The file of steps.
+/// The file with one line per step.
 const STEPS: &str = "steps.jsonl";
 
-/// The most events that go into the trace for browsers, which is held in memory until the end; trace.jsonl has all.
+/// The most events in trace.json, which is kept in memory until the end; trace.jsonl has all events.
 const CHROME_SPANS_MAX: usize = 500_000;
 
-/// Writes what happens.
+/// Writes the log directory.
 pub struct Log {
     directory: PathBuf,
     steps: BufWriter<File>,
@@ -36,7 +36,7 @@ struct StepLine<'a> {
     loss: f64,
     correct: Option<u64>,
     learning_rate: f64,
-    /// Before clipping; absent where nothing was clipped.
+    /// Before clipping; null without `--clip-norm`.
     gradient_norm: Option<f64>,
     seconds: f64,
     loading_s: f64,
@@ -51,20 +51,20 @@ struct WorkerLine<'a> {
     peak_bytes: u64,
 }
 
-/// Whether a directory has a log.
+/// Whether the directory already has a log.
 pub fn is_used(directory: &Path) -> bool {
     directory.join(STEPS).exists()
 }
 
 impl Log {
-    /// Makes the directory and writes what the run was asked, with the cut that it has. `names` are the workers'.
+    /// Creates the directory and writes config.toml, with the cut that the pipeline has. `names` are the workers' names.
     pub fn create(directory: &Path, config: &RunConfig, balance: &[usize], names: Vec<String>) -> anyhow::Result<Self> {
         let flag = || format!("--log {}", directory.display());
         std::fs::create_dir_all(directory).with_context(flag)?;
         let mut flags = config.flags.clone();
-        // Measured again, the cut might be another.
+        // A second search might find another cut.
         flags.keep_cut(balance);
-        // A run repeated from this file must not write over what this one wrote.
+        // A run repeated from config.toml must not overwrite the output of this one.
         (flags.log, flags.trace, flags.json) = (None, None, None);
         (flags.checkpoint, flags.checkpoint_every, flags.keep) = (None, None, None);
         (flags.save, flags.capture, flags.capture_step) = (None, None, None);
@@ -72,7 +72,7 @@ impl Log {
         let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
         let path = directory.join(STEPS);
         match resumed {
-            Some(from) => keep_before(&path, from.about().progress.step),
+            Some(from) => keep_before(&path, from.manifest().progress.step),
             None => File::create(&path).map(drop),
         }
         .with_context(flag)?;
@@ -82,14 +82,14 @@ impl Log {
             options.open(directory.join(name)).map(BufWriter::new).with_context(flag)
         };
         let trace = match config.trace {
-            // Events of before did happen, whatever became of their steps.
+            // Events before the resume stay in the trace, even of steps that are repeated.
             true => Some(Trace { lines: file("trace.jsonl", resumed.is_some())?, spans: Vec::new(), names }),
             false => None,
         };
         Ok(Log { directory: directory.to_owned(), steps: file(STEPS, true)?, trace })
     }
 
-    /// Writes the result.
+    /// Writes summary.json and finishes the other files.
     pub fn finish(mut self, summary: &impl Serialize) -> anyhow::Result<()> {
         let flag = format!("--log {}", self.directory.display());
         self.steps.flush().with_context(|| flag.clone())?;
@@ -121,7 +121,7 @@ impl Log {
                 .map(|worker| WorkerLine {
                     name: &worker.name,
                     seconds: worker.report.step_ns as f64 / 1e9,
-                    phases_s: distgpipe::trace::Phase::ALL
+                    phases_s: distgpipe::runtime::trace::Phase::ALL
                         .iter()
                         .map(|&phase| (phase.name(), worker.report.phases.of(phase) as f64 / 1e9))
                         .collect(),
@@ -131,10 +131,10 @@ impl Log {
         };
         serde_json::to_writer(&mut self.steps, &line)?;
         self.steps.write_all(b"\n")?;
-        // What is on disk is whole at every step, should the run be killed.
+        // Complete on disk after every step, in case the run is killed.
         self.steps.flush()?;
         if let Some(trace) = &mut self.trace {
-            // Numbered as in steps.jsonl: a pipeline counts the steps of evaluations too, and from 0 after a resume.
+            // Numbered as in steps.jsonl: a pipeline also counts evaluation steps, and starts at 0 after a resume.
             let mut spans: Vec<Span> = outcome.spans().map(|span| Span { step: done.step, ..span.clone() }).collect();
             write_jsonl(&mut trace.lines, &spans)?;
             spans.truncate(CHROME_SPANS_MAX.saturating_sub(trace.spans.len()));
@@ -156,8 +156,7 @@ impl Observer for Log {
     }
 }
 
-/// Leaves those lines of a log that are of steps before this one: the others' steps are made again. The file has either all of
-/// its lines or these, whenever the run is killed.
+/// Drops the lines of `step` and later steps, which a resumed run repeats. The file is replaced atomically.
 fn keep_before(path: &Path, step: u64) -> std::io::Result<()> {
     let old = match File::open(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -165,7 +164,7 @@ fn keep_before(path: &Path, step: u64) -> std::io::Result<()> {
     };
     let part = path.with_extension("jsonl.part");
     let mut kept = BufWriter::new(File::create(&part)?);
-    // A kill may have left the last line torn, in the middle of a letter too.
+    // A kill may have truncated the last line, even inside a UTF-8 sequence.
     for line in old.split(b'\n') {
         let line = line?;
         let at = serde_json::from_slice::<serde_json::Value>(&line).ok().and_then(|line| line.get("step")?.as_u64());

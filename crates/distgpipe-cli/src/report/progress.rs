@@ -1,24 +1,25 @@
-//! How far the run is: a bar on a terminal, a line an epoch elsewhere. On standard error, so that results can be piped.
+//! The progress of a run: a bar on a terminal, a line per epoch elsewhere. It goes to standard error, so that results can be piped.
 
 use super::run::two_class_scores;
 use super::{carried, note, units};
-use distgpipe::pipeline::StepOutcome;
-use distgpipe::trainer::{EpochSummary, Event, Observer};
-use distgpipe::transport::Cut;
+use crate::option_names::with_flags;
+use distgpipe::comm::traffic::PartitionEdge;
+use distgpipe::driver::pipeline::StepOutcome;
+use distgpipe::train::{EpochSummary, Event, Observer};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
 
-/// Shows how far the run is.
+/// Prints progress and warnings.
 pub struct Progress {
     bar: Option<ProgressBar>,
     epochs: u64,
-    /// Where tensors were refused by their codec, and the user has been told.
-    told: BTreeSet<(Cut, String)>,
+    /// The edges and kinds of refusal by a codec that a warning was printed for.
+    warned: BTreeSet<(PartitionEdge, String)>,
 }
 
 impl Progress {
-    /// For a run of so many steps and at most so many epochs.
+    /// For a run of `steps` steps in at most `epochs` epochs.
     pub fn new(steps: u64, epochs: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
@@ -26,40 +27,39 @@ impl Progress {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Progress { bar, epochs, told: BTreeSet::new() }
+        Progress { bar, epochs, warned: BTreeSet::new() }
     }
 
-    /// Ends the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
     }
 
-    /// Says something, above the bar if there is one.
-    pub fn say(&self, line: &str) {
+    /// Prints a line, above the bar if there is one.
+    pub fn print(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.println(line),
+            Some(bar) => bar.println(with_flags(line)),
             None => note(line),
         }
     }
 }
 
 impl Progress {
-    /// Says once for each cut and kind of reason that its codec does not take all that it is given.
-    fn tell_refusals(&mut self, outcome: &StepOutcome) {
+    /// Warns once for each edge and kind of reason that a codec refuses tensors, which are then sent raw.
+    fn warn_of_refusals(&mut self, outcome: &StepOutcome) {
         for worker in &outcome.workers {
-            for (cut, sent) in worker.report.links.iter().flat_map(|(_, traffic)| &traffic.sent) {
+            for (edge, sent) in worker.report.links.iter().flat_map(|(_, traffic)| &traffic.sent) {
                 for (kind, refusal) in &sent.refusals {
-                    if !self.told.insert((*cut, kind.clone())) {
+                    if !self.warned.insert((*edge, kind.clone())) {
                         continue;
                     }
-                    self.say(&format!(
-                        "warning: {} sends {} {} → {} raw where the codec refuses: {refusal}",
+                    self.print(&format!(
+                        "warning: {} sends some {} {} → {} raw, because the codec refuses them: {refusal}",
                         worker.name,
-                        carried(cut.pass),
-                        cut.from,
-                        cut.to
+                        carried(edge.pass),
+                        edge.from,
+                        edge.to
                     ));
                 }
             }
@@ -71,7 +71,7 @@ impl Observer for Progress {
     fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
             Event::StepDone(done) => {
-                self.tell_refusals(done.outcome);
+                self.warn_of_refusals(done.outcome);
                 if let Some(bar) = &self.bar {
                     let rate = units::rate(done.outcome.rows as f64 / done.seconds.max(1e-9));
                     bar.set_message(format!("loss {:.4}, {rate} samples/s", done.outcome.loss));
@@ -79,9 +79,14 @@ impl Observer for Progress {
                 }
             }
             Event::Saved { step, path } if self.bar.is_none() => {
-                self.say(&format!("saved step {step}: {}", path.display()))
+                self.print(&format!("saved step {step}: {}", path.display()))
             }
-            Event::EpochDone(epoch) => self.say(&line(epoch, self.epochs)),
+            Event::WeightsExploding { step, largest } => self.print(&format!(
+                "warning: a weight has reached {largest:.1e} after step {}: the run diverges; lower --lr, or clip gradients with \
+                 --clip-norm",
+                step + 1
+            )),
+            Event::EpochDone(epoch) => self.print(&line(epoch, self.epochs)),
             _ => {}
         }
         Ok(())
@@ -90,7 +95,7 @@ impl Observer for Progress {
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        // An error is about to be printed: the bar must not stand in its way.
+        // An error may follow, and must not be drawn over.
         self.finish();
     }
 }

@@ -1,46 +1,43 @@
-//! A run in tables: epochs, workers, links.
+//! The result of a run: tables of epochs, workers and links.
 
 use super::table::{Side, Table};
 use super::{carried, units};
-use distgpipe::core::schedule::{simulate, Costs, Plan};
-use distgpipe::trace::Phase;
-use distgpipe::trainer::{EpochSummary, RunSummary};
+use distgpipe::runtime::trace::Phase;
+use distgpipe::train::{EpochSummary, RunSummary};
 use distgpipe::Precision;
+use distgpipe_core::schedule::{simulate, Costs, Plan};
 use serde::Serialize;
 
-/// What `--json` prints and summary.json holds.
+/// What `--json` prints, and the content of summary.json.
 #[derive(Serialize)]
 pub struct RunReport {
-    /// The command that repeats the run.
+    /// A command that repeats the run.
     pub command: String,
-    /// The model's name.
     pub model: String,
-    /// Numbers it learns.
+    /// Number of trainable parameters.
     pub parameters: u64,
-    /// Layers per partition.
     pub balance: Vec<usize>,
-    /// Each partition's worker.
+    /// The worker of each partition.
     pub placement: Vec<String>,
-    /// How many replicas of all workers share each batch.
+    /// Data-parallel copies of the pipeline.
     pub replicas: usize,
-    /// Per batch and replica.
+    /// Micro-batches per batch and replica.
     pub micro_batches: usize,
-    /// What was computed in.
+    /// Precision of the computation.
     pub precision: Precision,
-    /// What came of it.
     #[serde(flatten)]
     pub summary: RunSummary,
 }
 
 impl RunReport {
-    /// What the run cost: workers, links, speed.
+    /// The tables of workers and links, and the speed.
     pub fn costs(&self) -> String {
         let mut text = self.workers();
         if !self.summary.links.is_empty() {
             text.push('\n');
             text.push_str(&self.links());
         }
-        if self.summary.links.iter().any(|link| !link.cuts.is_empty()) {
+        if self.summary.links.iter().any(|link| !link.edges.is_empty()) {
             text.push('\n');
             text.push_str(&self.cuts());
         }
@@ -49,7 +46,7 @@ impl RunReport {
         text
     }
 
-    /// What was learned, by epoch.
+    /// The table of losses and scores by epoch.
     pub fn epochs(&self) -> String {
         let scored = self.summary.epochs.iter().any(|epoch| two_class_scores(epoch).is_some());
         let mut columns = vec!["epoch", "train loss", "accuracy", "test loss", "accuracy"];
@@ -78,7 +75,7 @@ impl RunReport {
         table.render()
     }
 
-    /// What each worker spent its steps on.
+    /// The table of how the workers spent their time, and of their memory.
     pub fn workers(&self) -> String {
         let mut columns = vec![("worker", Side::Left), ("partitions", Side::Left)];
         columns.extend(Phase::ALL.iter().map(|phase| (phase.name(), Side::Right)));
@@ -89,8 +86,9 @@ impl RunReport {
                 1 => &worker.name[..],
                 _ => worker.name.rsplit_once('/').map_or("", |(role, _)| role),
             };
-            let mine = self.placement.iter().enumerate().filter(|(_, name)| *name == role).map(|(i, _)| i.to_string());
-            let mut cells = vec![worker.name.clone(), mine.collect::<Vec<_>>().join(",")];
+            let assigned =
+                self.placement.iter().enumerate().filter(|(_, name)| *name == role).map(|(i, _)| i.to_string());
+            let mut cells = vec![worker.name.clone(), assigned.collect::<Vec<_>>().join(",")];
             let share = |seconds: f64| units::percent(seconds / worker.steps_s.max(1e-12));
             let times: Vec<f64> =
                 Phase::ALL.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
@@ -102,17 +100,17 @@ impl RunReport {
         table.render()
     }
 
-    /// What crossed each link.
+    /// The table of traffic by link.
     pub fn links(&self) -> String {
         let mut table = Table::new(&[
             ("link", Side::Left),
             ("messages", Side::Right),
             ("tensors", Side::Right),
             ("on the wire", Side::Right),
-            ("a step", Side::Right),
+            ("per step", Side::Right),
             ("sent at", Side::Right),
         ]);
-        // Of a ring, one way is used.
+        // The ring of an all-reduce uses one direction of each link.
         for link in self.summary.links.iter().filter(|link| link.messages + link.wire_bytes > 0) {
             let wire = link.wire_bytes > 0;
             table.row(vec![
@@ -129,7 +127,7 @@ impl RunReport {
         table.render()
     }
 
-    /// What the codecs did, for everything that crossed from partition to partition.
+    /// The table of codecs by partition edge.
     pub fn cuts(&self) -> String {
         let mut table = Table::new(&[
             ("link", Side::Left),
@@ -143,10 +141,10 @@ impl RunReport {
             ("sent raw", Side::Right),
         ]);
         let milliseconds = |ms: f64| format!("{ms:.1} ms");
-        for (link, cut) in self.summary.links.iter().flat_map(|link| link.cuts.iter().map(move |cut| (link, cut))) {
+        for (link, cut) in self.summary.links.iter().flat_map(|link| link.edges.iter().map(move |cut| (link, cut))) {
             table.row(vec![
                 format!("{} → {}", link.from, link.to),
-                format!("{} {} → {}", carried(cut.cut.pass), cut.cut.from, cut.cut.to),
+                format!("{} {} → {}", carried(cut.edge.pass), cut.edge.from, cut.edge.to),
                 cut.codec.clone(),
                 units::bytes(cut.raw_bytes as f64),
                 if cut.wire_bytes > 0 { units::bytes(cut.wire_bytes as f64) } else { "in memory".to_owned() },
@@ -159,7 +157,7 @@ impl RunReport {
         table.render()
     }
 
-    /// The whole run in a few lines.
+    /// A summary of a few lines.
     pub fn short(&self) -> String {
         let mut table = Table::new(&[("", Side::Left), ("", Side::Left)]);
         let mut row = |name: String, value: String| table.row(vec![name, value]);
@@ -180,12 +178,12 @@ impl RunReport {
         table.render().trim_start().to_owned()
     }
 
-    /// How fast it was.
+    /// A line with the throughput and the time of the run.
     pub fn speed(&self) -> String {
         let summary = &self.summary;
         match (summary.samples_per_s_median, summary.samples_per_s_mean) {
             (Some(median), Some(mean)) => format!(
-                "{} samples/s{} ({} on average over {} steps, {} of warm-up left out); {} in all, {} of it waiting for data\n",
+                "{} samples/s{} ({} on average over {} steps, after {} warm-up steps); {} in total, {} of it waiting for data\n",
                 units::rate(median),
                 unless_fp32(self.precision),
                 units::rate(mean),
@@ -194,17 +192,18 @@ impl RunReport {
                 units::seconds(summary.seconds),
                 units::seconds(summary.loading_s),
             ),
-            _ => format!("{} in all; too few steps for a speed\n", units::seconds(summary.seconds)),
+            _ => format!("{} in total; too few steps to measure the throughput\n", units::seconds(summary.seconds)),
         }
     }
 }
 
-/// F1 and Matthews correlation of a test with two classes. With more, accuracy says most, and the JSON has these too.
+/// F1 and Matthews correlation of a test with two classes. With more classes, tables have the accuracy only; the JSON has all
+/// scores.
 pub fn two_class_scores(epoch: &EpochSummary) -> Option<(f64, f64)> {
     epoch.test_f1.zip(epoch.test_matthews).filter(|_| epoch.test_classes == Some(2))
 }
 
-/// ` in bf16`; nothing for what everybody expects.
+/// ` in bf16`, or nothing for fp32.
 pub fn unless_fp32(precision: Precision) -> String {
     match precision {
         Precision::Fp32 => String::new(),
@@ -212,7 +211,7 @@ pub fn unless_fp32(precision: Precision) -> String {
     }
 }
 
-/// A plan's picture, as if every forward took as long and every backward twice that.
+/// Draws a plan whose forward passes all take equally long and whose backward passes take twice as long.
 pub fn picture(plan: &Plan, width: usize) -> anyhow::Result<String> {
     let partitions = plan.partitions();
     let simulation = simulate(plan, &Costs::new(vec![1.0; partitions], vec![2.0; partitions]))?;

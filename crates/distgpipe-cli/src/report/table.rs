@@ -1,32 +1,30 @@
-//! Rows under headings, each column as wide as it needs to be.
+//! Text tables with columns as wide as their widest cell.
 
-/// Which side of its column a cell stands on.
+/// The alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Words.
     Left,
-    /// Numbers.
     Right,
 }
 
-/// A table of text.
+/// A table with a heading row.
 pub struct Table {
     columns: Vec<(String, Side)>,
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    /// Without rows yet.
+    /// An empty table with these columns.
     pub fn new(columns: &[(&str, Side)]) -> Self {
         Table { columns: columns.iter().map(|(name, side)| ((*name).to_owned(), *side)).collect(), rows: Vec::new() }
     }
 
-    /// Adds a row; missing cells stay empty.
+    /// Adds a row. Missing cells stay empty.
     pub fn row(&mut self, cells: Vec<String>) {
         self.rows.push(cells);
     }
 
-    /// The table, a line each.
+    /// The heading and the rows, one line each.
     pub fn render(&self) -> String {
         let heading: Vec<String> = self.columns.iter().map(|(name, _)| name.clone()).collect();
         let lines: Vec<&Vec<String>> = std::iter::once(&heading).chain(&self.rows).collect();

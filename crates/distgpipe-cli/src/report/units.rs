@@ -1,4 +1,4 @@
-//! Numbers as people read them.
+//! Numbers with units, formatted for people.
 
 /// `1,234,567`.
 pub fn count(number: u64) -> String {
@@ -13,7 +13,12 @@ pub fn count(number: u64) -> String {
     text
 }
 
-/// `12.3 MB`, in powers of a thousand.
+/// `1 thread`, `2 threads`.
+pub fn plural(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+/// `12.3 MB`, in powers of 1000.
 pub fn bytes(bytes: f64) -> String {
     scaled(bytes, &[(1e9, "GB"), (1e6, "MB"), (1e3, "kB")], "B")
 }
@@ -54,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_read_well() {
+    fn numbers_are_formatted_with_separators_and_units() {
         assert_eq!((count(7), count(1234), count(1_234_567)), ("7".into(), "1,234".into(), "1,234,567".into()));
         assert_eq!((bytes(999.0), bytes(56_900_000.0)), ("999 B".into(), "56.9 MB".into()));
         assert_eq!(

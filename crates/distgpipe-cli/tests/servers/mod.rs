@@ -1,6 +1,6 @@
 //! Worker processes that serve one run after the other, as on other machines.
 
-use distgpipe::link::Token;
+use distgpipe::comm::handshake::Token;
 use distgpipe::Workers;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};

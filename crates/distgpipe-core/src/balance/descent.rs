@@ -1,34 +1,34 @@
-//! Improves cuts by moving their borders, for models with too many cuts to try them all.
+//! Local search: improves cuts by moving their borders, for models with too many cuts to try them all.
 //!
-//! One border at a time is not enough: where two partitions are equally slow, only moving both of their borders helps.
-//! So neighbouring borders also move together, and two such groups side by side move independently. Steps are of one layer, two, four
-//! and so on; where there are few layers, a border tries every place. Skips make memory jump from one cut to the next, so
-//! some starts are drawn at random too, always the same.
+//! Moving one border at a time is not enough: if two partitions are equally slow, only moving both of their borders
+//! helps. So consecutive borders also move together, and two adjacent groups move independently. Borders move by one
+//! layer, two, four and so on; between few layers, a border tries every position. With skips, memory jumps from one cut
+//! to the next, so some starts are random; they are the same in every search.
 
 use super::{cuts_of, starts::starts, Balance, BalanceError, Score, Search};
 use std::collections::HashMap;
 
-/// Starts that are followed to the end, the best ones first.
+/// The number of starts that are followed to a local optimum, the best ones first.
 const STARTS_MAX: usize = 8;
-/// Random starts that are tried, of which as many are followed as of the others.
+/// The number of random starts that are rated. [`STARTS_MAX`] of them are followed.
 const RANDOM_STARTS: usize = 64;
-/// Between so many places a border tries every one.
+/// A border with at most this many positions tries every one of them.
 const PLACES_MAX: usize = 64;
-/// The most borders of which two groups are moved independently.
+/// The largest number of borders for which two groups are moved independently.
 const PAIRED_MAX: usize = 6;
-/// The most steps of rehearsals: less than a second.
+/// The most instructions of compiled plans that the search executes: less than a second.
 const STEPS_MAX: u64 = 1 << 26;
 
-/// Tries starts and what is near them; the search keeps the best.
+/// Follows every start to a local optimum. `search` keeps the best cut.
 pub(super) fn descend(search: &mut Search<'_>) -> Result<(), BalanceError> {
     let mut known = Known { search, scores: HashMap::new() };
     let (layers, borders) = (known.search.layers(), known.search.partitions() - 1);
-    // Before all others: however little can be tried, what is found is no worse than this.
+    // First, so that the result is never worse than the even cut, however little can be tried.
     known.score(&cuts_of(&Balance::even(layers, borders + 1)?))?;
     for starts in [starts(known.search)?, random_starts(layers, borders)] {
         let mut ranked = Vec::new();
         for start in starts {
-            // With skips each of them may need a plan of its own.
+            // With skips each start may need its own plan.
             if known.spent() {
                 break;
             }
@@ -42,7 +42,8 @@ pub(super) fn descend(search: &mut Search<'_>) -> Result<(), BalanceError> {
     Ok(())
 }
 
-/// Borders anywhere. The numbers are Knuth's linear congruential ones, the same for every search.
+/// Cuts with borders at random positions, from Knuth's linear congruential generator. They are the same in every
+/// search.
 fn random_starts(layers: usize, borders: usize) -> Vec<Vec<usize>> {
     let mut state = 1u64;
     let mut draw = |below: usize| {
@@ -50,7 +51,7 @@ fn random_starts(layers: usize, borders: usize) -> Vec<Vec<usize>> {
         (state >> 33) as usize % below
     };
     let start = |_| {
-        // Any choice out of the places that are left when every border has one more before it.
+        // Adding its index to each of the sorted borders makes them distinct.
         let mut cuts: Vec<usize> = (0..borders).map(|_| 1 + draw(layers - borders)).collect();
         cuts.sort_unstable();
         cuts.iter().enumerate().map(|(i, cut)| cut + i).collect()
@@ -58,7 +59,7 @@ fn random_starts(layers: usize, borders: usize) -> Vec<Vec<usize>> {
     (0..RANDOM_STARTS).map(start).collect()
 }
 
-/// The scores of all cuts that have been tried: descents from different starts meet.
+/// The scores of all cuts so far, because searches from different starts meet.
 struct Known<'s, 'p> {
     search: &'s mut Search<'p>,
     scores: HashMap<Vec<usize>, Score>,
@@ -79,7 +80,7 @@ impl Known<'_, '_> {
     }
 }
 
-/// Goes from one cut to better ones until none of its moves is better.
+/// Moves from one cut to better ones until no move improves it.
 fn follow(known: &mut Known<'_, '_>, mut cuts: Vec<usize>, mut score: Score) -> Result<(), BalanceError> {
     let layers = known.search.layers();
     loop {
@@ -101,18 +102,19 @@ fn follow(known: &mut Known<'_, '_>, mut cuts: Vec<usize>, mut score: Score) -> 
     }
 }
 
-/// What happens to the borders of a cut.
+/// A change of some borders of a cut.
 enum Move {
-    /// One goes to a place.
+    /// Border `.0` goes to position `.1`.
     To(usize, usize),
-    /// From the first to the second, all move so far.
+    /// Borders `.0` to `.1` move by `.2` layers.
     Together(usize, usize, isize),
-    /// From the first up to the second all move so far, from there to the third so far.
+    /// Of three borders, those from the first up to the second move by one distance, and those from the second to the
+    /// third by another.
     Apart([usize; 3], [isize; 2]),
 }
 
 impl Move {
-    /// The moved cut, if it is one.
+    /// The cut after the move; `None` if it has an empty partition.
     fn apply(&self, cuts: &[usize], layers: usize) -> Option<Vec<usize>> {
         let mut cuts = cuts.to_vec();
         let mut shift = |border: usize, by: isize| -> Option<()> {

@@ -1,41 +1,42 @@
-//! Cuts to begin from.
+//! Cuts from which the local search starts.
 //!
-//! A step takes about what the slowest partition takes for every micro-batch, and once the way of the first one through
-//! all links. For a bound on the first, the cut with the smallest second is found by a dynamic programme in time
-//! proportional to the layers; a few bounds from the tightest to none give starts from the even to the narrow.
+//! A step takes about the time of the slowest partition for every micro-batch, plus once the way of the first
+//! micro-batch through all links. Given a bound on the slowest partition, dynamic programming finds the cut whose links
+//! cost least, in time linear in the layers. A few bounds, from the tightest possible to none, give starts from the
+//! most even cut to the one with the least traffic. The same is done with memory instead of time.
 //!
-//! The same with memory in place of time. A skip is counted at every border it passes, although it travels once: these
-//! are only starts.
+//! A skip is counted at every border that it crosses, although it is sent only once. That is good enough for a start.
 
 use super::{cuts_of, prefix_sums, Balance, BalanceError, Objective, Search};
 use crate::PartitionId;
 use std::collections::VecDeque;
 
-/// Bounds on the largest partition, in units of the smallest possible one.
+/// Bounds on the largest partition, as multiples of the tightest possible bound.
 const SLACKS: [f64; 11] = [1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 5.0, f64::INFINITY];
 
-/// What partitions and borders cost.
-struct Costs {
-    /// By partition: prefix sums over the layers.
+/// The costs of partitions and borders.
+struct StartCosts {
+    /// For each partition, prefix sums of its costs over the layers.
     partitions: Vec<Vec<f64>>,
-    /// By border and layer before which it may be: how long it occupies the busier of its two directions.
+    /// For each border, by the layer that it is in front of: the time for which it occupies the busier direction of its
+    /// link.
     occupied: Vec<Vec<f64>>,
-    /// The same: how long both ways take.
+    /// Likewise: the time of both directions together.
     both_ways: Vec<Vec<f64>>,
 }
 
-/// Different cuts that are good in different ways.
+/// Cuts that are good in different ways.
 pub(super) fn starts(search: &mut Search<'_>) -> Result<Vec<Vec<usize>>, BalanceError> {
     let (layers, partitions) = (search.layers(), search.partitions());
     let placement = &search.problem.placement;
     let count = |p| placement.partitions_of(placement.worker_of(PartitionId::new(p))).len();
-    // The part of its worker that a partition may take.
+    // The fraction of its worker that a partition may use.
     let alone = vec![1.0; partitions];
     let shared: Vec<f64> = (0..partitions).map(|p| 1.0 / count(p) as f64).collect();
     let mut shares = vec![shared];
     if shares[0] != alone {
         shares.push(alone);
-        // One of a worker's partitions large, its others small.
+        // One of a worker's partitions is large, and its others are small.
         for large in (0..partitions).filter(|&p| count(p) > 1) {
             let share = |p: usize| match p {
                 p if p == large => 0.9,
@@ -58,16 +59,16 @@ pub(super) fn starts(search: &mut Search<'_>) -> Result<Vec<Vec<usize>>, Balance
     Ok(starts)
 }
 
-fn time_costs(search: &Search<'_>, share: &[f64]) -> Costs {
+fn time_costs(search: &Search<'_>, share: &[f64]) -> StartCosts {
     let both: Vec<f64> = search.forward.iter().zip(&search.backward).map(|(f, b)| f + b).collect();
     let partitions = share.iter().map(|share| both.iter().map(|sum| sum / share).collect()).collect();
     let (occupied, both_ways) = borders(search);
-    Costs { partitions, occupied, both_ways }
+    StartCosts { partitions, occupied, both_ways }
 }
 
-fn memory_costs(search: &Search<'_>, share: &[f64]) -> Costs {
+fn memory_costs(search: &Search<'_>, share: &[f64]) -> StartCosts {
     let problem = search.problem;
-    let moments = search.plans.values().next().map(|plan| plan.rehearsal.moments()).unwrap_or_default();
+    let moments = search.plans.values().next().map(|plan| plan.compiled.moments()).unwrap_or_default();
     let live = |p: usize| {
         let own = moments.iter().flatten().flatten().filter(|held| held.partition.index() == p);
         f64::from(own.map(|held| held.kept + held.recomputed).max().unwrap_or(0))
@@ -82,10 +83,10 @@ fn memory_costs(search: &Search<'_>, share: &[f64]) -> Costs {
     };
     let (occupied, both_ways) = borders(search);
     let free = occupied.iter().map(|border| vec![0.0; border.len()]).collect();
-    Costs { partitions: (0..share.len()).map(partition).collect(), occupied: free, both_ways }
+    StartCosts { partitions: (0..share.len()).map(partition).collect(), occupied: free, both_ways }
 }
 
-/// What each border would cost before each layer: (the busier direction, both ways).
+/// The cost of each border in front of each layer: the busier direction, and both directions together.
 fn borders(search: &Search<'_>) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
     let (problem, layers) = (search.problem, search.layers());
     let crossing = |sizes: &super::Sizes| -> Vec<f64> {
@@ -110,11 +111,11 @@ fn borders(search: &Search<'_>) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
     (0..search.partitions() - 1).map(border).unzip()
 }
 
-/// For bounds from the tightest possible on: the cut within it whose borders cost least.
-fn within_bounds(costs: &Costs) -> Vec<Vec<usize>> {
+/// For each bound, from the tightest possible on, the cut within it whose borders cost least.
+fn within_bounds(costs: &StartCosts) -> Vec<Vec<usize>> {
     let most = |all: &[Vec<f64>]| all.iter().flatten().copied().fold(0.0, f64::max);
     let (mut low, mut high) = (0.0, most(&costs.partitions) + most(&costs.occupied));
-    // Halving a float's range 50 times leaves nothing to see.
+    // Fifty halvings exhaust the precision of the sums.
     for _ in 0..50 {
         let middle = low + (high - low) / 2.0;
         match cheapest_within(costs, middle) {
@@ -122,16 +123,16 @@ fn within_bounds(costs: &Costs) -> Vec<Vec<usize>> {
             None => low = middle,
         }
     }
-    // Prefix sums round, so that the tightest bound itself needs some room.
+    // Differences of prefix sums have rounding errors, so even the tightest bound needs some tolerance.
     SLACKS.iter().filter_map(|slack| cheapest_within(costs, high * slack * (1.0 + 1e-9))).collect()
 }
 
-/// The cut whose borders cost least together among those whose partitions and borders each stay within a bound.
+/// Among the cuts whose partitions and borders all stay within a bound, the one whose borders cost least in total.
 ///
-/// Legend: best[j] is the least that the borders of the first j layers in p + 1 partitions cost. The last partition
-/// starts at some i; how early it may start only grows with j, so a queue of candidates with the cheapest in front
-/// serves all j.
-fn cheapest_within(costs: &Costs, bound: f64) -> Option<Vec<usize>> {
+/// Legend: `best[j]` is the least total cost of the borders when the first j layers form p + 1 partitions. The last of
+/// these starts at some layer i. Its earliest possible start only grows with j, so one monotonic queue of candidates,
+/// the cheapest in front, serves all j.
+fn cheapest_within(costs: &StartCosts, bound: f64) -> Option<Vec<usize>> {
     let layers = costs.partitions[0].len() - 1;
     let fits = |p: usize, i: usize, j: usize| {
         let sums: &[f64] = &costs.partitions[p];

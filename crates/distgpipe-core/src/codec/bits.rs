@@ -1,7 +1,7 @@
-//! Codes of 1 to 16 bits, side by side without gaps: a 12-bit code takes 12 bits on the wire.
+//! Packs codes of 1 to 16 bits without gaps: a 12-bit code takes 12 bits on the wire.
 //!
-//! The first code lies in the lowest bits of the first byte; what the last byte has left over is 0. Eight codes of `w`
-//! bits are exactly `w` bytes, so a tensor may be packed in pieces of any multiple of [`GROUP`] codes.
+//! The first code is in the lowest bits of the first byte; unused bits of the last byte are 0. Eight codes of `w` bits
+//! take exactly `w` bytes, so a tensor may be packed in pieces of any multiple of [`GROUP`] codes.
 //!
 //! ```text
 //! width 3   byte 0            byte 1
@@ -10,7 +10,7 @@
 
 use super::simd::{self, Level};
 
-/// Calls a function that is compiled once for each width, so that all shifts are constants.
+/// Calls the version of a function for a width, so that all shifts are constants.
 macro_rules! by_width {
     ($width:expr, $function:ident($($argument:expr),*)) => {
         by_width!(@ $width, $function, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16)
@@ -23,41 +23,41 @@ macro_rules! by_width {
     };
     (! $function:ident, $number:literal, ($($argument:expr),*)) => { simd::$function::<$number>($($argument),*) };
 }
-/// So many codes fill whole bytes, whatever the width.
+/// The number of codes that fill whole bytes, whatever the width.
 pub const GROUP: usize = 8;
 
-/// The widest code.
+/// The largest width of a code in bits.
 pub const WIDTH_MAX: u32 = 16;
 
-/// How many bytes so many codes of `width` bits take; `usize::MAX` if there is no such number.
+/// The size in bytes of packed codes of `width` bits; `usize::MAX` if it does not fit a `usize`.
 pub fn packed_bytes(codes: usize, width: u32) -> usize {
     let bits = codes as u128 * u128::from(width);
     usize::try_from(bits.div_ceil(8)).unwrap_or(usize::MAX)
 }
 
-/// Packs `codes`, of which only the lowest `width` bits count.
+/// Packs the lowest `width` bits of each code.
 ///
 /// # Panics
 /// If `width` is not 1 to 16, or `out` is not [`packed_bytes`] long.
 pub fn pack(codes: &[u16], width: u32, out: &mut [u8]) {
-    pack_with(Level::best(), codes, width, out);
+    pack_with(Level::in_use(), codes, width, out);
 }
 
-/// Unpacks as many codes as there is room for.
+/// Unpacks as many codes as `out` has.
 ///
 /// # Panics
 /// If `width` is not 1 to 16, or `bytes` is not [`packed_bytes`] long.
 pub fn unpack(bytes: &[u8], width: u32, out: &mut [u16]) {
-    unpack_with(Level::best(), bytes, width, out);
+    unpack_with(Level::in_use(), bytes, width, out);
 }
 
-/// [`pack`] with given instructions.
+/// [`pack`] at a given SIMD level.
 pub(super) fn pack_with(level: Level, codes: &[u16], width: u32, out: &mut [u8]) {
     assert_eq!(out.len(), packed_bytes(codes.len(), width), "room for {} codes of {width} bits", codes.len());
     by_width!(width, pack(level, codes, out));
 }
 
-/// [`unpack`] with given instructions.
+/// [`unpack`] at a given SIMD level.
 pub(super) fn unpack_with(level: Level, bytes: &[u8], width: u32, out: &mut [u16]) {
     assert_eq!(bytes.len(), packed_bytes(out.len(), width), "bytes of {} codes of {width} bits", out.len());
     by_width!(width, unpack(level, bytes, out));

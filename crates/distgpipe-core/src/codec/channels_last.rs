@@ -1,49 +1,49 @@
-//! Channels-last tensors, read and written in their logical order a few planes at a time.
+//! Reads and writes channels-last tensors in logical order, a few planes at a time.
 //!
 //! ```text
 //! memory    pixel 0: c₀ c₁ c₂ …   pixel 1: c₀ c₁ c₂ …        logical   c₀: pixel 0, 1, 2 …   c₁: pixel 0, 1, 2 …
 //! ```
 //!
-//! A cache line has 16 channels of one pixel. Those of two lines are transposed at once, in strips of pixels that stay in the
-//! nearest cache, where strips of planes are whole units; otherwise in whole planes.
+//! A cache line has 16 channels of one pixel. The channels of two lines are transposed together. If planes consist of
+//! whole units, this is done in strips of pixels that fit the first-level cache; otherwise in whole planes.
 
 use super::simd::{self, Level, Transposition};
 use crate::wire::Layout;
 use std::ops::Range;
 
-/// The shape of a channels-last tensor's samples, which has several channels and several pixels.
+/// The shape of the samples of a channels-last tensor with several channels and several pixels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Planes {
+pub(super) struct ChannelPlanes {
     pub channels: usize,
-    /// Of one plane.
+    /// The number of pixels in one plane.
     pub pixels: usize,
 }
 
-/// So many planes are transposed at once: those of two cache lines.
+/// The number of planes that are transposed together: those of two cache lines.
 const TOGETHER: usize = 32;
 
-/// A strip has about so many pixels.
+/// The approximate number of pixels in a strip.
 const STRIP: usize = 1024;
 
-/// So many values lie between two strips in the room for them: at a distance of a power of two, all would want the same
-/// places of the cache.
+/// The number of unused values between two strips in the buffer. Without it, strips at distances of a power of two
+/// would compete for the same cache sets.
 const GAP: usize = 16;
 
-/// Where planes are no whole units, about so many values are transposed at a time.
+/// The smallest number of values that are transposed together if planes are not whole units.
 const WHOLE_MIN: usize = 1 << 13;
 
-impl Planes {
-    /// `None` where the order in memory is the logical one.
-    pub fn of(layout: Layout, dims: &[usize]) -> Option<Planes> {
+impl ChannelPlanes {
+    /// The planes of a tensor; `None` if its order in memory is the logical one.
+    pub fn of(layout: Layout, dims: &[usize]) -> Option<ChannelPlanes> {
         match (layout, dims) {
             (Layout::ChannelsLast, &[_, channels, height, width]) if channels > 1 && height * width > 1 => {
-                Some(Planes { channels, pixels: height * width })
+                Some(ChannelPlanes { channels, pixels: height * width })
             }
             _ => None,
         }
     }
 
-    /// A tensor may be read in pieces of multiples of this.
+    /// A tensor may be read in pieces whose size is a multiple of this.
     pub fn unit(self, unit: usize) -> usize {
         if self.pixels.is_multiple_of(unit) {
             self.pixels
@@ -52,8 +52,8 @@ impl Planes {
         }
     }
 
-    /// Calls `take` with parts of the values in `range`, given the first one's number, in an order that suits the memory.
-    /// Each begins at a multiple of `unit`, and ends at one or at the end of the range.
+    /// Calls `take` with parts of the values in `range` and the index of each part's first value, in an order that
+    /// suits the memory. Each part begins at a multiple of `unit`, and ends at one or at the end of the range.
     pub fn read(
         self,
         level: Level,
@@ -87,8 +87,8 @@ impl Planes {
         });
     }
 
-    /// The other way: calls `make` to fill parts of the values in `range`, which are whole samples, and writes them to
-    /// their `memory`. Each begins at a multiple of the first of `units`, and ends at one or at the second.
+    /// The inverse: calls `make` to fill parts of the values in `range`, which are whole samples, and writes them to
+    /// `memory`. Each part begins at a multiple of the first of `units`, and ends at one or at the second.
     pub fn write(
         self,
         level: Level,
@@ -104,7 +104,7 @@ impl Planes {
         let strip = if aligned { unit * (STRIP / unit).max(1) } else { self.pixels };
         let together = if aligned { TOGETHER } else { TOGETHER.max(WHOLE_MIN / self.pixels) };
         self.strips_of(range, strip, together, |plane, planes, pixels| {
-            // Parts that are not whole units are made with what is before and after them.
+            // A part that is not made of whole units is extended to them.
             let first = plane * self.pixels + pixels.start;
             let begin = first / unit * unit;
             let stride = if aligned { pixels.len() + GAP } else { pixels.len() };
@@ -126,7 +126,7 @@ impl Planes {
         });
     }
 
-    /// Where in memory a pixel of a plane is; planes are counted through all samples.
+    /// The index in memory of a pixel of a plane. Planes are counted through all samples.
     fn place(self, plane: usize, pixel: usize) -> usize {
         let (sample, channel) = (plane / self.channels, plane % self.channels);
         (sample * self.pixels + pixel) * self.channels + channel
@@ -136,8 +136,8 @@ impl Planes {
         self.strips_of(range, strip, TOGETHER, each);
     }
 
-    /// Calls `each` with the first plane, the number of planes of one sample, and the pixels of each strip in a range of
-    /// whole planes.
+    /// Calls `each` with the first plane, the number of planes of one sample, and the pixels of each strip in a range
+    /// of whole planes.
     fn strips_of(
         self,
         range: Range<usize>,
@@ -147,7 +147,7 @@ impl Planes {
     ) {
         let (mut plane, end) = (range.start / self.pixels, range.end / self.pixels);
         while plane < end {
-            // What is left of a sample. All planes of a strip lie together in memory.
+            // The remaining planes of a sample. All planes of a strip are adjacent in memory.
             let left = (self.channels - plane % self.channels).min(end - plane);
             for begin in (0..self.pixels).step_by(strip) {
                 for first in (0..left).step_by(together) {
@@ -158,13 +158,13 @@ impl Planes {
         }
     }
 
-    /// Fills `out` with consecutive values from number `first` on.
+    /// Fills `out` with consecutive values from index `first` on.
     fn gather(self, level: Level, memory: &[u8], mut first: usize, mut out: &mut [u8]) {
         while !out.is_empty() {
             let (plane, pixel) = (first / self.pixels, first % self.pixels);
             let wanted = out.len() / 4;
             let whole = (wanted / self.pixels).min(self.channels - plane % self.channels);
-            // A plane in part, or as many whole ones as there are.
+            // Part of a plane, or as many whole planes as fit.
             let (columns, rows) =
                 if pixel > 0 || whole == 0 { (1, wanted.min(self.pixels - pixel)) } else { (whole, self.pixels) };
             let (room, rest) = out.split_at_mut(4 * rows * columns);

@@ -1,20 +1,20 @@
-//! Threads that a codec may split a large tensor over. This crate starts none: whoever runs a link brings them.
+//! The threads that a codec may split a large tensor over. This crate starts none; the owner of a link provides them.
 
-/// Some threads that wait for work.
-pub trait Crew: Send + Sync {
-    /// How many tasks run at the same time.
+/// Runs the tasks of a codec, possibly on several threads.
+pub trait Executor: Send + Sync {
+    /// The number of tasks that run at the same time.
     fn size(&self) -> usize;
 
-    /// Calls `task` once for every number below `tasks`, in any order and perhaps at the same time, and comes back when
-    /// all calls have.
+    /// Calls `task` once for every number below `tasks`, in any order and possibly concurrently. Returns when all calls
+    /// have returned.
     fn run(&self, tasks: usize, task: &(dyn Fn(usize) + Sync));
 }
 
-/// Nobody but the caller.
+/// Runs all tasks on the calling thread, one after the other.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Alone;
+pub struct SerialExecutor;
 
-impl Crew for Alone {
+impl Executor for SerialExecutor {
     fn size(&self) -> usize {
         1
     }

@@ -1,22 +1,22 @@
-//! `fast:Q+S`, `fast:Q+S/N`: the body of [`sort`](super::sort), with the runs' ends from a sample of `N` values, 4096 if
-//! nothing is said.
+//! `fast:Q+S`, `fast:Q+S/N`: the body of [`sort`](super::sort), with the bins estimated from a sample of `N` values
+//! (4096 unless given).
 //!
 //! ```text
 //! body   2^S × lo f32 | 2^S × step f32 | n symbols of Q+S bits          8 · 2^S + ⌈n(Q+S)/8⌉ bytes
 //! ```
 //!
-//! The tensor is cut into `N` equal parts in memory order, and one value taken out of each, at a place that
-//! [`Context::seed`] decides. The sample is sorted: `lo_i` is its value of rank `⌊i N / 2^S⌋`, and a run ends where the next
-//! one begins, the last one at the sample's largest value. So there are no gaps between runs. A value outside of the
-//! sample's range, as about two in `N` are, becomes the end of it that is nearer; a tensor of at most `N` values is its own
-//! sample, and has none.
+//! The tensor is divided into `N` equal parts in memory order, and one value is taken from each at a position that
+//! depends on [`CodecContext::seed`]. The sample is sorted: `lo_i` is its value of rank `⌊i N / 2^S⌋`, and each bin
+//! ends where the next one begins, the last one at the largest value of the sample. So there are no gaps between bins.
+//! Values outside the range of the sample, about two in `N`, are clamped to it. A tensor of at most `N` values is its
+//! own sample and has no such values.
 
-use super::hands::Hands;
-use super::order::{sample, value};
-use super::runs::Runs;
+use super::kernel_runner::KernelRunner;
+use super::order_statistics::{sample, value};
+use super::quantile_bins::QuantileBins;
 use super::sort::split_bits;
 use super::{check_body, check_f32, number};
-use super::{Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView};
+use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub(super) const MEMBER: Member = Member {
     id: CodecId::Fast,
     lossless: false,
     examples: &["fast:8", "fast:16", "fast:12", "fast:4", "fast:6+2/64", "fast:1+4/100", "fast:3+9", "fast:5+0/16"],
-    about: "fast:Q+S or fast:Q+S/N, as sort, but by a sample of N (4096) values; values beyond the sample's are cut",
+    about: "fast:Q+S or fast:Q+S/N, as sort, with bins from a sample of N (4096) values; values outside its range are clamped",
     parse,
 };
 
@@ -47,22 +47,23 @@ fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
     codec.map(|codec| Box::new(codec) as _).ok_or_else(|| CodecError::parameter("fast", EXPECTED, got))
 }
 
-/// The codec for one split of the bits and one size of sample.
+/// The codec `fast:Q+S/N`, with buffers that are reused.
 #[derive(Clone, Debug)]
 pub struct Fast {
-    hands: Hands,
-    runs: Runs,
+    runner: KernelRunner,
+    bins: QuantileBins,
     sample_size: usize,
     sample: Vec<i32>,
     spare: Vec<i32>,
 }
 
 impl Fast {
-    /// `code_bits` (Q) of at least 1 and `run_bits` (S), together at most 16; a sample of 16 to 2^20 values.
-    pub fn new(code_bits: u32, run_bits: u32, sample_size: u32) -> Option<Self> {
-        let runs = Runs::new(code_bits, run_bits)?;
+    /// The codec with `code_bits` (Q), at least 1, and `bin_bits` (S), together at most 16, and a sample of 16 to 2^20
+    /// values; `None` for other numbers.
+    pub fn new(code_bits: u32, bin_bits: u32, sample_size: u32) -> Option<Self> {
+        let bins = QuantileBins::new(code_bits, bin_bits)?;
         let sample_size = (SAMPLE_MIN..=SAMPLE_MAX).contains(&sample_size).then_some(sample_size as usize)?;
-        Some(Fast { hands: Hands::default(), runs, sample_size, sample: Vec::new(), spare: Vec::new() })
+        Some(Fast { runner: KernelRunner::default(), bins, sample_size, sample: Vec::new(), spare: Vec::new() })
     }
 }
 
@@ -72,28 +73,33 @@ impl Codec for Fast {
     }
 
     fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
-        self.runs.encoded_bytes(dims)
+        self.bins.encoded_bytes(dims)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, context: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(
+        &mut self,
+        tensor: TensorView<'_>,
+        context: &CodecContext<'_>,
+        out: &mut Vec<u8>,
+    ) -> Result<(), CodecError> {
         check_f32(self.id(), &tensor)?;
-        self.hands.extremes(self.id(), tensor.bytes)?;
+        self.runner.extremes(self.id(), tensor.bytes)?;
         sample(tensor.bytes, self.sample_size, context.seed, &mut self.sample, &mut self.spare);
         let sample = &self.sample;
-        let runs = sample.len().min(self.runs.count());
-        let begin = |run: usize| value(sample[(run * sample.len() / runs).min(sample.len() - 1)]);
-        self.runs.set(CodecId::Fast, (0..runs).map(|run| (begin(run), begin(run + 1))))?;
-        self.runs.encode(&self.hands, tensor.bytes, out);
+        let bins = sample.len().min(self.bins.count());
+        let begin = |bin: usize| value(sample[(bin * sample.len() / bins).min(sample.len() - 1)]);
+        self.bins.set(CodecId::Fast, (0..bins).map(|bin| (begin(bin), begin(bin + 1))))?;
+        self.bins.encode(&self.runner, tensor.bytes, out);
         Ok(())
     }
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         check_body(self, meta, body, out)?;
-        self.runs.decode(CodecId::Fast, &self.hands, body, out)
+        self.bins.decode(CodecId::Fast, &self.runner, body, out)
     }
 
-    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.hands.set_crew(crew);
+    fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.runner.set_executor(executor);
     }
 }
 
@@ -102,15 +108,15 @@ mod tests {
     use super::*;
     use crate::wire::{Layout, Shape};
 
-    /// What lies outside of the sample becomes the sample's end, and nothing else is farther than half a step.
+    /// Values outside the sample's range become its end; all others are within half a step.
     #[test]
     fn outliers_become_the_ends_of_the_sample() {
         let values: Vec<f32> = (0..10_000).map(|i| if i == 77 { 1e6 } else { (i * 37 % 1001) as f32 }).collect();
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         let view = TensorView { dtype: DType::F32, dims: &[10_000], layout: Layout::Contiguous, bytes: &bytes };
         let mut codec = Fast::new(8, 2, 256).unwrap();
-        // A seed whose sample does not have the outlier.
-        let context = Context { seed: 5, ..Context::default() };
+        // With this seed the sample does not contain the outlier.
+        let context = CodecContext { seed: 5, ..CodecContext::default() };
         let mut body = Vec::new();
         codec.encode(view, &context, &mut body).unwrap();
         let shape = Shape::new(&[10_000]).unwrap();
@@ -125,7 +131,7 @@ mod tests {
             assert!((x - y).abs() <= 1001.0 / 4.0 / 255.0, "{x} became {y}");
         }
 
-        let other = Context { seed: 6, ..Context::default() };
+        let other = CodecContext { seed: 6, ..CodecContext::default() };
         let mut again = Vec::new();
         codec.encode(view, &other, &mut again).unwrap();
         assert_ne!(body, again, "another seed takes another sample");

@@ -1,24 +1,24 @@
-//! `feedback(C)`: codec `C` with error feedback. What `C` lost of a tensor is added to the next one of its slot.
+//! `feedback(C)`: codec `C` with error feedback. The error of `C` on a tensor is added to the next tensor of its slot.
 //!
 //! ```text
-//! encode    s = x + e[slot]     body = C(s)     e[slot] = s − what the body decodes to
+//! encode    s = x + e[slot]     body = C(s)     e[slot] = s − decode(body)
 //! decode    as C does                                                       the body is C's, byte for byte
 //! ```
 //!
-//! A codec that always loses the same, as `topk` does with small values, makes a bias that training does not average
-//! out. With feedback every value arrives sooner or later: the sum of all that was decoded differs from the sum of all
-//! that was encoded by no more than what is still kept. Seide et al., "1-Bit Stochastic Gradient Descent" (2014);
+//! A codec with a systematic error, such as `topk`, which drops small values, has a bias that training does not average
+//! out. With feedback every value arrives eventually: the sum of all decoded tensors differs from the sum of all
+//! encoded ones by no more than the current residual. Seide et al., "1-Bit Stochastic Gradient Descent" (2014);
 //! Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (2019).
 //!
-//! A tensor that `C` refuses goes raw and loses nothing, so what is kept waits for the next one. A tensor of another
-//! shape than the slot's last has no use for what was kept of that, and begins anew. A tensor that the model does not
-//! learn from goes through `C` alone. All that is kept takes at most [`BYTES_MAX`]; beyond it, the slot that was used
-//! least recently is forgotten, and a tensor larger than that has no feedback.
+//! A tensor that `C` refuses is sent raw without error, and the residual is kept for the next tensor. A tensor of
+//! another shape than the last one of its slot starts with no residual. A tensor that the model is not trained on is
+//! encoded by `C` without feedback. The residuals take at most [`BYTES_MAX`]; beyond that, the least recently used slot
+//! is evicted, and a tensor that is larger than the limit has no feedback.
 
-use super::inner::Inner;
-use super::store::Store;
+use super::lru_cache::LruCache;
+use super::wrapped::WrappedCodec;
 use super::{check_f32, check_meta, floats, magnitude_max};
-use super::{Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView};
+use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
 use crate::wire::{DType, Layout, TensorMeta};
 use std::sync::Arc;
 
@@ -34,32 +34,32 @@ pub(super) const MEMBER: Member = Member {
         "feedback(topk:0.1)",
         "feedback(svd:1)",
     ],
-    about: "feedback(C), codec C with what it lost of a tensor added to the next: sums come out right",
+    about: "feedback(C), codec C with error feedback: its error on a tensor is added to the next one",
     parse: |arguments| parse(arguments).map(|codec| Box::new(codec) as _),
 };
 
 const EXPECTED: &str = "feedback(C) with C the codec to correct, such as feedback(tile:4)";
 
-/// The most that one encoder keeps.
+/// The most memory for residuals in one encoder, in bytes.
 pub const BYTES_MAX: usize = 1 << 30;
 
 fn parse(arguments: Arguments<'_>) -> Result<Feedback, CodecError> {
     if let Some(got) = arguments.parameter {
         return Err(CodecError::parameter("feedback", EXPECTED, got));
     }
-    Ok(Feedback::new(Inner::parse("feedback", EXPECTED, arguments)?, BYTES_MAX))
+    Ok(Feedback::new(WrappedCodec::parse("feedback", EXPECTED, arguments)?, BYTES_MAX))
 }
 
-/// The codec around another one.
+/// The codec `feedback(C)`: an encoder or a decoder.
 pub struct Feedback {
-    inner: Inner,
-    /// By slot; only an encoder has any.
-    residuals: Store<u64, Residual>,
+    inner: WrappedCodec,
+    /// The residual of each slot. Decoders have none.
+    residuals: LruCache<u64, Residual>,
     sum: Vec<u8>,
     decoded: Vec<u8>,
 }
 
-/// What has not been sent yet.
+/// The error of the last tensor of a slot, which has not been sent yet.
 struct Residual {
     dims: Vec<usize>,
     layout: Layout,
@@ -67,11 +67,11 @@ struct Residual {
 }
 
 impl Feedback {
-    fn new(inner: Inner, bytes_max: usize) -> Self {
-        Feedback { inner, residuals: Store::new(bytes_max), sum: Vec::new(), decoded: Vec::new() }
+    fn new(inner: WrappedCodec, bytes_max: usize) -> Self {
+        Feedback { inner, residuals: LruCache::new(bytes_max), sum: Vec::new(), decoded: Vec::new() }
     }
 
-    /// Puts `x + e[slot]` into `self.sum`.
+    /// Sets `self.sum` to `x + e[slot]`.
     fn add_residual(&mut self, tensor: &TensorView<'_>, slot: u64) -> Result<(), CodecError> {
         self.sum.clear();
         self.sum.extend_from_slice(tensor.bytes);
@@ -82,14 +82,14 @@ impl Feedback {
         for (to, (value, residual)) in self.sum.chunks_exact_mut(4).zip(floats(tensor.bytes).zip(floats(&kept.bytes))) {
             to.copy_from_slice(&(value + residual).to_ne_bytes());
         }
-        // Both are finite, so what is not has become too large.
+        // Both terms are finite, so a sum that is not has overflowed.
         match magnitude_max(CodecId::Feedback, &self.sum) {
             Err(CodecError::NotFinite { codec, at }) => Err(CodecError::Overflow { codec, at }),
             checked => checked.map(|_| ()),
         }
     }
 
-    /// Keeps what `self.decoded` lacks of `self.sum`.
+    /// Stores the difference of `self.sum` and `self.decoded` as the residual.
     fn keep_residual(&mut self, tensor: &TensorView<'_>, slot: u64) {
         for (to, decoded) in self.sum.chunks_exact_mut(4).zip(floats(&self.decoded)) {
             let sum = f32::from_ne_bytes([to[0], to[1], to[2], to[3]]);
@@ -97,7 +97,7 @@ impl Feedback {
         }
         let bytes = std::mem::take(&mut self.sum);
         let (size, dims) = (bytes.len(), tensor.dims.to_vec());
-        // The memory of the last residual serves the next sum.
+        // The buffer of the former residual is reused for the next sum.
         if let Some(before) = self.residuals.insert(slot, Residual { dims, layout: tensor.layout, bytes }, size) {
             self.sum = before.bytes;
         }
@@ -121,10 +121,15 @@ impl Codec for Feedback {
         self.inner.size_varies()
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, context: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(
+        &mut self,
+        tensor: TensorView<'_>,
+        context: &CodecContext<'_>,
+        out: &mut Vec<u8>,
+    ) -> Result<(), CodecError> {
         check_f32(self.id(), &tensor)?;
         magnitude_max(self.id(), tensor.bytes)?;
-        if !context.learning {
+        if !context.training {
             return self.inner.encode(tensor, context, out);
         }
         self.add_residual(&tensor, context.slot)?;
@@ -139,8 +144,8 @@ impl Codec for Feedback {
         self.inner.decode(meta, body, out)
     }
 
-    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.inner.set_crew(crew);
+    fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.inner.set_executor(executor);
     }
 
     fn reset(&mut self) {
@@ -151,23 +156,27 @@ impl Codec for Feedback {
 
 #[cfg(test)]
 mod tests {
-    use super::super::half::{Format, Half};
+    use super::super::half::{Half, HalfFormat};
+    use super::super::lru_cache::ENTRY_BYTES;
     use super::super::parse as parse_any;
-    use super::super::store::ENTRY_BYTES;
     use super::*;
     use crate::wire::Shape;
 
     fn feedback(inner: &str, bytes_max: usize) -> Feedback {
         let arguments = Arguments { parameter: None, inner: Some(inner) };
-        Feedback::new(Inner::parse("feedback", EXPECTED, arguments).unwrap(), bytes_max)
+        Feedback::new(WrappedCodec::parse("feedback", EXPECTED, arguments).unwrap(), bytes_max)
     }
 
     fn bytes(values: &[f32]) -> Vec<u8> {
         values.iter().flat_map(|value| value.to_ne_bytes()).collect()
     }
 
-    /// The body, and what the other end makes of it.
-    fn send(codec: &mut dyn Codec, values: &[f32], context: Context<'_>) -> Result<(Vec<u8>, Vec<f32>), CodecError> {
+    /// Encodes and decodes; returns the body and the decoded values.
+    fn send(
+        codec: &mut dyn Codec,
+        values: &[f32],
+        context: CodecContext<'_>,
+    ) -> Result<(Vec<u8>, Vec<f32>), CodecError> {
         let (dims, bytes) = ([values.len()], bytes(values));
         let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
         let mut body = Vec::new();
@@ -179,8 +188,8 @@ mod tests {
         Ok((body, floats(&out).collect()))
     }
 
-    fn slot(slot: u64) -> Context<'static> {
-        Context { slot, ..Context::default() }
+    fn slot(slot: u64) -> CodecContext<'static> {
+        CodecContext { slot, ..CodecContext::default() }
     }
 
     fn wave(length: usize, seed: usize) -> Vec<f32> {
@@ -220,7 +229,7 @@ mod tests {
         assert_eq!(send(&mut codec, &first, slot(1)).unwrap(), alone(&first));
         assert_eq!(send(&mut codec, &second, slot(2)).unwrap(), alone(&second));
         assert_ne!(send(&mut codec, &first, slot(1)).unwrap(), alone(&first));
-        // Another shape begins anew, and so does the old one after it.
+        // Another shape starts without a residual, and so does the first shape after it.
         assert_eq!(send(&mut codec, &first[..64], slot(1)).unwrap(), alone(&first[..64]));
         assert_eq!(send(&mut codec, &first, slot(1)).unwrap(), alone(&first));
         codec.reset();
@@ -239,9 +248,9 @@ mod tests {
             refused[4] = f32::NAN;
             let error = send(&mut codec, &refused, slot(1)).unwrap_err();
             assert_eq!(error, CodecError::NotFinite { codec: CodecId::Feedback, at: 4 });
-            let watching = Context { learning: false, ..slot(1) };
+            let watching = CodecContext { training: false, ..slot(1) };
             let (body, _) = send(&mut codec, &values, watching).unwrap();
-            assert_eq!(body, send(&mut Half::new(Format::F16), &values, slot(1)).unwrap().0);
+            assert_eq!(body, send(&mut Half::new(HalfFormat::F16), &values, slot(1)).unwrap().0);
             assert_eq!(send(&mut codec, &values, slot(1)), send(&mut twin, &values, slot(1)));
         }
     }
@@ -249,7 +258,7 @@ mod tests {
     #[test]
     fn a_sum_that_overflows_goes_raw_and_loses_nothing() {
         let mut codec = feedback("uniform:2", BYTES_MAX);
-        // The grid is -3e38, -1e38, 1e38, 3e38: 2e38 becomes 1e38 or 3e38 and leaves 1e38, or minus that, behind.
+        // The grid is -3e38, -1e38, 1e38, 3e38: 2e38 becomes 1e38 or 3e38, which leaves a residual of 1e38 or -1e38.
         send(&mut codec, &[-3e38, 3e38, 1.9e38], slot(0)).unwrap();
         let kept = codec.residuals.get(&0).unwrap().bytes.clone();
         assert!(floats(&kept).nth(2).unwrap() > 8e37);
@@ -266,7 +275,7 @@ mod tests {
             send(&mut codec, &values, slot(number)).unwrap();
         }
         assert_eq!(codec.residuals.iter().map(|(&slot, _)| slot).collect::<Vec<_>>(), [1, 3]);
-        // Too large a tensor goes without feedback, and takes nobody's place.
+        // A tensor that is too large has no feedback and evicts nothing.
         send(&mut codec, &wave(1000, 5), slot(4)).unwrap();
         assert_eq!(codec.residuals.iter().map(|(&slot, _)| slot).collect::<Vec<_>>(), [1, 3]);
     }
@@ -276,7 +285,7 @@ mod tests {
         let told = |text: &str| parse_any(text).err().unwrap().to_string();
         assert_eq!(
             told("feedback(raw)"),
-            "expected feedback(C) with C a codec that loses something and wraps no other, such as feedback(tile:4); \
+            "expected feedback(C) with C a lossy codec that wraps no other, such as feedback(tile:4); \
              got `feedback(raw)`"
         );
         assert!(told("feedback(feedback(tile:4))").ends_with("got `feedback(feedback(tile:4))`"));

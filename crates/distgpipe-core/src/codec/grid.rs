@@ -1,17 +1,17 @@
-//! Evenly spaced values: what `uniform`, `sort` and `tile` have in common.
+//! Quantization grids: the evenly spaced values that `uniform`, `sort` and `tile` use.
 //!
-//! A grid is `lo + code · step` for `code` from 0 to `2^Q − 1`. Codes are rounded, and values put together, in `f64`,
-//! where a product of code and step is exact and a sum keeps 53 bits; the rounding that a user can see is that of the
-//! decoded value to `f32`. No path depends on how many values are treated at once, so all give the same bits.
+//! A grid is `lo + code · step` for `code` from 0 to `2^Q − 1`. Quantizing and dequantizing is done in `f64`, where the
+//! product of code and step is exact and the sum keeps 53 bits; only the rounding of the decoded value to `f32` is
+//! visible. The result does not depend on how many values are processed together, so all kernels give the same bits.
 
 use super::{CodecError, CodecId};
 
-/// The largest code of so many bits.
+/// The largest code of this many bits.
 pub(super) const fn code_max(bits: u32) -> u16 {
     u16::MAX >> (16 - bits)
 }
 
-/// Evenly spaced values from `lo` upwards; `step` is at least 0, and both are finite.
+/// Evenly spaced values from `lo` upwards. `step` is at least 0, and both are finite.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Grid {
     pub lo: f64,
@@ -19,10 +19,10 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// The grid over a range, with both numbers such as an `f32` holds.
+    /// The grid over a range, with `lo` and `step` representable as `f32`.
     ///
-    /// The step is rounded to the nearest, but upwards where the grid would otherwise end more than half a step before
-    /// `hi`, as it can among the denormal numbers. `None` if no `f32` is as large as the step.
+    /// The step is rounded to nearest, or upwards if the grid would otherwise end more than half a step below `hi`,
+    /// which happens with denormal numbers. `None` if the step or the grid's end overflows an `f32`.
     pub fn over(lo: f32, hi: f32, code_max: u16) -> Option<Grid> {
         let exact = (f64::from(hi) - f64::from(lo)) / f64::from(code_max);
         let mut step = exact as f32;
@@ -31,17 +31,17 @@ impl Grid {
             step = f32::from_bits(step.to_bits() + 1);
         }
         let grid = |step: f32| Grid { lo: lo.into(), step: step.into() };
-        // At the very end of what an `f32` holds, rounding up by so little would reach infinity.
+        // At the end of the range of an `f32`, rounding the step up would make the last value infinite.
         if step.is_finite() && grid(step).end(code_max).is_infinite() {
             step = f32::from_bits(step.to_bits() - 1);
         }
         grid(step).end(code_max).is_finite().then_some(grid(step))
     }
 
-    /// The grid that a peer describes, if all of its values are finite.
+    /// The grid in a received body; an error if not all of its values are finite.
     pub fn from_peer(codec: CodecId, at: usize, lo: f32, step: f32, code_max: u16) -> Result<Grid, CodecError> {
         let grid = Grid { lo: lo.into(), step: step.into() };
-        // Whichever of the two is not finite, the end is not either.
+        // If `lo` or `step` is not finite, neither is the end.
         let valid = step >= 0.0 && grid.end(code_max).is_finite();
         valid.then_some(grid).ok_or(CodecError::Grid { codec, at })
     }
@@ -52,7 +52,7 @@ impl Grid {
         (self.lo + f64::from(code) * self.step) as f32
     }
 
-    /// The value of a code, cut to what an `f32` holds: the end of a grid that was made longer may lie beyond.
+    /// The value of a code, clamped to finite numbers: the last value of a grid whose step was rounded up may overflow.
     #[inline(always)]
     pub fn value_within(self, code: u16) -> f32 {
         let value = self.value(code);
@@ -64,16 +64,16 @@ impl Grid {
         }
     }
 
-    /// How values become codes of this grid.
-    pub fn rounding(self, code_max: u16) -> Rounding {
-        Rounding { lo: self.lo, per_step: self.per_step(), code_max }
+    /// The quantizer of this grid.
+    pub fn quantizer(self, code_max: u16) -> Quantizer {
+        Quantizer { lo: self.lo, per_step: self.per_step(), code_max }
     }
 
     fn end(self, code_max: u16) -> f32 {
         self.value(code_max)
     }
 
-    /// What a difference is multiplied by to count in steps; 0 where there is no step, so that every code is 0.
+    /// The reciprocal of the step; 0 if the step is 0, so that every code is 0.
     #[inline(always)]
     pub fn per_step(self) -> f64 {
         if self.step > 0.0 {
@@ -84,26 +84,27 @@ impl Grid {
     }
 }
 
-/// How values, from `lo` to half a step above the grid's end, become codes: the nearest to `(value − lo) · per_step`, ties
-/// to the even one, at most `code_max`.
+/// Converts values, from `lo` to half a step above the grid's end, to codes: `(value − lo) · per_step` rounded to
+/// nearest, ties to even, at most `code_max`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rounding {
+pub(super) struct Quantizer {
     pub lo: f64,
     pub per_step: f64,
     pub code_max: u16,
 }
 
-impl Rounding {
+impl Quantizer {
     #[inline(always)]
     pub fn code(self, value: f32) -> u16 {
-        // 1.5 · 2^52: a sum with it has a spacing of 1, so that the addition rounds and the lowest bits are the code.
+        // 1.5 · 2^52: numbers of this size have a spacing of 1, so the addition rounds and the lowest bits are the
+        // code.
         const ROUND: f64 = 6755399441055744.0;
         let steps = (f64::from(value) - self.lo) * self.per_step;
         ((steps + ROUND).to_bits() as u32).min(self.code_max.into()) as u16
     }
 
-    /// One of the two codes around a value, by a `random` number from 0 to 1: the nearer with the greater probability, so
-    /// that the expected value is the value. One within [`NEAR`] of a code gets that.
+    /// One of the two codes around a value, chosen by a `random` number from 0 to 1 such that the expected decoded
+    /// value is the value. A value within [`NEAR`] of a code gets that code.
     #[inline(always)]
     pub fn code_stochastic(self, value: f32, random: f64) -> u16 {
         let code_max = f64::from(self.code_max);
@@ -115,12 +116,12 @@ impl Rounding {
     }
 }
 
-/// Within this part of a step, stochastic rounding goes to the nearest code: a value that was decoded from a code is only
-/// almost there, and should stay.
+/// Within this fraction of a step from a code, stochastic rounding chooses that code. So a value that was decoded from
+/// a code, which has a rounding error, is encoded to the same code again.
 pub(super) const NEAR: f64 = 1.0 / 1024.0;
 
-/// The random number from 0 to 1 of an element: a function of `key` and the element's number alone, so that it does not
-/// matter in which order, by whom and how many at a time elements are treated. The mixing is Wellons' `lowbias32`.
+/// The random number from 0 to 1 of an element. It depends on `key` and the element's index alone, so the order of
+/// processing, the threads and the vector width do not matter. The mixing function is Wellons' `lowbias32`.
 #[inline(always)]
 pub(super) fn random(key: u32, element: u32) -> f64 {
     let mut mixed = element ^ key;
@@ -130,10 +131,10 @@ pub(super) fn random(key: u32, element: u32) -> f64 {
     f64::from(mixed >> 8) * RANDOM_UNIT
 }
 
-/// The factors of [`random`].
+/// The multipliers of [`random`].
 pub(super) const MIX: [u32; 2] = [0x7feb_352d, 0x846c_a68b];
 
-/// Random numbers are multiples of this.
+/// The spacing of the random numbers.
 pub(super) const RANDOM_UNIT: f64 = 1.0 / 16_777_216.0;
 
 #[cfg(test)]
@@ -154,7 +155,7 @@ mod tests {
         let smallest = f32::from_bits(1);
         let grid = Grid::over(0.0, smallest, 63).unwrap();
         assert_eq!(grid.step, f64::from(smallest));
-        assert_eq!(grid.value(grid.rounding(63).code(smallest)), smallest);
+        assert_eq!(grid.value(grid.quantizer(63).code(smallest)), smallest);
     }
 
     #[test]
@@ -172,8 +173,8 @@ mod tests {
     proptest! {
         #[test]
         fn rounding_by_addition_is_rounding(steps in -0.4f64..65535.4, max in 0u16..) {
-            let got = Rounding { lo: 1.0 - steps, per_step: 1.0, code_max: max }.code(1.0);
-            // 1 − (1 − steps), and not steps, is what is rounded.
+            let got = Quantizer { lo: 1.0 - steps, per_step: 1.0, code_max: max }.code(1.0);
+            // The rounded number is 1 − (1 − steps), which differs slightly from steps.
             let steps = 1.0 - (1.0 - steps);
             prop_assert_eq!(f64::from(got), steps.round_ties_even().clamp(0.0, f64::from(max)));
         }
@@ -185,7 +186,7 @@ mod tests {
             let max = code_max(bits);
             let Some(grid) = Grid::over(lo, hi, max) else { return Ok(()) };
             let value = ((f64::from(lo) + at * (f64::from(hi) - f64::from(lo))) as f32).clamp(lo, hi);
-            let back = grid.value(grid.rounding(max).code(value));
+            let back = grid.value(grid.quantizer(max).code(value));
             // The step was rounded to 24 bits, and so is the value.
             let rounding = f64::from(lo.abs().max(hi.abs())) * 2f64.powi(-23) + f64::from(f32::from_bits(1));
             let error = (f64::from(back) - f64::from(value)).abs();

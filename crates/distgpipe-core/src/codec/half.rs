@@ -1,16 +1,16 @@
-//! Two bytes a value: IEEE half precision or bfloat16, rounded to the nearest, ties to the even one.
+//! `f16`, `bf16`: two bytes a value in IEEE half precision or bfloat16, rounded to nearest, ties to even.
 //!
 //! | text | significant bits | largest | good for |
 //! | --- | --- | --- | --- |
 //! | `f16` | 11 | 65504 | activations |
-//! | `bf16` | 8 | 3.4e38 | gradients, whose magnitude varies more than their digits matter |
+//! | `bf16` | 8 | 3.4e38 | gradients, which need range more than precision |
 //!
-//! A finite value that would round to infinity is refused with [`CodecError::Overflow`] instead: the link then sends
-//! that tensor raw and counts it, and training goes on with the right numbers.
+//! A tensor with a finite value that would round to infinity is refused with [`CodecError::Overflow`]: the link sends
+//! it raw and counts it, and training continues with the right numbers.
 
-use super::hands::Hands;
+use super::kernel_runner::KernelRunner;
 use super::{check_body, check_f32, elements_of, floats, simd};
-use super::{Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView};
+use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub(super) const F16: Member = Member {
     lossless: false,
     examples: &["f16"],
     about: "IEEE half precision, 2 bytes a value",
-    parse: |arguments| parse("f16", arguments, Format::F16),
+    parse: |arguments| parse("f16", arguments, HalfFormat::F16),
 };
 
 pub(super) const BF16: Member = Member {
@@ -29,44 +29,44 @@ pub(super) const BF16: Member = Member {
     lossless: false,
     examples: &["bf16"],
     about: "bfloat16, the upper half of a float, 2 bytes a value",
-    parse: |arguments| parse("bf16", arguments, Format::BF16),
+    parse: |arguments| parse("bf16", arguments, HalfFormat::BF16),
 };
 
 const EXPECTED: &str = "f16 or bf16, which have no parameter";
 
-fn parse(name: &'static str, arguments: Arguments<'_>, format: Format) -> Result<Box<dyn Codec>, CodecError> {
+fn parse(name: &'static str, arguments: Arguments<'_>, format: HalfFormat) -> Result<Box<dyn Codec>, CodecError> {
     arguments.none(name, EXPECTED).map(|()| Box::new(Half::new(format)) as _)
 }
 
-/// The codec for one of the two formats.
+/// The codec `f16` or `bf16`.
 #[derive(Clone, Debug)]
 pub struct Half {
-    format: Format,
-    hands: Hands,
+    format: HalfFormat,
+    runner: KernelRunner,
 }
 
 impl Half {
-    /// Values in this format.
-    pub fn new(format: Format) -> Self {
-        Half { format, hands: Hands::default() }
+    /// The codec for this format.
+    pub fn new(format: HalfFormat) -> Self {
+        Half { format, runner: KernelRunner::default() }
     }
 }
 
-/// The two formats.
+/// A floating-point format of two bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// IEEE: 5 bits of exponent.
+pub enum HalfFormat {
+    /// IEEE half precision: 5 bits of exponent.
     F16,
-    /// The upper half of an `f32`: 8 bits of exponent.
+    /// bfloat16, the upper half of an `f32`: 8 bits of exponent.
     BF16,
 }
 
-impl Format {
-    /// The magnitude, as the bits of an `f32`, from which on a value rounds to infinity.
+impl HalfFormat {
+    /// The smallest magnitude that rounds to infinity, as the bits of an `f32`.
     fn overflow_bits(self) -> u32 {
         match self {
-            Format::F16 => 65520f32.to_bits(),
-            Format::BF16 => 0x7f7f_8000,
+            HalfFormat::F16 => 65520f32.to_bits(),
+            HalfFormat::BF16 => 0x7f7f_8000,
         }
     }
 }
@@ -74,8 +74,8 @@ impl Format {
 impl Codec for Half {
     fn id(&self) -> CodecId {
         match self.format {
-            Format::F16 => CodecId::F16,
-            Format::BF16 => CodecId::BF16,
+            HalfFormat::F16 => CodecId::F16,
+            HalfFormat::BF16 => CodecId::BF16,
         }
     }
 
@@ -83,60 +83,61 @@ impl Codec for Half {
         elements_of(dims).saturating_mul(2)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &CodecContext<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         check_f32(self.id(), &tensor)?;
         let limit = self.format.overflow_bits();
-        if self.hands.extremes(self.id(), tensor.bytes)?.magnitude_max() >= limit {
+        if self.runner.extremes(self.id(), tensor.bytes)?.magnitude_max() >= limit {
             let at = floats(tensor.bytes).position(|value| value.to_bits() & 0x7fff_ffff >= limit);
             return Err(CodecError::Overflow { codec: self.id(), at: at.unwrap_or(0) });
         }
-        let level = self.hands.level;
-        self.hands.append(tensor.bytes, 16, out, |bytes, out| match self.format {
-            Format::F16 => simd::f16s(level, bytes, out),
-            Format::BF16 => simd::bf16s(level, bytes, out),
+        let level = self.runner.level;
+        self.runner.append(tensor.bytes, 16, out, |bytes, out| match self.format {
+            HalfFormat::F16 => simd::f16s(level, bytes, out),
+            HalfFormat::BF16 => simd::bf16s(level, bytes, out),
         });
         Ok(())
     }
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         let elements = check_body(self, meta, body, out)?;
-        let piece = self.hands.piece(elements, 1);
-        let level = self.hands.level;
-        self.hands.each(body.chunks(2 * piece).zip(out.chunks_mut(4 * piece)), |(bytes, out)| match self.format {
-            Format::F16 => simd::values_of_f16s(level, bytes, out),
-            Format::BF16 => simd::values_of_bf16s(level, bytes, out),
+        let piece = self.runner.piece(elements, 1);
+        let level = self.runner.level;
+        self.runner.each(body.chunks(2 * piece).zip(out.chunks_mut(4 * piece)), |(bytes, out)| match self.format {
+            HalfFormat::F16 => simd::values_of_f16s(level, bytes, out),
+            HalfFormat::BF16 => simd::values_of_bf16s(level, bytes, out),
         });
         Ok(())
     }
 
-    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.hands.set_crew(crew);
+    fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.runner.set_executor(executor);
     }
 }
 
-/// The nearest half-precision number to a value that is no NaN; ties go to the even one.
+/// The nearest half-precision number, ties to even. The value must not be a NaN.
 #[inline(always)]
 pub(super) fn f16_from_f32(value: f32) -> u16 {
     let bits = value.to_bits();
     let sign = (bits >> 16 & 0x8000) as u16;
     let magnitude = bits & 0x7fff_ffff;
-    // Rebias the exponent from 127 to 15, and round off 13 bits: half of the last one kept, less one if it is even.
+    // Rebias the exponent from 127 to 15, and round off 13 bits: add half of the last kept bit, minus one if it is
+    // even.
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + (magnitude >> 13 & 1)) >> 13;
-    // Below 2^-14 the spacing is 2^-24, which is that of an `f32` from 0.5 on: the addition rounds.
+    // Below 2^-14 the spacing is 2^-24, the same as that of `f32` from 0.5 on, so the addition rounds.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let half = if magnitude < 113 << 23 { subnormal } else { normal.min(0x7c00) };
     sign | half as u16
 }
 
-/// The value of a half-precision number.
+/// Converts a half-precision number.
 #[inline(always)]
 pub fn f32_from_f16(half: u16) -> f32 {
     let sign = u32::from(half & 0x8000) << 16;
     let magnitude = u32::from(half & 0x7fff) << 13;
     let normal = magnitude + (112 << 23);
-    // A NaN is a quiet one, as processors make it.
+    // NaNs become quiet, as in hardware conversions.
     let special = (magnitude + (224 << 23)) | if half & 0x3ff == 0 { 0 } else { 0x0040_0000 };
-    // With a leading one that is taken off again, the addition normalizes.
+    // Subtracting the implicit leading one normalizes.
     let subnormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23)).to_bits();
     let bits = match half & 0x7c00 {
         0 => subnormal,
@@ -152,7 +153,7 @@ pub(super) fn bf16_from_f32(value: f32) -> u16 {
     (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
-/// The value of a bfloat16 number.
+/// Converts a bfloat16 number.
 #[inline(always)]
 pub fn f32_from_bf16(half: u16) -> f32 {
     f32::from_bits(u32::from(half) << 16)
@@ -164,7 +165,7 @@ mod tests {
     use crate::wire::Layout;
     use proptest::prelude::*;
 
-    /// What the bits mean, by the standard.
+    /// The value according to the standard.
     fn f16_by_definition(half: u16) -> f64 {
         let (exponent, fraction) = (i32::from(half >> 10 & 31), f64::from(half & 0x3ff));
         let magnitude = match exponent {
@@ -193,7 +194,7 @@ mod tests {
 
     #[test]
     fn halfway_goes_to_the_even_one() {
-        // Every number midway between two neighbours, and its neighbours in `f32`.
+        // Every midpoint between two neighbours, and the values next to it in `f32`.
         for half in 0..0x7bff_u16 {
             let (low, high) = (f16_by_definition(half), f16_by_definition(half + 1));
             let middle = ((low + high) / 2.0) as f32;
@@ -216,14 +217,14 @@ mod tests {
     #[test]
     fn what_would_become_infinite_is_refused() {
         for (mut codec, largest, over) in [
-            (Half::new(Format::F16), 65519.996f32, 65520.0f32),
-            (Half::new(Format::BF16), f32::from_bits(0x7f7f_7fff), f32::from_bits(0x7f7f_8000)),
+            (Half::new(HalfFormat::F16), 65519.996f32, 65520.0f32),
+            (Half::new(HalfFormat::BF16), f32::from_bits(0x7f7f_7fff), f32::from_bits(0x7f7f_8000)),
         ] {
             let mut encode = |values: [f32; 3]| {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
                 let mut out = Vec::new();
                 let view = TensorView { dtype: DType::F32, dims: &[3], layout: Layout::Contiguous, bytes: &bytes };
-                codec.encode(view, &Context::default(), &mut out).map(|()| out.len())
+                codec.encode(view, &CodecContext::default(), &mut out).map(|()| out.len())
             };
             assert_eq!(encode([1.0, -largest, largest]), Ok(6));
             let refused = encode([1.0, 2.0, -over]);

@@ -1,33 +1,33 @@
-//! Codecs on tensors of two bytes a value.
+//! Lets codecs for `F32` encode tensors of `F16` and `BF16`.
 //!
-//! Codecs compute on `F32`, and every `F16` and `BF16` value is one. So such a tensor is widened before it is encoded, and
-//! what is decoded is narrowed to the type in the frame's header: the nearest number of that type, ties to the even one. The
-//! body is that of the same values in `F32`, so what a codec promises of bytes holds for all three types.
+//! Every `F16` and `BF16` value is also an `F32` value. So the adapter widens such a tensor before encoding, and
+//! narrows the decoded values to the type in the frame's header: to the nearest number of that type, ties to even. The
+//! body is that of the same values in `F32`, so the size of a body is the same for all three types.
 //!
-//! A codec may go a little beyond the values it was given. Where that is more than the narrow type can hold, the largest
-//! number that it can is taken: what was finite stays so.
+//! Decoded values may lie slightly outside the range of the original ones. Values beyond the range of the narrow type
+//! become its largest number, so that finite values stay finite.
 
 use super::half::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
-use super::hands::Hands;
-use super::{Codec, CodecError, CodecId, Context, Crew, TensorView};
+use super::kernel_runner::KernelRunner;
+use super::{Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
-/// A codec for `F32`, made to take `F16` and `BF16` too.
-pub(super) struct Widened {
+/// A codec for `F32`, `F16` and `BF16`, made from one for `F32`.
+pub(super) struct HalfPrecisionAdapter {
     inner: Box<dyn Codec>,
-    /// The tensor as `F32`, kept for its room.
+    /// The tensor in `F32`; a buffer that is reused.
     wide: Vec<u8>,
-    hands: Hands,
+    runner: KernelRunner,
 }
 
-impl Widened {
+impl HalfPrecisionAdapter {
     pub fn around(inner: Box<dyn Codec>) -> Self {
-        Widened { inner, wide: Vec::new(), hands: Hands::default() }
+        HalfPrecisionAdapter { inner, wide: Vec::new(), runner: KernelRunner::default() }
     }
 }
 
-/// The type that a codec is given.
+/// The type that the inner codec gets.
 fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
@@ -35,7 +35,7 @@ fn wide(dtype: DType) -> DType {
     }
 }
 
-impl Codec for Widened {
+impl Codec for HalfPrecisionAdapter {
     fn id(&self) -> CodecId {
         self.inner.id()
     }
@@ -52,16 +52,21 @@ impl Codec for Widened {
         self.inner.size_varies()
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, context: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(
+        &mut self,
+        tensor: TensorView<'_>,
+        context: &CodecContext<'_>,
+        out: &mut Vec<u8>,
+    ) -> Result<(), CodecError> {
         let dtype = wide(tensor.dtype);
         if dtype == tensor.dtype {
             return self.inner.encode(tensor, context, out);
         }
         let elements = tensor.elements()?;
         self.wide.resize(4 * elements, 0);
-        let piece = self.hands.piece(elements, 1);
+        let piece = self.runner.piece(elements, 1);
         let pieces = tensor.bytes.chunks(2 * piece).zip(self.wide.chunks_mut(4 * piece));
-        self.hands.each(pieces, |(narrow, wide)| match tensor.dtype {
+        self.runner.each(pieces, |(narrow, wide)| match tensor.dtype {
             DType::F16 => widen(narrow, wide, f32_from_f16),
             _ => widen(narrow, wide, f32_from_bf16),
         });
@@ -73,7 +78,7 @@ impl Codec for Widened {
         if dtype == meta.dtype {
             return self.inner.decode(meta, body, out);
         }
-        // Before there is room for twice as much.
+        // Checked before a buffer of twice the size is allocated.
         let decoded = meta.decoded_bytes();
         if out.len() as u64 != decoded {
             return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
@@ -81,9 +86,9 @@ impl Codec for Widened {
         let elements = out.len() / 2;
         self.wide.resize(4 * elements, 0);
         self.inner.decode(&TensorMeta { dtype, ..*meta }, body, &mut self.wide)?;
-        let piece = self.hands.piece(elements, 1);
+        let piece = self.runner.piece(elements, 1);
         let pieces = self.wide.chunks(4 * piece).zip(out.chunks_mut(2 * piece));
-        self.hands.each(pieces, |(wide, narrow)| match meta.dtype {
+        self.runner.each(pieces, |(wide, narrow)| match meta.dtype {
             DType::F16 => narrow_to(wide, narrow, nearest_f16),
             _ => narrow_to(wide, narrow, nearest_bf16),
         });
@@ -94,9 +99,9 @@ impl Codec for Widened {
         self.inner.wants_samples()
     }
 
-    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.hands.set_crew(crew.clone());
-        self.inner.set_crew(crew);
+    fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.runner.set_executor(executor.clone());
+        self.inner.set_executor(executor);
     }
 
     fn reset(&mut self) {
@@ -116,7 +121,7 @@ fn narrow_to(wide: &[u8], narrow: &mut [u8], nearest: impl Fn(f32) -> u16) {
     }
 }
 
-/// The nearest finite bfloat16 number; a NaN, which only a faulty peer sends, stays one.
+/// The nearest finite bfloat16 number. A NaN, which only a faulty peer sends, stays a NaN.
 #[inline(always)]
 fn nearest_bf16(value: f32) -> u16 {
     const LARGEST: f32 = f32::from_bits(0x7f7f_0000);
@@ -127,7 +132,7 @@ fn nearest_bf16(value: f32) -> u16 {
     }
 }
 
-/// The nearest finite half-precision number; a NaN stays one.
+/// The nearest finite half-precision number. A NaN stays a NaN.
 #[inline(always)]
 fn nearest_f16(value: f32) -> u16 {
     if value.is_nan() {
@@ -149,9 +154,9 @@ mod tests {
             (65520.0, 0x4780, 0x7bff),
             (f32::INFINITY, 0x7f7f, 0x7bff),
             (f32::NAN, 0x7fc0, 0x7e00),
-            // All bits set: rounded as a number, it would become −0.
+            // A NaN with all bits set would become −0 if it were rounded like a number.
             (f32::from_bits(0x7fff_ffff), 0x7fc0, 0x7e00),
-            // Ties go to the even one.
+            // Ties go to even.
             (1.0 + 2f32.powi(-8), 0x3f80, 0x3c04),
             (1.0 + 3.0 * 2f32.powi(-8), 0x3f82, 0x3c0c),
         ] {

@@ -1,43 +1,44 @@
-//! What a codec keeps from tensor to tensor, within a bound: what was used least recently goes first.
+//! The bounded state of a codec: a cache that evicts the least recently inserted value.
 //!
-//! What goes depends on nothing but the order of the calls, so that two ends that make the same calls keep the same.
+//! Evictions depend on the sequence of insertions alone, so two ends that make the same insertions keep the same
+//! values.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 
-/// What an entry costs beside its values, which a peer who stores millions of small ones could otherwise have for
-/// nothing: its places in both maps and the allocator's own.
+/// The overhead of an entry in bytes: its nodes in both maps, and the allocator's. Without counting it, a peer could
+/// store millions of small values for free.
 pub(super) const ENTRY_BYTES: usize = 256;
 
-/// Values by key, of a bounded size together.
+/// Values by key, with a bound on their total size.
 #[derive(Debug)]
-pub(super) struct Store<K, V> {
+pub(super) struct LruCache<K, V> {
     bytes_max: usize,
     bytes: usize,
     clock: u64,
-    entries: HashMap<K, Entry<V>>,
+    entries: HashMap<K, Cached<V>>,
     oldest_first: BTreeMap<u64, K>,
 }
 
 #[derive(Debug)]
-struct Entry<V> {
+struct Cached<V> {
     value: V,
     bytes: usize,
     time: u64,
 }
 
-impl<K: Copy + Eq + Hash, V> Store<K, V> {
+impl<K: Copy + Eq + Hash, V> LruCache<K, V> {
     pub fn new(bytes_max: usize) -> Self {
-        Store { bytes_max, bytes: 0, clock: 0, entries: HashMap::new(), oldest_first: BTreeMap::new() }
+        LruCache { bytes_max, bytes: 0, clock: 0, entries: HashMap::new(), oldest_first: BTreeMap::new() }
     }
 
-    /// The value of a key. Looking does not count as a use.
+    /// The value of a key. This does not count as a use.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.entries.get(key).map(|entry| &entry.value)
     }
 
-    /// Keeps a value of so many bytes as the one used last, and forgets the oldest ones if there is no room. One that
-    /// is larger than the whole store is not kept. Gives back what the key had before.
+    /// Inserts a value of `value_bytes` bytes as the most recent one, and evicts the oldest ones if there is no room. A
+    /// value that is larger than the whole cache is not kept. Returns the former value of the key.
     pub fn insert(&mut self, key: K, value: V, value_bytes: usize) -> Option<V> {
         let before = self.remove(&key);
         let bytes = value_bytes.saturating_add(ENTRY_BYTES);
@@ -51,12 +52,12 @@ impl<K: Copy + Eq + Hash, V> Store<K, V> {
         self.clock += 1;
         self.bytes += bytes;
         self.oldest_first.insert(self.clock, key);
-        self.entries.insert(key, Entry { value, bytes, time: self.clock });
+        self.entries.insert(key, Cached { value, bytes, time: self.clock });
         before
     }
 
     pub fn clear(&mut self) {
-        *self = Store::new(self.bytes_max);
+        *self = LruCache::new(self.bytes_max);
     }
 
     fn remove(&mut self, key: &K) -> Option<V> {
@@ -66,7 +67,7 @@ impl<K: Copy + Eq + Hash, V> Store<K, V> {
         Some(entry.value)
     }
 
-    /// Everything, the oldest first.
+    /// All entries, the oldest first.
     #[cfg(test)]
     pub fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.oldest_first.values().map(|key| (key, &self.entries[key].value))
@@ -82,17 +83,17 @@ mod tests {
 
     #[test]
     fn the_least_recently_used_goes_first() {
-        let mut store = Store::new(3 * EACH);
+        let mut store = LruCache::new(3 * EACH);
         for key in [1, 2, 3, 1] {
             store.insert(key, key, 100);
         }
         assert_eq!(store.insert(4, 4, 100), None);
         assert_eq!(store.iter().map(|(&key, _)| key).collect::<Vec<_>>(), [3, 1, 4]);
         assert_eq!(store.insert(1, 10, 100), Some(1));
-        // Twice the size takes the room of two.
+        // A value of twice the size evicts two.
         store.insert(5, 5, EACH + 100);
         assert_eq!(store.iter().map(|(&key, &value)| (key, value)).collect::<Vec<_>>(), [(1, 10), (5, 5)]);
-        // What never fits displaces nothing but its own former value.
+        // A value that never fits evicts nothing but the former value of its key.
         assert_eq!(store.insert(5, 6, 3 * EACH), Some(5));
         assert_eq!(store.insert(6, 6, usize::MAX), None);
         assert_eq!(store.iter().map(|(&key, _)| key).collect::<Vec<_>>(), [1]);
@@ -103,7 +104,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_bound_holds(inserts in prop::collection::vec((0u8..20, 0usize..1000), 0..200)) {
-            let mut store = Store::new(4000);
+            let mut store = LruCache::new(4000);
             for (key, bytes) in inserts {
                 store.insert(key, bytes, bytes);
                 let held: usize = store.iter().map(|(_, bytes)| bytes + ENTRY_BYTES).sum();

@@ -1,65 +1,65 @@
 //! Order statistics: the k-th smallest values, for many k at once, without sorting.
 //!
-//! A float's bits, suitably flipped, are ordered as the float is: its key. The keys of a sample say between which two
-//! values each rank should lie. One pass counts all values by these pivots and keeps those in between, a few in a
-//! hundred, among which the search goes on until few enough are left to select from.
+//! The bits of a float, suitably flipped, are ordered like the float: its key. The keys of a sample give two pivots
+//! between which the value of each rank should lie. One pass counts all values by these pivots and keeps those in
+//! between, a few per cent. The search continues among these until few enough are left to select from directly.
 //!
 //! ```text
 //! keys   ────────┃p₀░░░░r₀░░░p₁┃──────────────┃p₂░░r₁░░p₃┃──────     ░ kept
 //! segment    0         1              2             3        4
 //! ```
 //!
-//! A value that is often in the sample, such as the 0 that a ReLU makes of half a tensor, has a segment of its own, and
-//! a rank in that is found without keeping any. Where a rank lies outside of what was kept, or there are too many for
-//! the pivots, the values are counted by their upper 16 bits instead, and those in the buckets of the ranks selected
-//! from. The statistics are exact either way.
+//! A value that is frequent in the sample, such as the 0 that a ReLU makes of half a tensor, has its own segment, and
+//! ranks in it are found without keeping any values. If a rank lies outside the kept segments, or there are too many
+//! ranks for the pivots, a histogram of the upper 16 bits is used instead, and the values in the buckets of the ranks
+//! are selected from. The results are exact either way.
 
-use super::hands::{check_finite, Hands, PIECES_MAX};
+use super::kernel_runner::{check_finite, KernelRunner, PIECES_MAX};
 use super::simd::{self, Tally, KEPT_MORE};
 use super::{floats, CodecError, CodecId, BLOCK};
 use std::ops::Range;
 
-/// The values at some ranks, with the tables of the search, which are kept from one tensor to the next.
+/// Finds the values at some ranks. The buffers are reused from one tensor to the next.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OrderStatistics {
     sample: Vec<i32>,
-    /// The ranks that are still looked for, and where their values go.
+    /// The ranks that are not found yet.
     open: Vec<Open>,
     brackets: Vec<Bracket>,
     clusters: Vec<Cluster>,
     spare: Vec<i32>,
-    /// What passes have kept, and by piece of the tensor.
+    /// The values that the last pass has kept, and those of each piece of the tensor.
     kept: Vec<u8>,
     pieces: Vec<Vec<u8>>,
     counts: Vec<u32>,
     wanted: Vec<bool>,
     keys: Vec<i32>,
     found: Vec<f32>,
-    /// The smallest and the largest key, once they are known.
+    /// The smallest and the largest key, once a pass has found them.
     ends: Option<(i32, i32)>,
 }
 
-/// An `F32` tensor's memory, and which codec looks into it.
+/// The memory of an `F32` tensor, and the codec that is named in errors.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Values<'a> {
     pub codec: CodecId,
     pub bytes: &'a [u8],
 }
 
-/// A rank among the values that are left, and its number among those that were asked for.
+/// A rank among the remaining values, and its index among the requested ranks.
 #[derive(Clone, Copy, Debug)]
 struct Open {
     rank: usize,
     to: usize,
 }
 
-/// The rank of what is not open any more.
+/// Marks a rank that has been found.
 const CLOSED: usize = usize::MAX;
 
-/// Above every key.
+/// One more than the largest key.
 const KEYS_END: i64 = i32::MAX as i64 + 1;
 
-/// Consecutive keys of which all values are left: how many, from which rank on.
+/// A range of keys of which all values remain: the rank of the first, and their number.
 #[derive(Clone, Copy, Debug)]
 struct Cluster {
     begin: i64,
@@ -68,7 +68,7 @@ struct Cluster {
     count: usize,
 }
 
-/// Keys between which some ranks should lie, and where in the sample that is.
+/// A range of keys in which some ranks should lie, and its position in the sample.
 #[derive(Clone, Debug)]
 struct Bracket {
     begin: i64,
@@ -78,34 +78,40 @@ struct Bracket {
 
 const BUCKETS: usize = 1 << 16;
 
-/// Down to so many values, selecting at once is as quick.
+/// With at most this many values, selecting directly is as fast.
 const SELECTED_MAX: usize = 1 << 13;
 
-/// From so many values on, counting them by their upper bits pays.
+/// With at least this many values, a histogram of the upper bits pays off.
 const COUNTED_MIN: usize = 4 * BUCKETS;
 
-/// The least values in a sample for each open rank, and the most in all.
+/// The smallest sample for each rank, and the largest in total.
 const SAMPLE_MIN: usize = 1 << 10;
 const SAMPLE_MAX: usize = 1 << 14;
 
-/// So many standard deviations a rank may be off where the sample says it is, at first.
+/// The tolerance of the first attempt, in standard deviations of a rank's position in the sample.
 const DEVIATIONS: f64 = 3.0;
 
-/// A value that is so often within a bracket of the sample has a segment of its own.
+/// A value that occurs this often within a bracket of the sample gets its own segment.
 const TIED_MIN: usize = 12;
 
 impl OrderStatistics {
-    /// The values at these ranks, which ascend and are below the number of values; an error if one is not finite.
-    pub fn at_ranks(&mut self, hands: &Hands, tensor: Values<'_>, ranks: &[usize]) -> Result<&[f32], CodecError> {
+    /// The values at these ranks; an error if a value of the tensor is not finite. The ranks must ascend and be below
+    /// the number of values.
+    pub fn at_ranks(
+        &mut self,
+        runner: &KernelRunner,
+        tensor: Values<'_>,
+        ranks: &[usize],
+    ) -> Result<&[f32], CodecError> {
         let elements = tensor.bytes.len() / 4;
         debug_assert!(ranks.is_sorted() && ranks.last().is_none_or(|&last| last < elements));
         self.found.clear();
         self.found.resize(ranks.len(), 0.0);
         self.ends = None;
         self.reopen(ranks, elements);
-        if !self.narrow(hands, tensor, DEVIATIONS)? {
+        if !self.narrow(runner, tensor, DEVIATIONS)? {
             self.reopen(ranks, elements);
-            if !self.narrow(hands, tensor, 2.0 * DEVIATIONS)? {
+            if !self.narrow(runner, tensor, 2.0 * DEVIATIONS)? {
                 self.reopen(ranks, elements);
                 self.gather(tensor.bytes);
             }
@@ -113,7 +119,7 @@ impl OrderStatistics {
         select(&mut self.keys, 0, &self.open, &mut self.found);
         let (lo, hi) = match self.ends {
             Some((lo, hi)) => (value(lo), value(hi)),
-            None => hands.extremes(tensor.codec, tensor.bytes)?.range(),
+            None => runner.extremes(tensor.codec, tensor.bytes)?.range(),
         };
         for (found, &rank) in self.found.iter_mut().zip(ranks) {
             *found = if rank == 0 { lo } else { *found };
@@ -122,15 +128,15 @@ impl OrderStatistics {
         Ok(&self.found)
     }
 
-    /// Opens all ranks but the first and the last, whose values every pass finds by the way.
+    /// Marks all ranks as not found, except the first and the last, whose values every pass finds anyway.
     fn reopen(&mut self, ranks: &[usize], elements: usize) {
         let open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to });
         self.open.clear();
         self.open.extend(open.filter(|open| open.rank != 0 && open.rank + 1 != elements));
     }
 
-    /// Fills `keys` with few values among which the open ranks count; false if that did not succeed.
-    fn narrow(&mut self, hands: &Hands, tensor: Values<'_>, deviations: f64) -> Result<bool, CodecError> {
+    /// Fills `keys` with the few values that contain the open ranks; false if that fails.
+    fn narrow(&mut self, runner: &KernelRunner, tensor: Values<'_>, deviations: f64) -> Result<bool, CodecError> {
         let mut left = tensor.bytes.len() / 4;
         self.clusters.clear();
         self.clusters.push(Cluster { begin: i32::MIN.into(), end: KEYS_END, first: 0, count: left });
@@ -140,9 +146,9 @@ impl OrderStatistics {
             sample(if first { tensor.bytes } else { &self.kept }, size, 0, &mut self.sample, &mut self.spare);
             let Some(pivots) = self.pivots(deviations) else { return Ok(false) };
             let tally = if first {
-                pass(hands, tensor.bytes, &pivots, &mut self.pieces, &mut self.kept)
+                pass(runner, tensor.bytes, &pivots, &mut self.pieces, &mut self.kept)
             } else {
-                pass_within(hands, &pivots, &mut self.kept)
+                pass_within(runner, &pivots, &mut self.kept)
             };
             if first {
                 let ends = (tally.key_min, tally.key_max);
@@ -154,7 +160,7 @@ impl OrderStatistics {
                 return Ok(false);
             }
             let kept = self.kept.len() / 4;
-            // Where most values are kept, a sample does not tell them apart.
+            // If most values are kept, a sample cannot separate them.
             let stuck = kept > left / 4 * 3;
             (left, first) = (kept, false);
             if stuck {
@@ -169,7 +175,7 @@ impl OrderStatistics {
         Ok(true)
     }
 
-    /// Pivots around where the sample says that the open ranks are, so many standard deviations to either side.
+    /// Pivots around the estimated positions of the open ranks, this many standard deviations to either side.
     fn pivots(&mut self, deviations: f64) -> Option<Pivots> {
         self.brackets.clear();
         let mut clusters = self.clusters.iter().peekable();
@@ -178,7 +184,8 @@ impl OrderStatistics {
             let cluster = *clusters.peek()?;
             let place = |end: i64| self.sample.partition_point(|&key| i64::from(key) < end);
             let members = place(cluster.begin)..place(cluster.end);
-            // How many of the sample's members of the cluster are below the rank's value, and how much that varies.
+            // The expected number of the cluster's members in the sample below the value of the rank, and its
+            // tolerance.
             let part = ((open.rank - cluster.first) as f64 + 0.5) / cluster.count as f64;
             let middle = members.len() as f64 * part;
             let margin = deviations * (middle * (1.0 - part)).sqrt() + 4.0;
@@ -209,8 +216,8 @@ impl OrderStatistics {
         Some(pivots)
     }
 
-    /// Writes the values of ranks that are in a segment of one key, and makes the others count among those kept; false
-    /// if a rank is not among them.
+    /// Stores the values of ranks that lie in a segment of one key, and makes the others relative to the kept values;
+    /// false if a rank lies outside of these.
     fn close(&mut self, pivots: &Pivots, tally: &Tally, elements: usize) -> bool {
         self.clusters.clear();
         let mut open = self.open.iter_mut().peekable();
@@ -240,10 +247,10 @@ impl OrderStatistics {
         true
     }
 
-    /// Fills `keys` with the buckets that hold a rank, and makes the open ranks count among them.
+    /// Fills `keys` with the values of all buckets that contain a rank, and makes the open ranks relative to them.
     fn gather(&mut self, bytes: &[u8]) {
         self.keys.clear();
-        // The counters have 32 bits.
+        // The counters of the histogram have 32 bits.
         if bytes.len() / 4 < COUNTED_MIN || u32::try_from(bytes.len() / 4).is_err() {
             self.keys.extend(floats(bytes).map(key));
             return;
@@ -252,7 +259,7 @@ impl OrderStatistics {
         self.wanted.clear();
         self.wanted.resize(BUCKETS, false);
         let mut open = self.open.iter_mut().peekable();
-        // How many values are in buckets up to here, and how many of them nobody wants.
+        // The number of values in the buckets so far, and how many of them are not kept.
         let (mut below, mut left_out) = (0, 0);
         for (bucket, &count) in self.counts[..BUCKETS].iter().enumerate() {
             below += count as usize;
@@ -266,7 +273,7 @@ impl OrderStatistics {
         let wanted: &[bool; BUCKETS] = self.wanted.as_slice().try_into().expect("resized to that");
         let mut block = [0; BLOCK];
         for bytes in bytes.chunks(4 * BLOCK) {
-            // Every key is written, and kept by moving on: whether it is wanted cannot be foretold.
+            // Branch-free: every key is written, and the position advances only if the key is wanted.
             let mut kept = 0;
             for value in floats(bytes) {
                 block[kept % BLOCK] = key(value);
@@ -276,8 +283,8 @@ impl OrderStatistics {
         }
     }
 
-    /// Counts the values by their upper 16 bits. Neighbours that are equal would wait for each other's count, so four
-    /// tables take turns.
+    /// Counts the values by their upper 16 bits. Four tables take turns, because increments of the same counter by
+    /// equal neighbours would wait for each other.
     fn count(&mut self, bytes: &[u8]) {
         self.counts.clear();
         self.counts.resize(4 * BUCKETS, 0);
@@ -301,14 +308,14 @@ impl OrderStatistics {
     }
 }
 
-/// What cuts the keys into segments, and which of them are kept.
+/// The pivots that divide the keys into segments, and the segments whose values are kept.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pivots {
-    /// The first key of each segment; of segments that there are not, `i32::MAX`.
+    /// The first key of each segment; `i32::MAX` for unused entries.
     pub table: [i32; 32],
-    /// How many pivots there are, one fewer than segments.
+    /// The number of pivots, one less than that of segments.
     pub count: usize,
-    /// A bit for each segment: whether its values are kept.
+    /// A bit for each segment: 1 if its values are kept.
     pub kept: u32,
 }
 
@@ -321,9 +328,9 @@ impl Default for Pivots {
 }
 
 impl Pivots {
-    /// Adds one that is not below the last; `None` if there are too many.
+    /// Adds a pivot that is not below the last one; `None` if there are too many.
     pub fn push(&mut self, key: i64) -> Option<()> {
-        // Nothing lies beyond the ends of all keys.
+        // A pivot beyond the range of keys separates nothing.
         if key > self.table[self.count].into() && key <= i32::MAX.into() {
             *self.table.get_mut(self.count + 1)? = key as i32;
             self.count += 1;
@@ -331,7 +338,7 @@ impl Pivots {
         Some(())
     }
 
-    /// Keeps the segments in these brackets, whose ends are pivots, but for those of one key.
+    /// Keeps the segments within these brackets, whose ends are pivots, except those of a single key.
     fn keep(&mut self, brackets: &[Bracket]) {
         for segment in 0..=self.count {
             let (begin, _) = self.keys(segment);
@@ -346,13 +353,13 @@ impl Pivots {
         (self.table[segment].into(), end)
     }
 
-    /// Whether a segment is one key.
+    /// Whether a segment is a single key.
     fn is_single(&self, segment: usize) -> bool {
         let (begin, end) = self.keys(segment);
         end - begin == 1
     }
 
-    /// The segment of a key.
+    /// The segment that a key is in.
     #[inline(always)]
     pub fn segment(&self, key: i32) -> usize {
         let mut segment = 0;
@@ -363,21 +370,21 @@ impl Pivots {
     }
 }
 
-/// Counts all values by the pivots, and collects those to be kept.
-fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>, kept: &mut Vec<u8>) -> Tally {
-    let piece = hands.piece(bytes.len() / 4, BLOCK);
+/// Counts all values by segment, and collects those to keep.
+fn pass(runner: &KernelRunner, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>, kept: &mut Vec<u8>) -> Tally {
+    let piece = runner.piece(bytes.len() / 4, BLOCK);
     let count = bytes.len().div_ceil(4 * piece);
     kept.clear();
     let mut tallies = [Tally::default(); PIECES_MAX];
     if count == 1 {
-        collect(hands, bytes, pivots, &mut tallies[0], kept);
+        collect(runner, bytes, pivots, &mut tallies[0], kept);
         return tallies[0];
     }
     pieces.resize_with(pieces.len().max(count), Vec::new);
     let work = bytes.chunks(4 * piece).zip(&mut *pieces).zip(&mut tallies);
-    hands.each(work, |((bytes, kept), tally)| {
+    runner.each(work, |((bytes, kept), tally)| {
         kept.clear();
-        collect(hands, bytes, pivots, tally, kept);
+        collect(runner, bytes, pivots, tally, kept);
     });
     pieces[..count].iter().for_each(|piece| kept.extend_from_slice(piece));
     tallies.into_iter().fold(Tally::default(), |mut sum, tally| {
@@ -388,22 +395,22 @@ fn pass(hands: &Hands, bytes: &[u8], pivots: &Pivots, pieces: &mut Vec<Vec<u8>>,
     })
 }
 
-fn collect(hands: &Hands, bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut Vec<u8>) {
+fn collect(runner: &KernelRunner, bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut Vec<u8>) {
     let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
     for block in bytes.chunks(4 * BLOCK) {
-        let length = simd::narrow(hands.level, block, pivots, tally, &mut room);
+        let length = simd::narrow(runner.level, block, pivots, tally, &mut room);
         kept.extend_from_slice(&room[..4 * length]);
     }
 }
 
-/// A pass over what an earlier one has kept, which moves to the front what is kept again.
-fn pass_within(hands: &Hands, pivots: &Pivots, kept: &mut Vec<u8>) -> Tally {
+/// A pass over the values that an earlier pass has kept. It moves those that are kept again to the front.
+fn pass_within(runner: &KernelRunner, pivots: &Pivots, kept: &mut Vec<u8>) -> Tally {
     let mut tally = Tally::default();
     let mut room = [0; 4 * (BLOCK + KEPT_MORE)];
     let mut end = 0;
     for begin in (0..kept.len()).step_by(4 * BLOCK) {
         let block = &kept[begin..kept.len().min(begin + 4 * BLOCK)];
-        let bytes = 4 * simd::narrow(hands.level, block, pivots, &mut tally, &mut room);
+        let bytes = 4 * simd::narrow(runner.level, block, pivots, &mut tally, &mut room);
         kept[end..end + bytes].copy_from_slice(&room[..bytes]);
         end += bytes;
     }
@@ -411,15 +418,15 @@ fn pass_within(hands: &Hands, pivots: &Pivots, kept: &mut Vec<u8>) -> Tally {
     tally
 }
 
-/// The keys of about `size` of the values, in ascending order: one at random out of each of as many equal parts, so that
-/// no pattern of the tensor repeats with the sample.
+/// The keys of about `size` values, in ascending order. One value is taken at random from each of as many equal parts,
+/// so that periodic tensors do not bias the sample.
 pub(super) fn sample(bytes: &[u8], size: usize, seed: u64, out: &mut Vec<i32>, spare: &mut Vec<i32>) {
     let values = bytes.as_chunks().0;
     let (length, size) = (values.len() as u64, size.min(values.len()) as u64);
     let (mut state, mut begin) = (seed, 0);
     out.clear();
     out.extend((1..=size).map(|part| {
-        // Knuth's constants for a linear congruential generator, of which the upper bits are good.
+        // Knuth's constants for a linear congruential generator, whose upper bits are good.
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let end = length * part / size;
         let at = begin + (((state >> 32) * (end - begin)) >> 32);
@@ -429,7 +436,7 @@ pub(super) fn sample(bytes: &[u8], size: usize, seed: u64, out: &mut Vec<i32>, s
     sort(out, spare);
 }
 
-/// Sorts keys, digit by digit from the lowest of three.
+/// Sorts keys by a radix sort with three digits.
 fn sort(keys: &mut Vec<i32>, spare: &mut Vec<i32>) {
     const DIGIT: u32 = 11;
     const VALUES: usize = 1 << DIGIT;
@@ -456,14 +463,14 @@ fn sort(keys: &mut Vec<i32>, spare: &mut Vec<i32>) {
     }
 }
 
-/// A number that is ordered as the float is, −0.0 below 0.0.
+/// An integer that is ordered like the float, with −0.0 below 0.0.
 #[inline(always)]
 pub(super) fn key(value: f32) -> i32 {
     let bits = value.to_bits() as i32;
     bits ^ ((bits >> 31) & i32::MAX)
 }
 
-/// The float of a key.
+/// The float that has this key.
 pub(super) fn value(key: i32) -> f32 {
     f32::from_bits((key ^ ((key >> 31) & i32::MAX)) as u32)
 }
@@ -473,12 +480,12 @@ fn bucket(value: f32) -> usize {
     ((key(value) as u32 ^ 0x8000_0000) >> 16) as usize
 }
 
-/// The values at the open ranks of keys of which `before` smaller ones have been taken off: the middle rank is selected,
-/// and the others are looked for on their side of it. So deep as the logarithm of their number.
+/// Finds the values at the open ranks among keys that have `before` smaller keys in front. Selects the middle rank, and
+/// recurses for the ranks on either side; the depth is the logarithm of the number of ranks.
 fn select(keys: &mut [i32], before: usize, open: &[Open], out: &mut [f32]) {
     let Some(&Open { rank, .. }) = open.get(open.len() / 2) else { return };
     let (smaller, &mut found, larger) = keys.select_nth_unstable(rank - before);
-    // A run may be one value, which then is both of its ends.
+    // A bin may be a single value, which is then both of its ends.
     let first = open.partition_point(|other| other.rank < rank);
     let last = open.partition_point(|other| other.rank <= rank);
     open[first..last].iter().for_each(|open| out[open.to] = value(found));
@@ -509,21 +516,21 @@ mod tests {
         let mut sorted = values.to_vec();
         sorted.sort_unstable_by(f32::total_cmp);
         for level in Level::all_here() {
-            let hands = level.force(Hands::default);
+            let runner = level.force(KernelRunner::default);
             let tensor = Values { codec: CodecId::Sort, bytes: &bytes };
-            let found = statistics.at_ranks(&hands, tensor, ranks).unwrap();
+            let found = statistics.at_ranks(&runner, tensor, ranks).unwrap();
             assert_eq!(bits(found.iter().copied()), bits(ranks.iter().map(|&rank| sorted[rank])), "{level:?}");
         }
 
-        // Large tensors take the short way, which would else go unseen: the long one gives the same.
+        // Large tensors must take the fast path, or it would go untested.
         if values.len() > SELECTED_MAX {
             statistics.reopen(ranks, values.len());
             let tensor = Values { codec: CodecId::Sort, bytes: &bytes };
-            assert!(statistics.narrow(&Hands::default(), tensor, DEVIATIONS).unwrap());
+            assert!(statistics.narrow(&KernelRunner::default(), tensor, DEVIATIONS).unwrap());
             assert!(statistics.keys.len() <= values.len() / 16, "{} are left", statistics.keys.len());
         }
 
-        // The other way, whatever the size.
+        // The histogram, whatever the size.
         statistics.open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to }).collect();
         statistics.gather(&bytes);
         let mut found = vec![0.0; ranks.len()];
@@ -546,7 +553,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn what_is_found_is_what_sorting_finds(
+        fn order_statistics_equal_those_of_sorting(
             values in prop::collection::vec(
                 prop_oneof![Just(0.0f32), Just(-0.0), -1.0f32..1.0, -1e-40f32..1e-40, any::<f32>()],
                 1..400,
@@ -558,7 +565,7 @@ mod tests {
             let mut ranks: Vec<usize> = ranks.iter().map(|index| index.index(values.len())).collect();
             ranks.sort_unstable();
             let mut statistics = OrderStatistics::default();
-            // Twice, because the tables are used again.
+            // Twice, because the buffers are reused.
             check(&mut statistics, &values, &ranks);
             check(&mut statistics, &values, &ranks);
         }

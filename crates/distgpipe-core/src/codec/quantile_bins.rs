@@ -1,60 +1,60 @@
-//! Runs of a tensor's values by size, each with its grid: the body that `sort` and `fast` have in common.
+//! Quantile bins, each with its own grid: the body that `sort` and `fast` share.
 
 use super::bits::{self, packed_bytes};
 use super::grid::{code_max, Grid};
-use super::hands::Hands;
+use super::kernel_runner::KernelRunner;
 use super::simd::{self, Level};
 use super::{elements_of, push_f32, take_f32, CodecError, CodecId, BLOCK};
 
-/// `2^S` runs with a grid of `2^Q` values each.
+/// `2^S` bins, each with a grid of `2^Q` values.
 #[derive(Clone, Debug)]
-pub(super) struct Runs {
-    /// Q: bits of a code within its run.
+pub(super) struct QuantileBins {
+    /// Q: the bits of a code within its bin.
     pub code_bits: u32,
-    /// S: bits of the number of the run.
-    pub run_bits: u32,
+    /// S: the bits of the index of a bin.
+    pub bin_bits: u32,
     grids: Vec<Grid>,
-    /// From here on values belong to a run: infinite where it has none. At least 16.
+    /// The smallest value of each bin; infinite for bins without values. At least 16 entries.
     pub begins: Vec<f32>,
-    /// Up to here values belong to the last run.
+    /// The largest value of the last bin that has values.
     pub end: f32,
-    /// What a difference from there is multiplied by. At least 16.
+    /// The reciprocal of each bin's step. At least 16 entries.
     pub per_steps: Vec<f64>,
-    /// The values of all symbols.
+    /// The values of all symbols; a buffer that is reused.
     values: Vec<f32>,
 }
 
-/// The most runs for which the kernels keep all tables in registers.
+/// The largest number of bins for which kernels keep all tables in registers.
 const FEW: usize = 16;
 
-impl Runs {
-    /// `code_bits` (Q) of at least 1 and `run_bits` (S), together at most 16.
-    pub fn new(code_bits: u32, run_bits: u32) -> Option<Runs> {
-        let valid = code_bits >= 1 && code_bits.checked_add(run_bits)? <= bits::WIDTH_MAX;
+impl QuantileBins {
+    /// Bins with `code_bits` (Q), at least 1, and `bin_bits` (S), together at most 16; `None` for other numbers.
+    pub fn new(code_bits: u32, bin_bits: u32) -> Option<QuantileBins> {
+        let valid = code_bits >= 1 && code_bits.checked_add(bin_bits)? <= bits::WIDTH_MAX;
         let (grids, begins, per_steps, values) = Default::default();
-        valid.then_some(Runs { code_bits, run_bits, grids, begins, end: 0.0, per_steps, values })
+        valid.then_some(QuantileBins { code_bits, bin_bits, grids, begins, end: 0.0, per_steps, values })
     }
 
-    /// The bits of a symbol.
+    /// The number of bits of a symbol.
     pub fn width(&self) -> u32 {
-        self.code_bits + self.run_bits
+        self.code_bits + self.bin_bits
     }
 
-    /// How many runs there are.
+    /// The number of bins.
     pub fn count(&self) -> usize {
-        1 << self.run_bits
+        1 << self.bin_bits
     }
 
     fn table_bytes(&self) -> usize {
-        8 << self.run_bits
+        8 << self.bin_bits
     }
 
-    /// The size of a body.
+    /// The size of a body in bytes.
     pub fn encoded_bytes(&self, dims: &[usize]) -> usize {
         packed_bytes(elements_of(dims), self.width()).saturating_add(self.table_bytes())
     }
 
-    /// Sets the ends of the runs that have values.
+    /// Sets the range of each bin that has values.
     pub fn set(&mut self, codec: CodecId, ends: impl Iterator<Item = (f32, f32)>) -> Result<(), CodecError> {
         self.grids.clear();
         self.end = 0.0;
@@ -73,67 +73,73 @@ impl Runs {
         Ok(())
     }
 
-    /// Appends the body of finite values. Those below the first run get its lowest code, and those above the last its
-    /// highest.
-    pub fn encode(&self, hands: &Hands, bytes: &[u8], out: &mut Vec<u8>) {
+    /// Appends the body of finite values. Values below the first bin get its lowest code, and values above the last bin
+    /// its highest.
+    pub fn encode(&self, runner: &KernelRunner, bytes: &[u8], out: &mut Vec<u8>) {
         let width = self.width();
         self.grids.iter().for_each(|grid| push_f32(out, grid.lo as f32));
         self.grids.iter().for_each(|grid| push_f32(out, grid.step as f32));
-        hands.append(bytes, width, out, |bytes, packed| {
+        runner.append(bytes, width, out, |bytes, packed| {
             let mut symbols = [0; BLOCK];
             let rooms = packed.chunks_mut(BLOCK / bits::GROUP * width as usize);
             for (block, room) in bytes.chunks(4 * BLOCK).zip(rooms) {
                 let symbols = &mut symbols[..block.len() / 4];
-                self.symbols(hands.level, block, symbols);
-                bits::pack_with(hands.level, symbols, width, room);
+                self.symbols(runner.level, block, symbols);
+                bits::pack_with(runner.level, symbols, width, room);
             }
         });
     }
 
     fn symbols(&self, level: Level, bytes: &[u8], out: &mut [u16]) {
-        match self.run_bits {
+        match self.bin_bits {
             0 => simd::symbols_of_few::<0>(level, bytes, self, self.code_bits, out),
             1 => simd::symbols_of_few::<1>(level, bytes, self, self.code_bits, out),
             2 => simd::symbols_of_few::<2>(level, bytes, self, self.code_bits, out),
             3 => simd::symbols_of_few::<3>(level, bytes, self, self.code_bits, out),
             4 => simd::symbols_of_few::<4>(level, bytes, self, self.code_bits, out),
-            run_bits => simd::symbols_of_many(level, bytes, self, run_bits, self.code_bits, out),
+            bin_bits => simd::symbols_of_many(level, bytes, self, bin_bits, self.code_bits, out),
         }
     }
 
-    /// Decodes a body of the right length.
-    pub fn decode(&mut self, codec: CodecId, hands: &Hands, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
+    /// Decodes a body. The caller has checked its length.
+    pub fn decode(
+        &mut self,
+        codec: CodecId,
+        runner: &KernelRunner,
+        body: &[u8],
+        out: &mut [u8],
+    ) -> Result<(), CodecError> {
         let (table, packed) = body.split_at(self.table_bytes());
         let (los, steps) = table.split_at(table.len() / 2);
         self.grids.clear();
-        for run in 0..self.count() {
-            let (lo, step) = (take_f32(los, run), take_f32(steps, run));
-            self.grids.push(Grid::from_peer(codec, run, lo, step, code_max(self.code_bits))?);
+        for bin in 0..self.count() {
+            let (lo, step) = (take_f32(los, bin), take_f32(steps, bin));
+            self.grids.push(Grid::from_peer(codec, bin, lo, step, code_max(self.code_bits))?);
         }
         let (elements, width) = (out.len() / 4, self.width());
-        let decoding = self.decoding(hands.level, elements);
-        let piece = hands.piece(elements, BLOCK);
+        let decoding = self.decoding(runner.level, elements);
+        let piece = runner.piece(elements, BLOCK);
         let packed = packed.chunks(piece / bits::GROUP * width as usize);
-        hands.each(out.chunks_mut(4 * piece).zip(packed), |(out, packed)| {
+        runner.each(out.chunks_mut(4 * piece).zip(packed), |(out, packed)| {
             let mut symbols = [0; BLOCK];
             let packed = packed.chunks(BLOCK / bits::GROUP * width as usize);
             for (block, packed) in out.chunks_mut(4 * BLOCK).zip(packed) {
                 let symbols = &mut symbols[..block.len() / 4];
-                bits::unpack_with(hands.level, packed, width, symbols);
-                decoding.values(hands.level, symbols, block);
+                bits::unpack_with(runner.level, packed, width, symbols);
+                decoding.values(runner.level, symbols, block);
             }
         });
         Ok(())
     }
 
-    /// How to decode so many symbols the quickest.
+    /// Chooses the fastest way to decode this many symbols.
     fn decoding(&mut self, level: Level, elements: usize) -> Decoding<'_> {
         let width = self.width();
         let few = width <= 4;
-        if !few && self.run_bits <= 4 && (level.has_wide_registers() || elements < 1 << width) {
+        if !few && self.bin_bits <= 4 && (level.has_wide_registers() || elements < 1 << width) {
             let (mut los, mut steps) = ([0.0; FEW], [0.0; FEW]);
-            for (run, grid) in self.grids.iter().enumerate() {
-                (los[run], steps[run]) = (grid.lo as f32, grid.step as f32);
+            for (bin, grid) in self.grids.iter().enumerate() {
+                (los[bin], steps[bin]) = (grid.lo as f32, grid.step as f32);
             }
             return Decoding::Computed { los, steps, code_bits: self.code_bits };
         }
@@ -151,16 +157,16 @@ impl Runs {
     }
 }
 
-/// The ways from a symbol to its value, all to the same.
+/// How symbols are decoded. All variants give the same values.
 #[derive(Clone, Copy, Debug)]
 enum Decoding<'a> {
-    /// A table of all values, in a register.
+    /// Looks values up in a table that fits a register.
     Few(&'a [f32; FEW]),
-    /// A table of all values, in memory.
+    /// Looks values up in a table in memory.
     Table(&'a [f32]),
-    /// Grids in registers.
+    /// Computes values from grids in registers.
     Computed { los: [f32; FEW], steps: [f32; FEW], code_bits: u32 },
-    /// Grids in memory, for tensors that are smaller than a table would be.
+    /// Computes values from grids in memory, for tensors that are smaller than a table would be.
     Searched { grids: &'a [Grid], code_bits: u32 },
 }
 

@@ -1,9 +1,9 @@
-//! The bytes as they are: lossless, and on a little-endian machine without work.
+//! `raw`: the tensor's bytes, lossless. On a little-endian machine it takes no work.
 //!
-//! The wire is little-endian, so a big-endian machine turns every element round. Truth values are looked at when they
-//! come in, because a `bool` that is neither 0 nor 1 is undefined behaviour in the C++ that will read it.
+//! The wire is little-endian, so a big-endian machine reverses the bytes of every element. Received `Bool` tensors are
+//! checked, because a `bool` that is neither 0 nor 1 is undefined behaviour in libtorch.
 
-use super::{check_body, elements_of, Codec, CodecError, CodecId, Context, Member, TensorView};
+use super::{check_body, elements_of, Codec, CodecContext, CodecError, CodecId, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -11,11 +11,11 @@ pub(super) const MEMBER: Member = Member {
     id: CodecId::Raw,
     lossless: true,
     examples: &["raw"],
-    about: "the tensor's bytes as they are",
+    about: "the tensor's bytes, unencoded",
     parse: |arguments| arguments.none("raw", "raw, which has no parameter").map(|()| Box::new(Raw) as _),
 };
 
-/// The codec without parameters or state.
+/// The codec `raw`, which has no parameters and no state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Raw;
 
@@ -32,7 +32,7 @@ impl Codec for Raw {
         cfg!(target_endian = "little") && dtype != DType::Bool
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &CodecContext<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         tensor.elements()?;
         let start = out.len();
         out.extend_from_slice(tensor.bytes);
@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(out, [0, 1, 1]);
         let refused = Raw.decode(&meta, &[0, 1, 2], &mut out);
         assert_eq!(refused, Err(CodecError::NotBool { at: 2, got: 2 }));
-        // So a caller must not take the short way.
+        // So a caller must not skip decoding.
         assert!(!Raw.is_identity(DType::Bool));
     }
 
@@ -95,7 +95,7 @@ mod tests {
         let wire: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let mut out = vec![7];
         let view = TensorView { dtype: DType::F32, dims: &[2], layout: Layout::Contiguous, bytes: &memory };
-        Raw.encode(view, &Context::default(), &mut out).unwrap();
+        Raw.encode(view, &CodecContext::default(), &mut out).unwrap();
         assert_eq!(out[1..], wire);
     }
 }

@@ -1,79 +1,34 @@
-//! The loops over every value, each in as many versions as processors differ in.
+//! The kernels: the loops over every value of a tensor, once for each instruction set.
 //!
-//! `portable` has them all as plain Rust. Those that a compiler turns into vector instructions by itself are compiled
-//! again with more instructions allowed; the others are written with intrinsics in `avx512` and `avx2`. Rust neither
-//! reorders nor contracts floating-point operations, so every version gives the same bits, and the tests here hold them
-//! against each other.
+//! `portable` has all of them in plain Rust. The kernels that the compiler vectorizes well are the portable ones
+//! compiled again for more instructions; the others are written with intrinsics in `avx512` and `avx2`. Rust neither
+//! reorders nor contracts floating-point operations, so every version gives the same bits, and the tests here compare
+//! them.
+//!
+//! The best instruction set of the processor is used. The environment variable `DISTGPIPE_SIMD` (`portable`, `avx2`,
+//! `avx512`) selects another one, so that all versions can be tested on one machine. It is read once. A value that is
+//! unknown, or that the processor lacks, has no effect; [`simd_level`] says which instruction set is really in use, and
+//! `tests/codec_simd.rs` fails if that is not the requested one.
 //!
 //! This is the only module of the crate with unsafe code.
 
-use super::grid::Rounding;
-use super::order::Pivots;
-use super::runs::Runs;
+use super::grid::Quantizer;
+use super::order_statistics::Pivots;
+use super::quantile_bins::QuantileBins;
 use super::tile::{Grids, Ranges};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod level;
 pub(super) mod portable;
 
-/// The instructions that kernels may use. There is no way to make one that this processor does not have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Level(Instructions);
+pub(super) use level::Level;
+pub use level::{simd_level, SimdLevel, SimdLevelError, SIMD_VARIABLE};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Instructions {
-    Portable,
-    /// AVX2 with F16C, BMI1 and BMI2: Haswell, Zen.
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    /// AVX-512 with F, BW, DQ, VL, VBMI and VBMI2: Ice Lake, Zen 4.
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-}
-
-impl Level {
-    /// The most that this processor has.
-    pub fn best() -> Level {
-        #[cfg(test)]
-        if let Some(level) = FORCED.get() {
-            return level;
-        }
-        Level::detect()
-    }
-
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    fn detect() -> Level {
-        use std::arch::is_x86_feature_detected as has;
-        if !(has!("avx2") && has!("f16c") && has!("bmi1") && has!("bmi2") && has!("popcnt")) {
-            return Level(Instructions::Portable);
-        }
-        let wide = has!("fma") && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
-        if wide && has!("avx512vbmi") && has!("avx512vbmi2") {
-            Level(Instructions::Avx512)
-        } else {
-            Level(Instructions::Avx2)
-        }
-    }
-
-    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    fn detect() -> Level {
-        Level(Instructions::Portable)
-    }
-}
-
-impl Level {
-    /// Whether 16 numbers fit a register, so that looking one up is quicker than in memory.
-    pub fn has_wide_registers(self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return self.0 == Instructions::Avx512;
-        #[cfg(not(target_arch = "x86_64"))]
-        false
-    }
-}
-
-/// Makes for each kernel a function that takes a [`Level`] before the kernel's own arguments.
+/// Defines for each kernel a function that takes a [`Level`] in front of the kernel's arguments and calls its version
+/// for that level.
 macro_rules! dispatch {
     ($(
         $(#[$attribute:meta])*
@@ -82,94 +37,96 @@ macro_rules! dispatch {
         $(#[$attribute])*
         #[inline]
         pub(super) fn $name $(<const $constant: $kind>)? (level: Level, $($argument: $type),*) $(-> $result)? {
-            match level.0 {
-                Instructions::Portable => portable::$name $(::<$constant>)? ($($argument),*),
+            match level.instructions() {
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: a level with these instructions is only made where the processor has them.
-                Instructions::Avx2 => unsafe { avx2::$name $(::<$constant>)? ($($argument),*) },
+                // SAFETY: a `Level` with these instructions is only made where the processor has them.
+                SimdLevel::Avx2 => unsafe { avx2::$name $(::<$constant>)? ($($argument),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                Instructions::Avx512 => unsafe { avx512::$name $(::<$constant>)? ($($argument),*) },
+                SimdLevel::Avx512 => unsafe { avx512::$name $(::<$constant>)? ($($argument),*) },
+                _ => portable::$name $(::<$constant>)? ($($argument),*),
             }
         }
     )*};
 }
 
 dispatch! {
-    /// What the smallest, the largest and the largest by magnitude follow from.
+    /// The extremes of some values.
     fn extremes(bytes: &[u8]) -> Extremes;
-    /// Packs codes of which only the lowest `W` bits count.
+    /// Packs the lowest `W` bits of each code.
     fn pack<const W: usize>(codes: &[u16], out: &mut [u8]);
-    /// Unpacks as many codes as there is room for.
+    /// Unpacks codes of `W` bits, as many as `out` has.
     fn unpack<const W: usize>(bytes: &[u8], out: &mut [u16]);
-    /// The codes of values on one grid.
-    fn codes(bytes: &[u8], rounding: Rounding, out: &mut [u16]);
+    /// Quantizes values on one grid.
+    fn codes(bytes: &[u8], quantizer: Quantizer, out: &mut [u16]);
     /// The values of codes on one grid, from `lo` in steps of `step`.
     fn values(codes: &[u16], lo: f64, step: f64, out: &mut [u8]);
-    /// The symbols of values among at most 16 runs.
-    fn symbols_of_few<const S: u32>(bytes: &[u8], runs: &Runs, code_bits: u32, out: &mut [u16]);
-    /// The symbols of values among any number of runs.
-    fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32, out: &mut [u16]);
-    /// The values of symbols among at most 16 runs, given as their `lo` and `step`.
+    /// The symbols of values in at most 16 bins.
+    fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]);
+    /// The symbols of values in any number of bins.
+    fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]);
+    /// The values of symbols in at most 16 bins, which are given by `lo` and `step`.
     fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]);
-    /// The values of symbols from a table of 16.
+    /// Looks up the values of symbols in a table of 16.
     fn look_up_few(symbols: &[u16], table: &[f32; 16], out: &mut [u8]);
-    /// The values of symbols from a table.
+    /// Looks up the values of symbols in a table.
     fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]);
-    /// Two bytes a value, IEEE.
+    /// Converts values to IEEE half precision.
     fn f16s(bytes: &[u8], out: &mut [u8]);
-    /// The values of IEEE halves.
+    /// Converts IEEE half precision to values.
     fn values_of_f16s(bytes: &[u8], out: &mut [u8]);
-    /// Two bytes a value, bfloat16.
+    /// Converts values to bfloat16.
     fn bf16s(bytes: &[u8], out: &mut [u8]);
-    /// The values of bfloat16.
+    /// Converts bfloat16 to values.
     fn values_of_bf16s(bytes: &[u8], out: &mut [u8]);
-    /// Counts values by segment, and keeps those of some; gives how many were kept. The room has to be for
-    /// [`KEPT_MORE`] more than there are values.
+    /// Counts values by segment, and copies the values of some segments to `kept`; returns how many were kept. `kept`
+    /// must have room for [`KEPT_MORE`] more values than `bytes` has.
     fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize;
-    /// Writes a matrix of 32-bit numbers with its rows as columns.
+    /// Transposes a matrix of 32-bit numbers.
     fn transpose(from: &[u8], to: &mut [u8], shape: Transposition);
-    /// The ends of as many tiles as fit.
+    /// The smallest and the largest value of each tile, for at most `TILES` tiles.
     fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges);
-    /// From the ends of tiles to their grids.
+    /// The grids of tiles, from their smallest and largest values.
     fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges);
-    /// The codes of tiles.
+    /// Quantizes the values of tiles.
     fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]);
-    /// The codes of tiles with stochastic rounding; `key` and the number of the first element seed it.
+    /// Quantizes the values of tiles with stochastic rounding.
     fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]);
-    /// The values of tiles.
+    /// The values of the codes of tiles.
     fn tile_values(codes: &[u16], tile: usize, grids: &Grids, out: &mut [u8]);
-    /// From tiles' entries on the wire to their grids.
+    /// The grids of tiles, from their entries on the wire.
     fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids);
 }
 
-/// So many numbers [`narrow`] may write at a time, of which it keeps some.
+/// The number of values that [`narrow`] may write beyond those that it keeps.
 pub(super) const KEPT_MORE: usize = 16;
 
-/// Stochastic rounding: to codes of at most `code_max`, with random numbers out of `key` and the element's number.
+/// The parameters of stochastic rounding to codes of at most `code_max`. The random number of an element depends on
+/// `key` and on the element's index.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Noise {
     pub key: u32,
-    /// The number of the first element, modulo 2^32.
+    /// The index of the first element, modulo 2^32.
     pub first: u32,
     pub code_max: u16,
 }
 
-/// Which matrix [`transpose`] writes: row `r` and column `c` of `from` become row `c` and column `r` of `to`.
+/// The shape of the matrix that [`transpose`] reads: row `r` and column `c` of `from` become row `c` and column `r` of
+/// `to`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Transposition {
     pub rows: usize,
     pub columns: usize,
-    /// How many numbers one row of `from` lies behind another.
+    /// The distance between rows of `from`, in numbers.
     pub from_stride: usize,
-    /// How many numbers one row of `to` lies behind another.
+    /// The distance between rows of `to`, in numbers.
     pub to_stride: usize,
 }
 
-/// What [`narrow`] has counted, over all calls.
+/// The counts of [`narrow`] over all calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tally {
-    /// How many keys are in a segment or one after it.
+    /// For each segment, the number of keys in it or in a later one.
     pub at_least: [u64; 32],
     pub key_min: i32,
     pub key_max: i32,
@@ -181,9 +138,10 @@ impl Default for Tally {
     }
 }
 
-/// The extreme bit patterns of some floats, compared in ways for which processors have one instruction.
+/// The extreme bit patterns of some floats, by comparisons for which processors have an instruction.
 ///
-/// Non-negative floats are ordered as their bits are, negative ones the other way round and, unsigned, above all others.
+/// Non-negative floats are ordered like their bits. Negative ones are ordered the other way round, and as unsigned
+/// numbers they are above all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extremes {
     pub signed_min: i32,
@@ -198,7 +156,7 @@ impl Default for Extremes {
 }
 
 impl Extremes {
-    /// Of these and others.
+    /// The extremes of both sets of floats.
     #[inline(always)]
     pub fn and(self, other: Extremes) -> Extremes {
         Extremes {
@@ -210,19 +168,19 @@ impl Extremes {
 
     /// The bits of the largest magnitude, 0 if there are no values.
     pub fn magnitude_max(self) -> u32 {
-        // The largest of the non-negative ones, and of the negative ones.
+        // The largest magnitudes of the non-negative and of the negative values.
         let positive = self.signed_max.max(0) as u32;
         let negative = if self.unsigned_max >> 31 == 1 { self.unsigned_max & 0x7fff_ffff } else { 0 };
         positive.max(negative)
     }
 
-    /// The smallest and the largest, −0.0 below 0.0; 0 and 0 if there are no values.
+    /// The smallest and the largest value, with −0.0 below 0.0; 0 and 0 if there are no values.
     #[inline(always)]
     pub fn range(self) -> (f32, f32) {
         if self.signed_min > self.signed_max {
             return (0.0, 0.0);
         }
-        // Where all are of one sign, the signed minimum has the smallest magnitude.
+        // If all values have one sign, the signed minimum has the smallest magnitude.
         let lo = if self.unsigned_max >> 31 == 1 { self.unsigned_max } else { self.signed_min as u32 };
         let hi = if self.signed_max >= 0 { self.signed_max } else { self.signed_min };
         (f32::from_bits(lo), f32::from_bits(hi as u32))
@@ -230,36 +188,8 @@ impl Extremes {
 }
 
 #[cfg(test)]
-thread_local! {
-    static FORCED: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
-}
-
-#[cfg(test)]
-impl Level {
-    /// Every level that this processor has, the portable one first.
-    pub fn all_here() -> Vec<Level> {
-        let mut levels = vec![Level(Instructions::Portable)];
-        #[cfg(target_arch = "x86_64")]
-        match Level::detect().0 {
-            Instructions::Portable => {}
-            Instructions::Avx2 => levels.push(Level(Instructions::Avx2)),
-            Instructions::Avx512 => levels.extend([Level(Instructions::Avx2), Level(Instructions::Avx512)]),
-        }
-        levels
-    }
-
-    /// Calls `then` with [`Level::best`] held to this one, on this thread: what codecs that are made in it use.
-    pub fn force<R>(self, then: impl FnOnce() -> R) -> R {
-        let before = FORCED.replace(Some(self));
-        let result = then();
-        FORCED.set(before);
-        result
-    }
-}
-
-#[cfg(test)]
 mod tests {
-    use super::super::{order, parse, CodecError, Context, TensorView, ALL, BLOCK};
+    use super::super::{order_statistics, parse, CodecContext, CodecError, TensorView, ALL, BLOCK};
     use super::*;
     use crate::wire::{DType, Layout, Shape, TensorMeta};
     use proptest::prelude::*;
@@ -275,9 +205,9 @@ mod tests {
         prop::collection::vec(one, 1..400)
     }
 
-    /// The result of a kernel at each level, which has to be that of the portable one.
+    /// Checks that a kernel gives the portable result at every level.
     fn agree<R: PartialEq + std::fmt::Debug>(kernel: impl Fn(Level) -> R) {
-        let expected = kernel(Level(Instructions::Portable));
+        let expected = kernel(Level::all_here()[0]);
         for level in Level::all_here() {
             assert_eq!(kernel(level), expected, "{level:?}");
         }
@@ -289,17 +219,12 @@ mod tests {
         out
     }
 
-    #[test]
-    fn this_processor_is_tested_at_its_best() {
-        assert_eq!(Level::all_here().last(), Some(&Level::best()));
-    }
-
     proptest! {
         #[test]
         fn extremes_are_those_of_the_values(values in values()) {
             let bytes = memory(&values);
             agree(|level| extremes(level, &bytes));
-            let found = extremes(Level::best(), &bytes);
+            let found = extremes(Level::in_use(), &bytes);
             let by_size = |a: &&f32, b: &&f32| a.total_cmp(b);
             let (lo, hi) = (values.iter().min_by(by_size).unwrap(), values.iter().max_by(by_size).unwrap());
             prop_assert_eq!(found.range().0.to_bits(), lo.to_bits());
@@ -312,10 +237,10 @@ mod tests {
             let values: Vec<f32> = values.into_iter().filter(|value| value.abs() < 1.0).collect();
             let bytes = memory(&values);
             let code_max = super::super::grid::code_max(bits);
-            let rounding = Rounding { lo: lo - 1.0, per_step: f64::from(code_max) / (2.0 - lo), code_max };
-            agree(|level| written(values.len(), 7, |out| codes(level, &bytes, rounding, out)));
-            let codes = written(values.len(), 7, |out| portable::codes(&bytes, rounding, out));
-            let step = 1.0 / rounding.per_step;
+            let quantizer = Quantizer { lo: lo - 1.0, per_step: f64::from(code_max) / (2.0 - lo), code_max };
+            agree(|level| written(values.len(), 7, |out| codes(level, &bytes, quantizer, out)));
+            let codes = written(values.len(), 7, |out| portable::codes(&bytes, quantizer, out));
+            let step = 1.0 / quantizer.per_step;
             agree(|level| written(bytes.len(), 7, |out| super::values(level, &codes, lo, step, out)));
         }
 
@@ -340,10 +265,10 @@ mod tests {
             keys.dedup();
             let mut pivots = Pivots { kept, ..Pivots::default() };
             keys.iter().for_each(|&key| pivots.push(key.into()).unwrap());
-            // Values that are exactly pivots, too.
+            // Including values that are equal to pivots.
             let tied = keys.iter().cycle().take(if keys.is_empty() { 0 } else { ties });
             let values: Vec<f32> =
-                bits.iter().map(|&bits| f32::from_bits(bits)).chain(tied.map(|&key| order::value(key))).collect();
+                bits.iter().map(|&bits| f32::from_bits(bits)).chain(tied.map(|&key| order_statistics::value(key))).collect();
             let bytes = memory(&values);
             agree(|level| {
                 let (mut tally, mut room) = (Tally::default(), vec![0; bytes.len() + 4 * KEPT_MORE]);
@@ -360,14 +285,14 @@ mod tests {
                 (0..(rows * from_stride) as u32).flat_map(|at| (at.wrapping_mul(seed | 1)).to_ne_bytes()).collect();
             let shape = Transposition { rows, columns, from_stride, to_stride };
             agree(|level| written(4 * columns * to_stride, 7, |to| transpose(level, &from, to, shape)));
-            let to = written(4 * columns * to_stride, 7, |to| transpose(Level::best(), &from, to, shape));
+            let to = written(4 * columns * to_stride, 7, |to| transpose(Level::in_use(), &from, to, shape));
             for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
                 let (from_at, to_at) = (row * from_stride + column, column * to_stride + row);
                 prop_assert_eq!(&from[4 * from_at..4 * from_at + 4], &to[4 * to_at..4 * to_at + 4]);
             }
         }
 
-        /// The ends of what an `f32` holds, where grids are clamped.
+        /// Values at the ends of the range of `f32`, where grids are clamped.
         #[test]
         fn tiles_of_the_largest_numbers_have_the_same_bytes(
             values in prop::collection::vec(prop_oneof![Just(f32::MIN), Just(f32::MAX), Just(0.0), any::<f32>()], 1..200),
@@ -381,13 +306,13 @@ mod tests {
                     let mut codec = level.force(|| parse(&format!("tile:{bits}")).unwrap());
                     let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
                     let mut body = Vec::new();
-                    codec.encode(view, &Context::default(), &mut body)?;
+                    codec.encode(view, &CodecContext::default(), &mut body)?;
                     Ok::<_, CodecError>(body)
                 });
             }
         }
 
-        /// Bodies and decoded values of every codec, at every level and in both orders of memory.
+        /// The bodies and decoded values of every codec, at every level and in both memory layouts.
         #[test]
         fn every_codec_gives_the_same_bytes(
             values in prop_oneof![
@@ -407,7 +332,7 @@ mod tests {
                     let mut codec = level.force(|| parse(text).unwrap());
                     let view = TensorView { dtype: DType::F32, dims: &dims, layout, bytes: &bytes };
                     let mut body = Vec::new();
-                    codec.encode(view, &Context { seed, ..Context::default() }, &mut body)?;
+                    codec.encode(view, &CodecContext { seed, ..CodecContext::default() }, &mut body)?;
                     let meta = TensorMeta { dtype: DType::F32, layout, shape: Shape::new(&dims).unwrap(), codec: codec.id() };
                     let mut out = vec![0; bytes.len()];
                     codec.decode(&meta, &body, &mut out)?;

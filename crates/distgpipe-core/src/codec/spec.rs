@@ -1,55 +1,55 @@
-//! A codec as it is written down: checked when it is made, so that both ends of a link can make their own from it.
+//! The validated text of a codec, from which both ends of a link make their instances.
 
-use super::{parse, Alone, Codec, CodecError, Crew};
+use super::{parse, Codec, CodecError, Executor, SerialExecutor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// The text of a codec that exists, such as `sort:6+2`.
+/// The text of a codec, such as `sort:6+2`. Only valid texts can be represented.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Spec(String);
+pub struct CodecSpec(String);
 
-impl Spec {
-    /// A codec of this kind, as new, with threads to work on.
-    pub fn codec(&self, crew: Arc<dyn Crew>) -> Box<dyn Codec> {
+impl CodecSpec {
+    /// Makes a new codec that runs on this executor.
+    pub fn codec(&self, executor: Arc<dyn Executor>) -> Box<dyn Codec> {
         let mut codec = parse(&self.0).expect("parsed when the spec was made");
-        codec.set_crew(crew);
+        codec.set_executor(executor);
         codec
     }
 
-    /// Whether tensors go as they are.
+    /// Whether the codec is `raw`, so that tensors are sent unencoded.
     pub fn is_raw(&self) -> bool {
         self.0 == "raw"
     }
 
-    /// Whether it remembers samples.
+    /// Whether the codec uses [`CodecContext::samples`](super::CodecContext::samples).
     pub fn wants_samples(&self) -> bool {
-        self.codec(Arc::new(Alone)).wants_samples()
+        self.codec(Arc::new(SerialExecutor)).wants_samples()
     }
 
-    /// The text.
+    /// The text that [`parse`] reads.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 }
 
-impl Default for Spec {
+impl Default for CodecSpec {
     fn default() -> Self {
-        Spec("raw".to_owned())
+        CodecSpec("raw".to_owned())
     }
 }
 
-impl FromStr for Spec {
+impl FromStr for CodecSpec {
     type Err = CodecError;
 
     fn from_str(text: &str) -> Result<Self, CodecError> {
-        parse(text).map(|_| Spec(text.to_owned()))
+        parse(text).map(|_| CodecSpec(text.to_owned()))
     }
 }
 
-impl TryFrom<String> for Spec {
+impl TryFrom<String> for CodecSpec {
     type Error = CodecError;
 
     fn try_from(text: String) -> Result<Self, CodecError> {
@@ -57,13 +57,13 @@ impl TryFrom<String> for Spec {
     }
 }
 
-impl From<Spec> for String {
-    fn from(spec: Spec) -> String {
+impl From<CodecSpec> for String {
+    fn from(spec: CodecSpec) -> String {
         spec.0
     }
 }
 
-impl fmt::Display for Spec {
+impl fmt::Display for CodecSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&self.0)
     }
@@ -75,11 +75,11 @@ mod tests {
 
     #[test]
     fn a_spec_is_text_on_both_sides_and_checked() {
-        let spec: Spec = serde_json::from_str("\"sort:6+2\"").unwrap();
+        let spec: CodecSpec = serde_json::from_str("\"sort:6+2\"").unwrap();
         assert_eq!((spec.to_string().as_str(), spec.is_raw()), ("sort:6+2", false));
         assert_eq!(serde_json::to_string(&spec).unwrap(), "\"sort:6+2\"");
-        let refused = serde_json::from_str::<Spec>("\"sort:6\"").unwrap_err();
+        let refused = serde_json::from_str::<CodecSpec>("\"sort:6\"").unwrap_err();
         assert!(refused.to_string().contains("such as sort:6+2"), "{refused}");
-        assert!(Spec::default().is_raw());
+        assert!(CodecSpec::default().is_raw());
     }
 }

@@ -1,33 +1,33 @@
-//! `tile:Q`, `tile:Q/T`: a grid of `2^Q` values for every `T` consecutive values, 64 if nothing is said.
+//! `tile:Q`, `tile:Q/T`: codes on a grid of `2^Q` values for every `T` consecutive values (64 unless given).
 //!
 //! ```text
 //! body   exponent e i32 | ⌈n/T⌉ × (lo f16, step f16) | n codes of Q bits          4 + 4 ⌈n/T⌉ + ⌈nQ/8⌉ bytes
 //! value  2^e (lo + code · step)
 //! ```
 //!
-//! With 64 values to a tile, Q bits cost Q + ½ on the wire. Neighbours in a tensor are of one magnitude, so a tile's
-//! steps are far finer than those of a whole tensor's range, and an outlier spoils 64 values instead of all.
+//! With tiles of 64 values, codes of Q bits cost Q + ½ bits a value on the wire. Neighbours in a tensor have similar
+//! magnitudes, so the step of a tile is far finer than that of the whole range, and an outlier affects 64 values
+//! instead of all.
 //!
-//! `e` brings the largest magnitude of the tensor into [2^13, 2^14), whatever it was: gradients of 1e-8 do not
-//! underflow, and neither `lo` nor the widest step overflows a 16-bit float. `lo` is rounded down, and `step` is a
-//! 16-bit float with which the grid still reaches the tile's largest value, so that no value is farther than half a
-//! step from its own.
+//! `e` scales the largest magnitude of the tensor into [2^13, 2^14), so gradients of 1e-8 do not underflow, and neither
+//! `lo` nor the widest step overflows a 16-bit float. `lo` is rounded down, and `step` is a 16-bit float with which the
+//! grid still reaches the largest value of the tile. So no value is farther than half a step from its code.
 //!
-//! Values are consecutive in the logical order, in which the last dimension varies fastest, whatever the order in memory:
-//! pixels of one channel are alike, channels of one pixel are not. So a channels-last tensor has the body of the same
-//! tensor in contiguous memory.
+//! Values are consecutive in logical order, in which the last dimension varies fastest, whatever the order in memory:
+//! neighbouring pixels of one channel are similar, the channels of one pixel are not. So a channels-last tensor has the
+//! same body as the contiguous one.
 //!
-//! `tile:Q~` rounds at random to one of the two codes around a value, so that the expected value is the value, and the
-//! error below a step instead of half of one.
+//! `tile:Q~` uses stochastic rounding: one of the two codes around a value is chosen at random such that the expected
+//! decoded value is the value. The error is below one step instead of half a step.
 
 use super::bits::{self, packed_bytes};
+use super::channels_last::ChannelPlanes;
 use super::grid::{code_max, Grid};
 use super::half::{f16_from_f32, f32_from_f16};
-use super::hands::Hands;
-use super::planes::Planes;
+use super::kernel_runner::KernelRunner;
 use super::simd::{self, Level, Noise};
 use super::{check_body, check_f32, number};
-use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView, BLOCK};
+use super::{elements_of, Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView, BLOCK};
 use crate::wire::{DType, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
@@ -48,15 +48,14 @@ pub(super) const MEMBER: Member = Member {
         "tile:3~",
         "tile:3/100~",
     ],
-    about:
-        "tile:Q or tile:Q/T, a grid of 2^Q values for every T (64) neighbours, Q + 32/T bits a value; with ~ at the \
-            end, stochastic rounding",
+    about: "tile:Q or tile:Q/T, a grid of 2^Q values for every T (64) neighbours, Q + 32/T bits a value; a ~ at the \
+            end selects stochastic rounding",
     parse,
 };
 
 const EXPECTED: &str =
     "tile:Q or tile:Q/T with Q from 1 to 16 bits and T from 1 to 4096 values a tile (64 unless given), \
-                        such as tile:4 or tile:4/128, with ~ at the end for stochastic rounding";
+                        such as tile:4 or tile:4/128, with a ~ at the end for stochastic rounding";
 const TILE_DEFAULT: u32 = 64;
 const TILE_MAX: u32 = 4096;
 
@@ -73,33 +72,33 @@ fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
     codec.map(|codec| Box::new(codec) as _).ok_or_else(|| CodecError::parameter("tile", EXPECTED, got))
 }
 
-/// Which of the codes around a value it gets.
+/// How a value between two codes is rounded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
-    /// The nearest.
+    /// To the nearest code.
     Nearest,
-    /// One of the two at random, with [`Context::seed`], so that the expected value is the value.
+    /// To one of the two codes at random, seeded by [`CodecContext::seed`], such that the expected value is the value.
     Stochastic,
 }
 
-/// The codec for one number of bits and one size of tile.
+/// The codec `tile:Q/T`, with buffers that are reused.
 #[derive(Clone, Debug)]
 pub struct Tile {
-    format: Format,
+    format: TileFormat,
     rounding: Rounding,
-    hands: Hands,
-    /// One for each piece of a tensor.
+    runner: KernelRunner,
+    /// Buffers for each piece of a tensor.
     scratch: Vec<Scratch>,
 }
 
-/// What both directions have to know.
+/// The parameters of the codec: bits of a code, values in a tile.
 #[derive(Clone, Copy, Debug)]
-struct Format {
+struct TileFormat {
     bits: u32,
     tile: usize,
 }
 
-/// Room for a block's codes and grids, and for its values where the tensor's memory has another order.
+/// Buffers for the codes and grids of a block, and for its values if the tensor is not in logical order.
 #[derive(Clone, Debug, Default)]
 struct Scratch {
     values: Vec<u8>,
@@ -114,15 +113,15 @@ struct Block {
 }
 
 impl Tile {
-    /// Codes of 1 to 16 bits, tiles of 1 to 4096 values.
+    /// The codec with codes of 1 to 16 bits and tiles of 1 to 4096 values; `None` for other numbers.
     pub fn new(bits: u32, tile: u32, rounding: Rounding) -> Option<Self> {
         let valid = (1..=bits::WIDTH_MAX).contains(&bits) && (1..=TILE_MAX).contains(&tile);
-        let format = Format { bits, tile: tile as usize };
-        valid.then(|| Tile { format, rounding, hands: Hands::default(), scratch: Vec::new() })
+        let format = TileFormat { bits, tile: tile as usize };
+        valid.then(|| Tile { format, rounding, runner: KernelRunner::default(), scratch: Vec::new() })
     }
 }
 
-impl Format {
+impl TileFormat {
     fn table_bytes(self, elements: usize) -> usize {
         elements.div_ceil(self.tile).saturating_mul(4)
     }
@@ -131,13 +130,13 @@ impl Format {
         packed_bytes(elements, self.bits)
     }
 
-    /// So many values are whole tiles, and their codes whole bytes.
+    /// The smallest number of values that are whole tiles and whose codes are whole bytes.
     fn unit(self) -> usize {
-        // A power of two, as many as are missing to a multiple of eight.
+        // The tile times the power of two that makes it a multiple of eight.
         self.tile << (bits::GROUP.trailing_zeros() - self.tile.trailing_zeros().min(3))
     }
 
-    /// As many units as `BLOCK` values have, one at least.
+    /// The number of values that are processed together: as many units as fit `BLOCK`, at least one.
     fn block(self) -> usize {
         self.unit() * (BLOCK / self.unit()).max(1)
     }
@@ -153,24 +152,29 @@ impl Codec for Tile {
         self.format.packed_bytes(elements).saturating_add(self.format.table_bytes(elements)).saturating_add(4)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, context: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(
+        &mut self,
+        tensor: TensorView<'_>,
+        context: &CodecContext<'_>,
+        out: &mut Vec<u8>,
+    ) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
-        let exponent = exponent_for(self.hands.extremes(self.id(), tensor.bytes)?.magnitude_max());
+        let exponent = exponent_for(self.runner.extremes(self.id(), tensor.bytes)?.magnitude_max());
         let start = out.len();
         out.resize(start + self.encoded_bytes(tensor.dtype, tensor.dims), 0);
         let (head, body) = out[start..].split_at_mut(4);
         head.copy_from_slice(&exponent.to_le_bytes());
         let (table, packed) = body.split_at_mut(self.format.table_bytes(elements));
 
-        let (format, level, bytes) = (self.format, self.hands.level, tensor.bytes);
+        let (format, level, bytes) = (self.format, self.runner.level, tensor.bytes);
         let key = (self.rounding == Rounding::Stochastic).then(|| key(context.seed));
         let encoder = Encoder { format, level, exponent, key };
-        let planes = Planes::of(tensor.layout, tensor.dims);
-        let piece = self.hands.piece(elements, planes.map_or(format.unit(), |planes| planes.unit(format.unit())));
+        let planes = ChannelPlanes::of(tensor.layout, tensor.dims);
+        let piece = self.runner.piece(elements, planes.map_or(format.unit(), |planes| planes.unit(format.unit())));
         self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
         let rooms = table.chunks_mut(format.table_bytes(piece)).zip(packed.chunks_mut(format.packed_bytes(piece)));
         let work = rooms.zip(&mut self.scratch).enumerate();
-        self.hands.each(work, |(number, ((table, packed), scratch))| {
+        self.runner.each(work, |(number, ((table, packed), scratch))| {
             let range = number * piece..elements.min((number + 1) * piece);
             let run = Run { first: range.start, table, packed };
             match planes {
@@ -190,35 +194,35 @@ impl Codec for Tile {
         }
         let (table, packed) = body.split_at(self.format.table_bytes(elements));
         check_table(table)?;
-        let (format, level) = (self.format, self.hands.level);
+        let (format, level) = (self.format, self.runner.level);
         let decoder = Decoder { format, level, exponent, table, packed, elements };
         let mut dims = [0; DIMS_MAX];
         dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
-        let planes = Planes::of(meta.layout, &dims[..meta.shape.rank()]);
-        // A channels-last tensor is split by samples, whose memory lies together.
-        let piece = self.hands.piece(elements, planes.map_or(format.unit(), |planes| planes.channels * planes.pixels));
+        let planes = ChannelPlanes::of(meta.layout, &dims[..meta.shape.rank()]);
+        // A channels-last tensor is split by samples, which are contiguous in memory.
+        let piece = self.runner.piece(elements, planes.map_or(format.unit(), |planes| planes.channels * planes.pixels));
         self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
         let work = out.chunks_mut(4 * piece).zip(&mut self.scratch).enumerate();
-        self.hands.each(work, |(number, (out, scratch))| match planes {
+        self.runner.each(work, |(number, (out, scratch))| match planes {
             None => decoder.run(number * piece, out, &mut scratch.block),
             Some(planes) => decoder.planes(planes, number * piece, out, scratch),
         });
         Ok(())
     }
 
-    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.hands.set_crew(crew);
+    fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.runner.set_executor(executor);
     }
 }
 
-/// The key of a tensor's random numbers: its seed, mixed by the finalizer of splitmix64.
+/// The key of a tensor's random numbers: its seed, mixed by the finalizer of SplitMix64.
 fn key(seed: u64) -> u32 {
     let mixed = (seed ^ seed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     (mixed >> 32) as u32
 }
 
-/// Where some consecutive values go: their first one's number, a multiple of the unit, and their parts of the body.
+/// The output for some consecutive values: the index of the first, a multiple of the unit, and their parts of the body.
 struct Run<'a> {
     first: usize,
     table: &'a mut [u8],
@@ -227,10 +231,10 @@ struct Run<'a> {
 
 #[derive(Clone, Copy)]
 struct Encoder {
-    format: Format,
+    format: TileFormat,
     level: Level,
     exponent: i32,
-    /// Of random numbers, where rounding is stochastic.
+    /// The key of the random numbers, if rounding is stochastic.
     key: Option<u32>,
 }
 
@@ -254,7 +258,7 @@ impl Encoder {
         }
     }
 
-    /// At most [`TILES`] tiles.
+    /// Encodes at most [`TILES`] tiles.
     fn tiles(&self, bytes: &[u8], first: usize, table: &mut [u8], ranges: &mut Ranges, codes: &mut [u16]) {
         let Encoder { format, level, exponent, key } = *self;
         let code_max = code_max(format.bits);
@@ -273,8 +277,8 @@ impl Encoder {
         }
     }
 
-    /// A run of a channels-last tensor, whose memory is `bytes`.
-    fn planes(&self, planes: Planes, bytes: &[u8], run: Run<'_>, scratch: &mut Scratch, elements: usize) {
+    /// Encodes some values of a channels-last tensor, whose memory is `bytes`.
+    fn planes(&self, planes: ChannelPlanes, bytes: &[u8], run: Run<'_>, scratch: &mut Scratch, elements: usize) {
         let format = self.format;
         let Scratch { values, block } = scratch;
         let end = run.first + elements;
@@ -290,7 +294,7 @@ impl Encoder {
 
 #[derive(Clone, Copy)]
 struct Decoder<'a> {
-    format: Format,
+    format: TileFormat,
     level: Level,
     exponent: i32,
     table: &'a [u8],
@@ -299,7 +303,7 @@ struct Decoder<'a> {
 }
 
 impl Decoder<'_> {
-    /// Decodes the values from number `first`, a multiple of the unit, on.
+    /// Decodes the values from index `first` on, which is a multiple of the unit.
     fn run(&self, first: usize, out: &mut [u8], room: &mut Block) {
         let Decoder { format, level, exponent, .. } = *self;
         let Block { codes, grids, .. } = room;
@@ -322,8 +326,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// Decodes whole samples of a channels-last tensor, whose memory `out` is, from element `first` on.
-    fn planes(&self, planes: Planes, first: usize, out: &mut [u8], scratch: &mut Scratch) {
+    /// Decodes whole samples of a channels-last tensor from index `first` on; `out` is their memory.
+    fn planes(&self, planes: ChannelPlanes, first: usize, out: &mut [u8], scratch: &mut Scratch) {
         let Scratch { values, block } = scratch;
         let end = first + out.len() / 4;
         planes.write(self.level, out, first..end, (self.format.unit(), self.elements), values, |first, values| {
@@ -332,7 +336,7 @@ impl Decoder<'_> {
     }
 }
 
-/// The exponents for the magnitudes of an `f32`: of the smallest, 2^-149, and of the largest, just below 2^128.
+/// The possible exponents: from that of the smallest `f32`, 2^-149, to that of the largest, just below 2^128.
 const EXPONENTS: std::ops::RangeInclusive<i32> = -149 - 13..=127 - 13;
 
 /// The `e` for which `2^-e` times this magnitude, given as the bits of an `f32`, is in [2^13, 2^14).
@@ -344,16 +348,16 @@ fn exponent_for(magnitude: u32) -> i32 {
     }
 }
 
-/// 2^exponent, for exponents of normal numbers.
+/// 2^exponent. The result must be a normal number.
 #[inline(always)]
 pub(super) fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(((1023 + i64::from(exponent)) as u64) << 52)
 }
 
-/// So many tiles' grids are found at a time.
+/// The number of tiles whose grids are computed together.
 pub(super) const TILES: usize = 64;
 
-/// Some tiles' ranges, side by side: of their values, as they are on the wire, and for rounding.
+/// The ranges of up to [`TILES`] tiles: of their values, as they are on the wire, and for quantization.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Ranges {
     pub count: usize,
@@ -374,7 +378,7 @@ impl Default for Ranges {
 }
 
 impl Ranges {
-    /// Finds the grid of the tile at this place.
+    /// Computes the grid of the tile with this index.
     #[inline(always)]
     pub fn find(&mut self, at: usize, exponent: i32, code_max: u16) {
         let scale = power_of_two(-exponent);
@@ -382,7 +386,7 @@ impl Ranges {
         let lo = f16_below(scaled_lo);
         let exact = (scaled_hi - f64::from(f32_from_f16(lo))) / f64::from(code_max);
         let nearest = f16_from_f32(exact as f32);
-        // The smallest of the three that reaches `hi`, in the numbers that the other end will see.
+        // The smallest of three candidates whose grid reaches `hi` when the other end decodes it.
         let hi = self.hi[at];
         let reaches = |step: u16| grid(lo, step, exponent).value_within(code_max) >= hi;
         let below = nearest.saturating_sub(1);
@@ -394,14 +398,14 @@ impl Ranges {
     }
 }
 
-/// The grid of two 16-bit floats.
+/// The grid described by two 16-bit floats.
 #[inline(always)]
 fn grid(lo: u16, step: u16, exponent: i32) -> Grid {
     let scale = power_of_two(exponent);
     Grid { lo: f64::from(f32_from_f16(lo)) * scale, step: f64::from(f32_from_f16(step)) * scale }
 }
 
-/// Some tiles' grids, side by side.
+/// The grids of up to [`TILES`] tiles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Grids {
     pub code_bits: u32,
@@ -416,7 +420,7 @@ impl Default for Grids {
 }
 
 impl Grids {
-    /// Sets a grid that [`check_table`] has seen.
+    /// Sets a grid that [`check_table`] has accepted.
     #[inline(always)]
     pub fn set(&mut self, at: usize, lo: u16, step: u16, exponent: i32) {
         let grid = grid(lo, step, exponent);
@@ -424,7 +428,7 @@ impl Grids {
     }
 }
 
-/// Whether all entries of a peer's table are finite and no step is negative.
+/// Checks that all entries of a received table are finite and no step is negative.
 fn check_table(table: &[u8]) -> Result<(), CodecError> {
     let valid = |entry: &[u8; 4]| {
         let (lo, step) = (u16::from_le_bytes([entry[0], entry[1]]), u16::from_le_bytes([entry[2], entry[3]]));
@@ -438,7 +442,7 @@ fn check_table(table: &[u8]) -> Result<(), CodecError> {
     Err(CodecError::Grid { codec: CodecId::Tile, at: at.unwrap_or(0) })
 }
 
-/// The largest 16-bit float that is at most `value`, whose magnitude is at most 2^14.
+/// The largest 16-bit float that is at most `value`. The magnitude of `value` must be at most 2^14.
 #[inline(always)]
 fn f16_below(value: f64) -> u16 {
     let nearest = f16_from_f32(value as f32);
@@ -490,12 +494,12 @@ mod tests {
         assert_eq!(widest.value_within(u16::MAX), f32::MAX);
     }
 
-    /// The mean of many decoded values is the value: to four standard deviations, and what is lost near codes.
+    /// The mean of many decoded values is the value, within four standard deviations and the bias near codes.
     #[test]
     fn stochastic_rounding_is_unbiased() {
         let elements = 1 << 16;
         for part in [0.0f32, 0.1, 0.25, 0.5, 0.77, 1.0] {
-            // The ends of each tile, so that all have the same grid; a step is 1.
+            // Every tile contains the ends 0 and 7, so that all have the same grid with a step of 1.
             let wanted = 3.0 + part;
             let value = |at: usize| [0.0, 7.0, wanted][(at % 64).min(2)];
             let bytes: Vec<u8> = (0..elements).flat_map(|at| value(at).to_ne_bytes()).collect();
@@ -503,7 +507,7 @@ mod tests {
             let view = TensorView { dtype: DType::F32, dims: &[elements], layout: Layout::Contiguous, bytes: &bytes };
             let bodies = [1, 1, 2].map(|seed| {
                 let mut body = Vec::new();
-                codec.encode(view, &Context { seed, ..Context::default() }, &mut body).unwrap();
+                codec.encode(view, &CodecContext { seed, ..CodecContext::default() }, &mut body).unwrap();
                 body
             });
             assert_eq!(bodies[0], bodies[1], "one seed, one body");

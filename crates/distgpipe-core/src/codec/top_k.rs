@@ -1,22 +1,22 @@
-//! `topk:F`: the fraction `F` of the values that is largest in magnitude, and where they are. The others decode to 0.
+//! `topk:F`: the fraction `F` of the values with the largest magnitude, and their positions. The others decode to 0.
 //!
 //! ```text
-//! body   how u8 | kept u64 | kept × value f32 | places          at most 9 + 4 ⌈Fn⌉ + ⌈n/8⌉ bytes
-//!        how = 0      places are a bit for each of the n values, lowest first
-//!        how = 1 + r  places are gaps in Rice code with r lowest bits (`rice.rs`)
+//! body   how u8 | kept u64 | kept × value f32 | positions          at most 9 + 4 ⌈Fn⌉ + ⌈n/8⌉ bytes
+//!        how = 0      positions are a bitmap of the n values, lowest bit first
+//!        how = 1 + r  positions are gaps in Rice code with r low bits (`rice.rs`)
 //! ```
 //!
-//! Of n values the `⌈Fn⌉` of largest magnitude are kept, of equal ones those that come first, and sent to the bit. Zeros
-//! are not among them, since they decode to 0 anyway (−0 too): of what a ReLU has cut off, nothing is sent. With `F` 0.1,
-//! a gap takes 4.7 bits, where a bit for every value would be 10 for each one kept: 3.7 bits a value in all.
+//! Of n values the `⌈Fn⌉` of largest magnitude are sent without loss; among equal ones, the first. Zeros (and −0) are
+//! never sent, because they decode to 0 anyway: after a ReLU, the values that it has zeroed cost nothing. With `F` 0.1
+//! a gap takes 4.7 bits, where a bitmap would take 10 bits for each value kept: 3.7 bits a value in all.
 //!
-//! What is dropped is lost for good, and always the small values: this codec is meant for `feedback(topk:F)`. Aji and
-//! Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); Stich et al., "Sparsified SGD with Memory"
-//! (2018).
+//! The small values are always the ones that are dropped, so this codec is meant for use with error feedback:
+//! `feedback(topk:F)`. Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017); Stich et al.,
+//! "Sparsified SGD with Memory" (2018).
 
 use super::rice;
 use super::{check_f32, check_meta, elements_of, floats, magnitude_max};
-use super::{Arguments, Codec, CodecError, CodecId, Context, Member, TensorView};
+use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
@@ -24,16 +24,16 @@ pub(super) const MEMBER: Member = Member {
     id: CodecId::TopK,
     lossless: false,
     examples: &["topk:0.1", "topk:0.01", "topk:0.5", "topk:0.333333333", "topk:1"],
-    about: "topk:F, the fraction F of the values that is largest, as it is, and their places; the others become 0",
+    about: "topk:F, the fraction F of the values with the largest magnitude, exactly; the others become 0",
     parse,
 };
 
 const EXPECTED: &str = "topk:F with F a fraction above 0 and at most 1, of up to 9 decimals, such as topk:0.1";
 const DECIMALS_MAX: usize = 9;
-/// What `TopK::parts` are parts of.
+/// The whole that `TopK::parts` are parts of.
 const WHOLE: u64 = 1_000_000_000;
 
-/// The first byte: a bit for each value.
+/// The first byte of a body with a bitmap.
 const BITMAP: u8 = 0;
 const HEAD_BYTES: usize = 1 + 8;
 
@@ -43,7 +43,7 @@ fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
     codec.map(|codec| Box::new(codec) as _).ok_or_else(|| CodecError::parameter("topk", EXPECTED, got))
 }
 
-/// A decimal fraction as billionths. As text and not as a float, so that ⌈0.1 · 30⌉ is 3.
+/// Parses a decimal fraction to billionths. Exact, unlike a float, so that ⌈0.1 · 30⌉ is 3.
 fn parts(text: &str) -> Option<u64> {
     let (whole, decimals) = match text.split_once('.') {
         Some((_, "")) => return None,
@@ -56,32 +56,32 @@ fn parts(text: &str) -> Option<u64> {
     Some(whole * WHOLE + padded.parse::<u64>().ok()?)
 }
 
-/// The codec for one fraction.
+/// The codec `topk:F`, with buffers that are reused.
 #[derive(Clone, Debug)]
 pub struct TopK {
     /// The fraction, in billionths.
     parts: u64,
     magnitudes: Vec<u32>,
-    places: Vec<usize>,
+    positions: Vec<usize>,
 }
 
 impl TopK {
-    /// Keeps so many billionths of a tensor: more than none, and at most all.
+    /// The codec that keeps this many billionths of a tensor, at least 1; `None` for other numbers.
     pub fn new(parts: u64) -> Option<Self> {
-        (1..=WHOLE).contains(&parts).then(|| TopK { parts, magnitudes: Vec::new(), places: Vec::new() })
+        (1..=WHOLE).contains(&parts).then(|| TopK { parts, magnitudes: Vec::new(), positions: Vec::new() })
     }
 
-    /// The most values that are kept of so many.
+    /// The largest number of values that are kept of this many.
     fn most(&self, elements: usize) -> usize {
         (elements as u128 * u128::from(self.parts)).div_ceil(u128::from(WHOLE)) as usize
     }
 
-    /// Puts the places of the values to keep into `self.places`.
+    /// Sets `self.positions` to the positions of the values to keep.
     fn select(&mut self, bytes: &[u8], most: usize) {
         let magnitude = |value: f32| value.to_bits() & 0x7fff_ffff;
         self.magnitudes.clear();
         self.magnitudes.extend(floats(bytes).map(magnitude).filter(|&magnitude| magnitude > 0));
-        // The smallest that is kept, and how many as large as that.
+        // The smallest magnitude that is kept, and how many values of that magnitude.
         let (least, mut equal) = if self.magnitudes.len() <= most {
             (1, most)
         } else {
@@ -89,11 +89,11 @@ impl TopK {
             let above = larger.iter().filter(|&magnitude| magnitude > least).count();
             (*least, most - above)
         };
-        self.places.clear();
+        self.positions.clear();
         for (at, magnitude) in floats(bytes).map(magnitude).enumerate() {
             if magnitude > least || magnitude == least && equal > 0 {
                 equal -= usize::from(magnitude == least);
-                self.places.push(at);
+                self.positions.push(at);
             }
         }
     }
@@ -113,25 +113,25 @@ impl Codec for TopK {
         true
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &CodecContext<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
         magnitude_max(self.id(), tensor.bytes)?;
         self.select(tensor.bytes, self.most(elements));
-        let (lowest, bits) = rice::best(&self.places);
+        let (lowest, bits) = rice::best(&self.positions);
         let gaps = bits.div_ceil(8) < elements.div_ceil(8) as u128;
 
         out.push(if gaps { 1 + lowest as u8 } else { BITMAP });
-        out.extend_from_slice(&(self.places.len() as u64).to_le_bytes());
-        for &place in &self.places {
-            let bytes = &tensor.bytes[4 * place..4 * place + 4];
+        out.extend_from_slice(&(self.positions.len() as u64).to_le_bytes());
+        for &position in &self.positions {
+            let bytes = &tensor.bytes[4 * position..4 * position + 4];
             out.extend_from_slice(&f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]).to_le_bytes());
         }
         if gaps {
-            rice::write(&self.places, lowest, out);
+            rice::write(&self.positions, lowest, out);
         } else {
             let start = out.len();
             out.resize(start + elements.div_ceil(8), 0);
-            self.places.iter().for_each(|place| out[start + place / 8] |= 1 << (place % 8));
+            self.positions.iter().for_each(|position| out[start + position / 8] |= 1 << (position % 8));
         }
         Ok(())
     }
@@ -140,7 +140,7 @@ impl Codec for TopK {
         check_meta(self.id(), meta, out)?;
         let elements = out.len() / 4;
         let most = self.most(elements);
-        let wrong = || CodecError::Places { codec: CodecId::TopK, most: most as u64, elements: elements as u64 };
+        let wrong = || CodecError::Positions { codec: CodecId::TopK, most: most as u64, elements: elements as u64 };
         let too_short = |expected: usize| CodecError::BodyLength {
             codec: CodecId::TopK,
             expected: expected as u64,
@@ -149,46 +149,46 @@ impl Codec for TopK {
         let (&[how, ref kept @ ..], rest) =
             body.split_first_chunk::<HEAD_BYTES>().ok_or_else(|| too_short(HEAD_BYTES))?;
         let kept = usize::try_from(u64::from_le_bytes(*kept)).ok().filter(|&kept| kept <= most).ok_or_else(wrong)?;
-        let (values, places) = rest.split_at_checked(4 * kept).ok_or_else(|| too_short(HEAD_BYTES + 4 * kept))?;
+        let (values, positions) = rest.split_at_checked(4 * kept).ok_or_else(|| too_short(HEAD_BYTES + 4 * kept))?;
         out.fill(0);
         if how == BITMAP {
             let expected = HEAD_BYTES + 4 * kept + elements.div_ceil(8);
             if body.len() != expected {
                 return Err(too_short(expected));
             }
-            let set = places.iter().map(|byte| byte.count_ones() as usize).sum::<usize>();
-            // The bits beyond the last value, if there are any.
-            let beyond = places.last().map_or(0, |&byte| u32::from(byte) >> ((elements - 1) % 8 + 1));
+            let set = positions.iter().map(|byte| byte.count_ones() as usize).sum::<usize>();
+            // The bits beyond the last value.
+            let beyond = positions.last().map_or(0, |&byte| u32::from(byte) >> ((elements - 1) % 8 + 1));
             if set != kept || beyond != 0 {
                 return Err(wrong());
             }
-            return scatter(values, &mut set_bits(places), out).map(|_| ());
+            return scatter(values, &mut set_bits(positions), out).map(|_| ());
         }
         let lowest = u32::from(how - 1);
         if lowest > rice::LOWEST_BITS_MAX {
             return Err(CodecError::FirstByte { codec: self.id(), expected: "0 to 57", got: how });
         }
-        let mut places = rice::Places::new(places, lowest, elements);
-        let complete = scatter(values, &mut places, out)? && places.is_at_end();
+        let mut positions = rice::GapReader::new(positions, lowest, elements);
+        let complete = scatter(values, &mut positions, out)? && positions.is_at_end();
         complete.then_some(()).ok_or_else(wrong)
     }
 }
 
-/// The places of a bitmap.
+/// The positions of the bits that are set.
 fn set_bits(bytes: &[u8]) -> impl Iterator<Item = usize> + '_ {
     let bits = |(at, byte): (usize, u8)| (0..8).filter(move |bit| byte >> bit & 1 == 1).map(move |bit| 8 * at + bit);
     bytes.iter().copied().enumerate().flat_map(bits)
 }
 
-/// Puts every value into its place; whether there are enough places. They are within `out`.
-fn scatter(values: &[u8], places: &mut impl Iterator<Item = usize>, out: &mut [u8]) -> Result<bool, CodecError> {
+/// Puts every value into its position; whether there are enough positions. They are within `out`.
+fn scatter(values: &[u8], positions: &mut impl Iterator<Item = usize>, out: &mut [u8]) -> Result<bool, CodecError> {
     for (at, value) in values.chunks_exact(4).enumerate() {
         let value = f32::from_le_bytes([value[0], value[1], value[2], value[3]]);
         if !value.is_finite() {
             return Err(CodecError::Value { codec: CodecId::TopK, at });
         }
-        let Some(place) = places.next() else { return Ok(false) };
-        out[4 * place..4 * place + 4].copy_from_slice(&value.to_ne_bytes());
+        let Some(position) = positions.next() else { return Ok(false) };
+        out[4 * position..4 * position + 4].copy_from_slice(&value.to_ne_bytes());
     }
     Ok(true)
 }
@@ -202,7 +202,7 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
         let view = TensorView { dtype: DType::F32, dims: &[values.len()], layout: Layout::Contiguous, bytes: &bytes };
         let mut body = Vec::new();
-        TopK::new(parts).unwrap().encode(view, &Context::default(), &mut body).unwrap();
+        TopK::new(parts).unwrap().encode(view, &CodecContext::default(), &mut body).unwrap();
         body
     }
 
@@ -214,17 +214,17 @@ mod tests {
         Ok(floats(&out).collect())
     }
 
-    fn body(how: u8, values: &[f32], places: &[u8]) -> Vec<u8> {
+    fn body(how: u8, values: &[f32], positions: &[u8]) -> Vec<u8> {
         let mut body = vec![how];
         body.extend_from_slice(&(values.len() as u64).to_le_bytes());
         values.iter().for_each(|value| body.extend_from_slice(&value.to_le_bytes()));
-        body.extend_from_slice(places);
+        body.extend_from_slice(positions);
         body
     }
 
     #[test]
     fn the_documented_body() {
-        // Three of ten; of the two that are equally large, the first.
+        // Three of ten values; of two with equal magnitude, the first.
         let mut values = [0.5, -2.0, 0.0, 7.0, 1.0, -1.0, 0.25, -0.0, 0.5, 0.5];
         let bitmap = body(0, &[-2.0, 7.0, 1.0], &[0b0001_1010, 0]);
         // Gaps 1, 1, 0 with r = 0: 01 01 1.
@@ -264,20 +264,20 @@ mod tests {
 
     #[test]
     fn hostile_places_are_refused() {
-        let wrong = Err(CodecError::Places { codec: CodecId::TopK, most: 5, elements: 10 });
+        let wrong = Err(CodecError::Positions { codec: CodecId::TopK, most: 5, elements: 10 });
         let two = [1.0, 2.0];
         let decode = |body: &[u8]| decode(WHOLE / 2, body, 10);
         assert!(decode(&body(0, &two, &[3, 0])).is_ok());
-        assert_eq!(decode(&body(0, &two, &[7, 0])), wrong, "more places than values");
+        assert_eq!(decode(&body(0, &two, &[7, 0])), wrong, "more positions than values");
         assert_eq!(decode(&body(0, &two, &[1, 0])), wrong, "fewer");
-        assert_eq!(decode(&body(0, &two, &[1, 4])), wrong, "place 10 of 10");
+        assert_eq!(decode(&body(0, &two, &[1, 4])), wrong, "position 10 of 10");
         assert_eq!(decode(&body(0, &[1.0; 6], &[63, 0])), wrong, "more than half");
         assert!(decode(&body(1, &two, &[3])).is_ok());
         assert_eq!(decode(&body(1, &two, &[1])), wrong, "fewer");
-        assert_eq!(decode(&body(1, &two, &[7])), wrong, "a place left over");
+        assert_eq!(decode(&body(1, &two, &[7])), wrong, "a position left over");
         assert_eq!(decode(&body(1, &two, &[3, 0])), wrong, "a byte left over");
-        assert_eq!(decode(&body(1, &two, &[1, 4])), wrong, "place 10 of 10");
-        assert_eq!(decode(&body(57, &[1.0], &[255; 8])), wrong, "a place that is a huge number");
+        assert_eq!(decode(&body(1, &two, &[1, 4])), wrong, "position 10 of 10");
+        assert_eq!(decode(&body(57, &[1.0], &[255; 8])), wrong, "a position that is a huge number");
         let mut claims = body(1, &two, &[3]);
         claims[1..9].fill(0xff);
         assert_eq!(decode(&claims), wrong, "more values than can be counted");

@@ -1,17 +1,17 @@
-//! `uniform:Q`: one grid of `2^Q` values from the tensor's smallest to its largest.
+//! `uniform:Q`: codes on one grid of `2^Q` values from the smallest to the largest value of the tensor.
 //!
 //! ```text
 //! body   lo f32 | step f32 | n codes of Q bits          8 + ⌈nQ/8⌉ bytes
 //! ```
 //!
-//! Simple and fast, but one outlier makes every step coarse. [`tile`](super::tile) costs half a bit more and follows
-//! the values; [`sort`](super::sort) follows their distribution.
+//! Simple and fast, but one outlier makes the step coarse for all values. [`tile`](super::tile) costs half a bit more
+//! and adapts to local ranges; [`sort`](super::sort) adapts to the distribution of the values.
 
 use super::bits::{self, packed_bytes};
 use super::grid::{code_max, Grid};
-use super::hands::Hands;
+use super::kernel_runner::KernelRunner;
 use super::{check_body, check_f32, number, push_f32, simd, take_f32};
-use super::{elements_of, Arguments, Codec, CodecError, CodecId, Context, Crew, Member, TensorView, BLOCK};
+use super::{elements_of, Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView, BLOCK};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -33,20 +33,20 @@ fn parse(arguments: Arguments<'_>) -> Result<Box<dyn Codec>, CodecError> {
     codec.map(|codec| Box::new(codec) as _).ok_or_else(|| CodecError::parameter("uniform", EXPECTED, got))
 }
 
-/// The codec for one number of bits.
+/// The codec `uniform:Q`, which has no state.
 #[derive(Clone, Debug)]
 pub struct Uniform {
     bits: u32,
-    hands: Hands,
+    runner: KernelRunner,
 }
 
 impl Uniform {
-    /// Codes of 1 to 16 bits.
+    /// The codec with codes of this many bits, from 1 to 16; `None` for other numbers.
     pub fn new(bits: u32) -> Option<Self> {
-        (1..=bits::WIDTH_MAX).contains(&bits).then(|| Uniform { bits, hands: Hands::default() })
+        (1..=bits::WIDTH_MAX).contains(&bits).then(|| Uniform { bits, runner: KernelRunner::default() })
     }
 
-    /// The bytes of so many codes, which fill whole ones.
+    /// The size in bytes of this many codes, which is a multiple of [`bits::GROUP`].
     fn packed(&self, codes: usize) -> usize {
         codes / bits::GROUP * self.bits as usize
     }
@@ -62,20 +62,20 @@ impl Codec for Uniform {
         packed_bytes(elements, self.bits).saturating_add(TABLE_BYTES)
     }
 
-    fn encode(&mut self, tensor: TensorView<'_>, _: &Context<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
+    fn encode(&mut self, tensor: TensorView<'_>, _: &CodecContext<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {
         check_f32(self.id(), &tensor)?;
-        let (lo, hi) = self.hands.extremes(self.id(), tensor.bytes)?.range();
+        let (lo, hi) = self.runner.extremes(self.id(), tensor.bytes)?.range();
         let max = code_max(self.bits);
         let grid = Grid::over(lo, hi, max).ok_or(CodecError::Overflow { codec: self.id(), at: 0 })?;
 
         push_f32(out, grid.lo as f32);
         push_f32(out, grid.step as f32);
-        let level = self.hands.level;
-        self.hands.append(tensor.bytes, self.bits, out, |bytes, packed| {
+        let level = self.runner.level;
+        self.runner.append(tensor.bytes, self.bits, out, |bytes, packed| {
             let mut codes = [0; BLOCK];
             for (block, packed) in bytes.chunks(4 * BLOCK).zip(packed.chunks_mut(self.packed(BLOCK))) {
                 let codes = &mut codes[..block.len() / 4];
-                simd::codes(level, block, grid.rounding(max), codes);
+                simd::codes(level, block, grid.quantizer(max), codes);
                 bits::pack_with(level, codes, self.bits, packed);
             }
         });
@@ -87,9 +87,9 @@ impl Codec for Uniform {
         let (table, packed) = body.split_at(TABLE_BYTES);
         let (lo, step) = (take_f32(table, 0), take_f32(table, 1));
         let grid = Grid::from_peer(self.id(), 0, lo, step, code_max(self.bits))?;
-        let (piece, level) = (self.hands.piece(elements, BLOCK), self.hands.level);
+        let (piece, level) = (self.runner.piece(elements, BLOCK), self.runner.level);
         let work = out.chunks_mut(4 * piece).zip(packed.chunks(self.packed(piece)));
-        self.hands.each(work, |(out, packed)| {
+        self.runner.each(work, |(out, packed)| {
             let mut codes = [0; BLOCK];
             for (block, packed) in out.chunks_mut(4 * BLOCK).zip(packed.chunks(self.packed(BLOCK))) {
                 let codes = &mut codes[..block.len() / 4];
@@ -100,7 +100,7 @@ impl Codec for Uniform {
         Ok(())
     }
 
-    fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.hands.set_crew(crew);
+    fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.runner.set_executor(executor);
     }
 }

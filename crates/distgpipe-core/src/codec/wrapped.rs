@@ -1,28 +1,29 @@
-//! The codec within a wrapper such as `feedback(tile:4)`.
+//! The codec inside a wrapper such as `feedback(tile:4)`.
 //!
-//! There are two of it, because one codec is either an encoder or a decoder: at the sending end the second decodes what
-//! the first has made, so that the sender knows what the receiver has; at the receiving end it decodes what comes.
+//! There are two instances, because a codec either encodes or decodes. At the sending end the second one decodes what
+//! the first has encoded, so that the sender knows what the receiver gets. At the receiving end it decodes the bodies.
 
-use super::{parse_f32, Arguments, Codec, CodecError, CodecId, Context, Crew, TensorView};
+use super::{parse_f32, Arguments, Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
 use crate::wire::{DType, Shape, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
-pub(super) struct Inner {
+pub(super) struct WrappedCodec {
     encoder: Box<dyn Codec>,
     decoder: Box<dyn Codec>,
 }
 
-impl Inner {
-    /// The codec in a wrapper's parentheses. One that loses nothing has nothing for the wrapper to do, and two wrappers
-    /// in each other would both take the other's corrections for values.
+impl WrappedCodec {
+    /// Makes the codec in a wrapper's parentheses. It must be lossy, or the wrapper would have nothing to correct, and
+    /// must not be a wrapper itself, because each of two nested wrappers would mistake the other's corrections for
+    /// values.
     pub fn parse(wrapper: &'static str, expected: &'static str, arguments: Arguments<'_>) -> Result<Self, CodecError> {
         let given = arguments.parameter.unwrap_or("");
         let text = arguments.inner.ok_or_else(|| CodecError::parameter(wrapper, expected, given))?;
         let encoder = parse_f32(text)?;
         if [CodecId::Raw, CodecId::Feedback, CodecId::Delta].contains(&encoder.id()) {
-            return Err(CodecError::Inner { codec: wrapper, got: super::beginning(text) });
+            return Err(CodecError::Wrapped { codec: wrapper, got: super::beginning(text) });
         }
-        Ok(Inner { encoder, decoder: parse_f32(text)? })
+        Ok(WrappedCodec { encoder, decoder: parse_f32(text)? })
     }
 
     pub fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize {
@@ -37,26 +38,27 @@ impl Inner {
         self.encoder.size_varies()
     }
 
-    /// Encodes as any codec does.
+    /// Encodes a tensor without decoding it.
     pub fn encode(
         &mut self,
         tensor: TensorView<'_>,
-        context: &Context<'_>,
+        context: &CodecContext<'_>,
         out: &mut Vec<u8>,
     ) -> Result<(), CodecError> {
         self.encoder.encode(tensor, context, out)
     }
 
-    /// Decodes a body of the wrapper's that is one of this codec's.
+    /// Decodes a body of this codec whose header names the wrapper.
     pub fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         self.decoder.decode(&TensorMeta { codec: self.decoder.id(), ..*meta }, body, out)
     }
 
-    /// Encodes a tensor and gives what the other end will make of it. After an error `out` is as it was.
+    /// Appends the encoded tensor to `out`, and sets `decoded` to what the other end will decode. An error leaves `out`
+    /// unchanged.
     pub fn round_trip(
         &mut self,
         tensor: TensorView<'_>,
-        context: &Context<'_>,
+        context: &CodecContext<'_>,
         out: &mut Vec<u8>,
         decoded: &mut Vec<u8>,
     ) -> Result<(), CodecError> {
@@ -73,9 +75,9 @@ impl Inner {
         self.decoder.decode(&meta, &out[start..], decoded).inspect_err(|_| out.truncate(start))
     }
 
-    pub fn set_crew(&mut self, crew: Arc<dyn Crew>) {
-        self.encoder.set_crew(crew.clone());
-        self.decoder.set_crew(crew);
+    pub fn set_executor(&mut self, executor: Arc<dyn Executor>) {
+        self.encoder.set_executor(executor.clone());
+        self.decoder.set_executor(executor);
     }
 
     pub fn reset(&mut self) {

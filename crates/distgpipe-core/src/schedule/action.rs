@@ -1,24 +1,24 @@
-//! One step of one worker, and its short text.
+//! One action of one worker, and its short text.
 //!
 //! | text | meaning |
 //! | --- | --- |
 //! | `2F0` | partition 2 runs the forward of micro-batch 0 |
-//! | `2R0` | partition 2 runs that forward again, for its activations |
+//! | `2R0` | partition 2 recomputes that forward for its activations |
 //! | `2B0` | partition 2 runs the backward of micro-batch 0 |
 //! | `0F0>1` | partition 0 sends its forward tensors of micro-batch 0 to partition 1 |
 //! | `1F0<0` | partition 1 receives them |
 //! | `1B0>0` | partition 1 sends their gradients back to partition 0 |
-//! | `0B0<1` | partition 0 receives these |
+//! | `0B0<1` | partition 0 receives these gradients |
 //!
-//! One message carries everything (the activation and the skips) that goes between two partitions
-//! for one micro-batch in one pass. Messages exist only between different workers.
+//! One message carries all tensors (the activation and the skips) that go from one partition to another for one
+//! micro-batch in one pass. Messages exist only between different workers.
 
 use crate::{MicroBatchId, PartitionId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The direction of travel through the model.
+/// The direction of a pass through the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pass {
@@ -28,32 +28,32 @@ pub enum Pass {
     Backward,
 }
 
-/// What a worker does in one step.
+/// The operation of an action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Op {
-    /// Runs the forward.
+    /// Runs the forward of the partition.
     Forward,
-    /// Runs the forward again, for the activations that were dropped.
+    /// Runs the forward again to restore the activations that were dropped.
     Recompute,
-    /// Runs the backward.
+    /// Runs the backward of the partition.
     Backward,
-    /// Hands a message to a link. It does not wait for its arrival.
+    /// Hands a message to a link, without waiting for its arrival.
     Send {
         /// The pass whose tensors are sent.
         pass: Pass,
-        /// The partition they are for.
+        /// The partition that receives them.
         to: PartitionId,
     },
     /// Waits for a message.
     Receive {
         /// The pass whose tensors are received.
         pass: Pass,
-        /// The partition they come from.
+        /// The partition that sends them.
         from: PartitionId,
     },
 }
 
-/// One step of one worker: what, for which partition and micro-batch.
+/// One action of one worker: an operation for one partition and one micro-batch.
 ///
 /// ```
 /// use distgpipe_core::schedule::{Action, Op, Pass};
@@ -68,9 +68,9 @@ pub enum Op {
 pub struct Action {
     /// The partition that acts.
     pub partition: PartitionId,
-    /// What it does.
+    /// What the partition does.
     pub op: Op,
-    /// The micro-batch it does it for.
+    /// The micro-batch that it is for.
     pub micro_batch: MicroBatchId,
 }
 
@@ -78,15 +78,15 @@ pub struct Action {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ActionParseError {
-    /// It does not have the form of one.
+    /// The text does not have the form of an action.
     #[error("expected an action such as `2F0`, `2R0`, `2B0`, `0F0>1` or `1F0<0`, got `{got}`")]
     Form {
-        /// The text, shortened if it is long.
+        /// The beginning of the text.
         got: String,
     },
 }
 
-/// What one message is known by, at both of its ends.
+/// Identifies a message at both of its ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Message {
     pub pass: Pass,
@@ -111,7 +111,7 @@ impl Action {
         Self { partition, op: Op::Backward, micro_batch }
     }
 
-    /// Whether the worker computes in this step, rather than sends or waits.
+    /// Whether the worker computes in this action, rather than sending or waiting.
     pub fn is_compute(&self) -> bool {
         matches!(self.op, Op::Forward | Op::Recompute | Op::Backward)
     }
@@ -207,7 +207,7 @@ fn parse(text: &str) -> Option<Action> {
     Some(Action { partition: PartitionId(partition), op, micro_batch: MicroBatchId(micro_batch) })
 }
 
-/// The number at the start of a text, and what follows it.
+/// The number at the start of a text, and the rest of it.
 fn number(text: &str) -> Option<(u32, &str)> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, rest) = text.split_at_checked(digits)?;

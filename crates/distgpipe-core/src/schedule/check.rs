@@ -1,219 +1,31 @@
-//! Whether a plan is sound: whoever executes it computes everything once, with its inputs there, and
-//! everybody arrives at the end.
+//! Checks that a plan is sound: its workers compute everything exactly once, every action has its inputs, and every
+//! worker finishes.
 //!
-//! The rules, in the order in which they are applied:
+//! The rules, in the order in which they are checked:
 //!
-//! 1. Every action is one that the plan can have: known partition and micro-batch, on the partition's
-//!    worker, messages only along an edge between two workers, no backward in evaluation.
-//! 2. No action stands twice.
-//! 3. None is missing: every forward and backward, and both ends of every message.
-//! 4. Each worker's own order gives every action its inputs, and every recomputation stands between
-//!    its forward and its backward.
-//! 5. Walking all workers together, nobody waits for ever. Sends do not wait: queues hold a whole
-//!    step's messages.
+//! 1. Every action is possible: its partition and micro-batch exist, it is on the partition's worker, messages go only
+//!    along an edge between two workers, and evaluation has no backward.
+//! 2. No action occurs twice.
+//! 3. No action is missing: every forward and backward, and both ends of every message.
+//! 4. The order of each worker gives every action its inputs, and every recomputation is between its forward and its
+//!    backward.
+//! 5. No worker waits forever. Sends never wait, because queues hold all messages of a step.
+
+mod error;
+
+pub use error::{CheckError, Excerpt, Stuck};
 
 use super::action::Message;
 use super::walk::walk;
 use super::{Action, Mode, Op, Pass, Plan};
 use crate::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::HashMap;
-use std::fmt;
 
-/// What is wrong with a plan. The last line shows where, with the action underlined.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CheckError {
-    /// An action names something that the plan does not have, or stands where it can't.
-    #[error("stray action `{action}`: expected {expected}, got {got}: remove it\n{at}")]
-    Stray {
-        /// The action.
-        action: Action,
-        /// What could stand there.
-        expected: String,
-        /// What does.
-        got: String,
-        /// Where.
-        at: Excerpt,
-    },
-    /// An action stands on a worker that does not hold its partition.
-    #[error("`{action}` on the wrong worker: expected it on `{expected}`, which holds its partition, got it on `{got}`: move it there\n{at}")]
-    WrongWorker {
-        /// The action.
-        action: Action,
-        /// The worker that holds the partition.
-        expected: String,
-        /// The worker that has the action.
-        got: String,
-        /// Where.
-        at: Excerpt,
-    },
-    /// An action stands twice.
-    #[error("`{action}` twice: expected it once, got it again: remove the second\n{at}")]
-    Duplicate {
-        /// The action.
-        action: Action,
-        /// Where it is the second time.
-        at: Excerpt,
-    },
-    /// A forward or a backward is missing.
-    #[error("missing `{action}`: expected it once on worker `{worker}`, got none: add it")]
-    MissingCompute {
-        /// The action.
-        action: Action,
-        /// Who should do it.
-        worker: String,
-    },
-    /// A message is not sent.
-    #[error("missing send `{action}`: expected it on worker `{worker}` after `{after}`, got none: add it\n{at}")]
-    MissingSend {
-        /// The action.
-        action: Action,
-        /// Who should send.
-        worker: String,
-        /// What produces the message.
-        after: Action,
-        /// The producer's surroundings.
-        at: Excerpt,
-    },
-    /// A message is not received.
-    #[error("missing receive `{action}`: expected it on worker `{worker}` before `{before}`, got none: add it\n{at}")]
-    MissingReceive {
-        /// The action.
-        action: Action,
-        /// Who should receive.
-        worker: String,
-        /// What uses the message.
-        before: Action,
-        /// The user's surroundings.
-        at: Excerpt,
-    },
-    /// Something is used before it has been received.
-    #[error("use before receive: expected `{receive}` before `{action}`, got it after: move the receive up\n{at}")]
-    UseBeforeReceive {
-        /// What uses it.
-        action: Action,
-        /// What receives it.
-        receive: Action,
-        /// Where it is used.
-        at: Excerpt,
-    },
-    /// Something is sent before it has been computed.
-    #[error("send before produce: expected `{producer}` before `{action}`, got it after: move the send down\n{at}")]
-    SendBeforeProduce {
-        /// The send.
-        action: Action,
-        /// What computes it.
-        producer: Action,
-        /// Where it is sent.
-        at: Excerpt,
-    },
-    /// Something is used before the same worker has computed it.
-    #[error("use before produce: expected `{producer}` before `{action}`, got it after: swap them\n{at}")]
-    UseBeforeProduce {
-        /// What uses it.
-        action: Action,
-        /// What computes it.
-        producer: Action,
-        /// Where it is used.
-        at: Excerpt,
-    },
-    /// A recomputation is not between its forward and its backward.
-    #[error("misplaced recomputation: expected `{action}` between `{forward}` and `{backward}`, got it outside: move it between them\n{at}")]
-    MisplacedRecompute {
-        /// The recomputation.
-        action: Action,
-        /// Its forward.
-        forward: Action,
-        /// Its backward.
-        backward: Action,
-        /// Where it stands.
-        at: Excerpt,
-    },
-    /// Workers wait for each other in a circle.
-    #[error("deadlock: expected every worker to finish, got {} waiting for each other:{}", .stuck.len(), join(.stuck))]
-    Deadlock {
-        /// Everybody who does not finish.
-        stuck: Vec<Stuck>,
-    },
-    /// The costs of a simulation do not fit the plan.
-    #[error("expected {expected}, got {got}: make the costs for this plan")]
-    Costs {
-        /// What a cost must be.
-        expected: String,
-        /// What it is.
-        got: String,
-    },
-}
-
-/// A worker that waits for ever.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stuck {
-    /// Its name.
-    pub worker: String,
-    /// The receive that never ends.
-    pub action: Action,
-    /// Who should have sent.
-    pub waits_for: String,
-    /// Where it stands.
-    pub at: Excerpt,
-}
-
-/// A few actions of one worker with one of them underlined, for people.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Excerpt {
-    line: String,
-    underline: String,
-}
-
-impl fmt::Display for Excerpt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "  {}\n  {}", self.line, self.underline)
-    }
-}
-
-impl fmt::Debug for Excerpt {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.line)
-    }
-}
-
-impl Excerpt {
-    fn new(plan: &Plan, worker: WorkerId, index: usize) -> Self {
-        const NEIGHBOURS: usize = 4;
-        let actions = plan.actions(worker);
-        let (first, last) = (index.saturating_sub(NEIGHBOURS), (index + NEIGHBOURS).min(actions.len() - 1));
-        let mut line = format!("{}:", plan.placement().name(worker));
-        let mut underline = String::new();
-        if first > 0 {
-            line.push_str(" …");
-        }
-        for (offset, action) in actions[first..=last].iter().enumerate() {
-            line.push(' ');
-            let action = action.to_string();
-            if first + offset == index {
-                underline = format!("{}{}", " ".repeat(line.chars().count()), "^".repeat(action.len()));
-            }
-            line.push_str(&action);
-        }
-        if last + 1 < actions.len() {
-            line.push_str(" …");
-        }
-        Self { line, underline }
-    }
-}
-
-fn join(stuck: &[Stuck]) -> String {
-    let line = |Stuck { worker, action, waits_for, at }: &Stuck| {
-        format!("\n`{worker}` is stuck on `{action}`, waiting for `{waits_for}`\n{at}")
-    };
-    stuck.iter().map(line).collect()
-}
-
-/// Whether a plan is sound; the first thing that is wrong with it otherwise.
+/// Checks that a plan is sound, and returns the first violation otherwise.
 pub fn check(plan: &Plan) -> Result<(), CheckError> {
-    let places = Places::new(plan)?;
-    places.complete()?;
-    places.ordered()?;
+    let index = ActionIndex::new(plan)?;
+    index.complete()?;
+    index.ordered()?;
     walk(plan, |_, _| {}).map_err(|stuck| {
         let describe = |(worker, index): (WorkerId, usize)| {
             let action = plan.actions(worker)[index];
@@ -230,14 +42,14 @@ pub fn check(plan: &Plan) -> Result<(), CheckError> {
     })
 }
 
-/// Where every action stands in its worker's list.
-struct Places<'a> {
+/// The index of every action in its worker's list.
+struct ActionIndex<'a> {
     plan: &'a Plan,
     index: HashMap<Action, usize>,
 }
 
-impl<'a> Places<'a> {
-    /// Rules 1 and 2.
+impl<'a> ActionIndex<'a> {
+    /// Builds the index; checks rules 1 and 2 on the way.
     fn new(plan: &'a Plan) -> Result<Self, CheckError> {
         let mut index = HashMap::new();
         for worker in plan.placement().worker_ids() {
@@ -251,7 +63,7 @@ impl<'a> Places<'a> {
         Ok(Self { plan, index })
     }
 
-    /// Rule 3.
+    /// Checks rule 3: nothing is missing.
     fn complete(&self) -> Result<(), CheckError> {
         let plan = self.plan;
         for partition in plan.placement().partition_ids() {
@@ -282,7 +94,7 @@ impl<'a> Places<'a> {
         Err(CheckError::MissingCompute { action, worker: self.worker_name(action.partition) })
     }
 
-    /// Both ends; the forwards and backwards are known to be there.
+    /// Checks that a message is sent and received. The forwards and backwards are known to exist.
     fn has_message(&self, message: Message) -> Result<(), CheckError> {
         let compute = |partition| match message.pass {
             Pass::Forward => Action::forward(partition, message.micro_batch),
@@ -303,7 +115,7 @@ impl<'a> Places<'a> {
         Ok(())
     }
 
-    /// Rule 4.
+    /// Checks rule 4: the order within each worker.
     fn ordered(&self) -> Result<(), CheckError> {
         for worker in self.plan.placement().worker_ids() {
             for &action in self.plan.actions(worker) {
@@ -325,7 +137,7 @@ impl<'a> Places<'a> {
                             return Err(CheckError::SendBeforeProduce { action, producer, at });
                         }
                     }
-                    // When a receive may stand is a matter between workers: rule 5.
+                    // The position of a receive depends on the other workers: rule 5.
                     Op::Receive { .. } => {}
                 }
             }
@@ -368,7 +180,7 @@ impl<'a> Places<'a> {
         Err(CheckError::MisplacedRecompute { action, forward, backward, at: self.excerpt(action) })
     }
 
-    /// Both are on one worker, and rule 3 found both.
+    /// Whether one action comes before another. Both are on one worker and exist by rule 3.
     fn before(&self, first: Action, second: Action) -> bool {
         self.index[&first] < self.index[&second]
     }
@@ -383,7 +195,7 @@ impl<'a> Places<'a> {
     }
 }
 
-/// What rule 1 found, before it is known where.
+/// A violation of rule 1, before its location is added.
 enum Fault {
     Stray { action: Action, expected: String, got: String },
     WrongWorker { action: Action, expected: WorkerId },
@@ -402,7 +214,7 @@ impl Fault {
     }
 }
 
-/// Rule 1 for one action.
+/// Checks rule 1 for one action.
 fn possible(plan: &Plan, worker: WorkerId, action: Action) -> Result<(), Fault> {
     let stray = |expected: String, got: String| Err(Fault::Stray { action, expected, got });
     let partitions = plan.partitions();

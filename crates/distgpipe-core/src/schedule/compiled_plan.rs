@@ -1,8 +1,8 @@
-//! When one plan ends and what its workers hold, asked for many costs.
+//! A plan compiled to a flat list of instructions, for its makespan and memory under many different costs.
 //!
-//! A search for the best cut asks thousands of times when the same plan would end. What waits for what does not
-//! depend on the costs, so the walk is done once and noted with numbers in place of names; every answer is then one
-//! pass over a list. It is the model of [`simulate`](super::simulate()), addition by addition.
+//! The search for the best cut evaluates the same plan thousands of times. Its dependencies do not depend on the costs,
+//! so the plan is walked once and recorded with indices instead of names; each evaluation is then one pass over a list.
+//! It gives the result of [`simulate`](super::simulate()) bit for bit.
 
 use super::action::Message;
 use super::check::check;
@@ -11,49 +11,50 @@ use super::{CheckError, Costs, Op, Pass, Plan};
 use crate::{PartitionId, WorkerId};
 use std::collections::HashMap;
 
-/// A direction between two partitions of different workers.
+/// A direction between two partitions on different workers.
 pub(crate) type Edge = (PartitionId, PartitionId, Pass);
 
-enum Step {
+enum Instruction {
     Compute { worker: u32, cost: u32 },
     Send { worker: u32, edge: u32, link: u32, message: u32 },
     Receive { worker: u32, message: u32 },
 }
 
-/// What a worker holds of one of its partitions at some moment, in micro-batches.
+/// What a worker has in memory of one of its partitions at some moment, in micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
     pub partition: PartitionId,
-    /// Whole graphs from a forward that is not run again.
+    /// Whole graphs of forwards that are not recomputed.
     pub kept: u32,
-    /// Only inputs.
+    /// Inputs without their graph.
     pub inputs: u32,
-    /// Whole graphs from a recomputation, with their inputs.
+    /// Whole graphs of recomputations, with their inputs.
     pub recomputed: u32,
 }
 
-/// What the actions and messages of a plan cost.
+/// The costs of the actions and messages of a plan.
 pub(crate) struct StepCosts {
-    /// Forwards, recomputations and backwards: three times a number for each partition.
+    /// The forwards of all partitions, then their recomputations, then their backwards.
     pub computes: Vec<f64>,
-    /// Of each of [`Rehearsal::edges`]: how long a message occupies its link.
+    /// For each of [`CompiledPlan::edges`], the time for which a message occupies its link.
     pub transfers: Vec<f64>,
-    /// Of every message: from the end of the transfer to the arrival.
+    /// The time from the end of a transfer to the arrival of the message.
     pub latency: f64,
 }
 
-/// A plan whose walk has been noted.
-pub(crate) struct Rehearsal {
-    steps: Vec<Step>,
+/// The compiled form of a plan.
+pub(crate) struct CompiledPlan {
+    instructions: Vec<Instruction>,
     edges: Vec<Edge>,
     workers: usize,
     links: usize,
     messages: usize,
-    /// By worker: the moments at which it may hold most. No other moment has as much of everything.
+    /// For each worker, the moments at which its memory may peak. Every other moment has no more of anything than one
+    /// of these.
     moments: Vec<Vec<Vec<Held>>>,
 }
 
-/// Room for one pass, kept between passes.
+/// Buffers for one evaluation, reused between evaluations.
 #[derive(Default)]
 pub(crate) struct Clocks {
     workers: Vec<f64>,
@@ -61,29 +62,29 @@ pub(crate) struct Clocks {
     arrivals: Vec<f64>,
 }
 
-impl Rehearsal {
+impl CompiledPlan {
     pub(crate) fn new(plan: &Plan) -> Result<Self, CheckError> {
         check(plan)?;
         let partitions = plan.partitions();
         let mut edges: HashMap<Edge, u32> = HashMap::new();
         let mut links: HashMap<(WorkerId, WorkerId), u32> = HashMap::new();
         let mut messages: HashMap<Message, u32> = HashMap::new();
-        let mut steps = Vec::new();
+        let mut instructions = Vec::new();
         let walked = walk(plan, |id, action| {
             let worker = id.0;
             let partition = action.partition.index();
-            let compute = |kind: usize| Step::Compute { worker, cost: (kind * partitions + partition) as u32 };
-            steps.push(match (action.op, action.message()) {
+            let compute = |kind: usize| Instruction::Compute { worker, cost: (kind * partitions + partition) as u32 };
+            instructions.push(match (action.op, action.message()) {
                 (Op::Send { .. }, Some(message)) => {
                     let peer = plan.placement().worker_of(message.to);
-                    Step::Send {
+                    Instruction::Send {
                         worker,
                         edge: numbered(&mut edges, (message.from, message.to, message.pass)),
                         link: numbered(&mut links, (id, peer)),
                         message: numbered(&mut messages, message),
                     }
                 }
-                (_, Some(message)) => Step::Receive { worker, message: numbered(&mut messages, message) },
+                (_, Some(message)) => Instruction::Receive { worker, message: numbered(&mut messages, message) },
                 (Op::Recompute, None) => compute(1),
                 (Op::Backward, None) => compute(2),
                 (_, None) => compute(0),
@@ -92,8 +93,8 @@ impl Rehearsal {
         walked.expect("a checked plan walks to its end");
         let mut by_number: Vec<(u32, Edge)> = edges.into_iter().map(|(edge, number)| (number, edge)).collect();
         by_number.sort_unstable();
-        Ok(Rehearsal {
-            steps,
+        Ok(CompiledPlan {
+            instructions,
             edges: by_number.into_iter().map(|(_, edge)| edge).collect(),
             workers: plan.placement().workers(),
             links: links.len(),
@@ -102,22 +103,22 @@ impl Rehearsal {
         })
     }
 
-    /// The directions in which messages go.
+    /// The edges that carry messages.
     pub(crate) fn edges(&self) -> &[Edge] {
         &self.edges
     }
 
-    /// Per worker, the moments at which it may hold most.
+    /// For each worker, the moments at which its memory may peak.
     pub(crate) fn moments(&self) -> &[Vec<Vec<Held>>] {
         &self.moments
     }
 
-    /// How much work one pass is.
+    /// The number of instructions, which is the work of one evaluation.
     pub(crate) fn len(&self) -> usize {
-        self.steps.len()
+        self.instructions.len()
     }
 
-    /// When the last computation ends and the last message has arrived.
+    /// The time at which the last computation has ended and the last message has arrived.
     pub(crate) fn makespan(&self, costs: &StepCosts, clocks: &mut Clocks) -> f64 {
         let Clocks { workers, links, arrivals } = clocks;
         for (clock, len) in [(&mut *workers, self.workers), (&mut *links, self.links), (&mut *arrivals, self.messages)]
@@ -126,21 +127,21 @@ impl Rehearsal {
             clock.resize(len, 0.0);
         }
         let mut end = 0.0f64;
-        for step in &self.steps {
-            match *step {
-                Step::Compute { worker, cost } => {
+        for instruction in &self.instructions {
+            match *instruction {
+                Instruction::Compute { worker, cost } => {
                     let now = &mut workers[worker as usize];
                     *now += costs.computes[cost as usize];
                     end = end.max(*now);
                 }
-                Step::Send { worker, edge, link, message } => {
+                Instruction::Send { worker, edge, link, message } => {
                     let free = &mut links[link as usize];
                     *free = free.max(workers[worker as usize]) + costs.transfers[edge as usize];
                     let arrival = *free + costs.latency;
                     arrivals[message as usize] = arrival;
                     end = end.max(arrival);
                 }
-                Step::Receive { worker, message } => {
+                Instruction::Receive { worker, message } => {
                     let now = &mut workers[worker as usize];
                     *now = now.max(arrivals[message as usize]);
                 }
@@ -149,7 +150,7 @@ impl Rehearsal {
         end
     }
 
-    /// The same costs as [`simulate`](super::simulate()) takes them.
+    /// The same costs in the form that [`simulate`](super::simulate()) takes.
     pub(crate) fn costs(&self, costs: &StepCosts) -> Costs {
         let partitions = costs.computes.len() / 3;
         let kind = |kind: usize| costs.computes[kind * partitions..(kind + 1) * partitions].to_vec();
@@ -197,11 +198,11 @@ fn fullest_moments(plan: &Plan, worker: WorkerId) -> Vec<Vec<Held>> {
     fullest
 }
 
-/// Keeps a moment unless another has as much of everything; drops those that now have a fuller one.
+/// Adds a moment unless another has at least as much of everything; drops those that have no more than the new one.
 fn note_moment(fullest: &mut Vec<Vec<Held>>, moment: &[Held]) {
     let covers = |a: &[Held], b: &[Held]| {
         let more = |(a, b): (&Held, &Held)| {
-            // A recomputed graph is held with its input: it is at least as much as the input alone.
+            // A recomputed graph is in memory with its input, so it counts as at least the input alone.
             a.kept >= b.kept && a.recomputed >= b.recomputed && a.recomputed + a.inputs >= b.recomputed + b.inputs
         };
         a.iter().zip(b).all(more)
@@ -235,16 +236,16 @@ mod tests {
                 request.skips = vec![(PartitionId(0), PartitionId(2))];
             }
             let plan = schedule.plan(&request).unwrap();
-            let rehearsal = Rehearsal::new(&plan).unwrap();
+            let compiled = CompiledPlan::new(&plan).unwrap();
             let given = StepCosts {
                 computes: costs[..3 * partitions].to_vec(),
-                transfers: costs[20..20 + rehearsal.edges().len()].to_vec(),
+                transfers: costs[20..20 + compiled.edges().len()].to_vec(),
                 latency: costs[39],
             };
-            let simulation = simulate(&plan, &rehearsal.costs(&given)).unwrap();
-            prop_assert_eq!(rehearsal.makespan(&given, &mut Clocks::default()), simulation.makespan);
-            // The moments hold as many as the simulation counts, where a worker has one partition.
-            for (worker, moments) in simulation.workers.iter().zip(rehearsal.moments()) {
+            let simulation = simulate(&plan, &compiled.costs(&given)).unwrap();
+            prop_assert_eq!(compiled.makespan(&given, &mut Clocks::default()), simulation.makespan);
+            // For workers with one partition, the moments agree with the simulation's counts.
+            for (worker, moments) in simulation.workers.iter().zip(compiled.moments()) {
                 let live = moments.iter().map(|held| held.iter().map(|h| h.kept + h.recomputed).sum::<u32>());
                 prop_assert_eq!(live.max().unwrap() as usize, worker.live_peak);
             }

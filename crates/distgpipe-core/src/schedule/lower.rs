@@ -1,8 +1,8 @@
-//! From the order of computation to a plan: adds the messages and recomputations it needs.
+//! Lowers the order of computations to a plan: adds the messages and recomputations that it needs.
 //!
-//! A receive stands right before its use and a send right after its producer, so that a worker waits
-//! as late and others wait as short as the order allows. A recomputation stands before the receive of
-//! the gradient it is for, so that it runs while the gradient is on its way:
+//! A receive comes right before its use and a send right after its producer, so that every worker waits as late, and
+//! keeps the others waiting as briefly, as the order allows. A recomputation comes before the receive of its gradient,
+//! so that it runs while the gradient is in flight:
 //!
 //! ```text
 //! worker of partition 1:  1F0<0 1F0 1F0>2   …   1R0 1B0<2 1B0 1B0>0
@@ -12,7 +12,7 @@
 use super::action::Message;
 use super::{Action, Op, Pass, Plan, Recompute};
 
-/// `order` has for every worker its forwards and backwards.
+/// Makes the plan for an order, which has the forwards and backwards of every worker.
 pub(super) fn lower(plan: Plan, order: Vec<Vec<Action>>, recompute: Recompute) -> Plan {
     let actions = order
         .into_iter()
@@ -25,7 +25,7 @@ pub(super) fn lower(plan: Plan, order: Vec<Vec<Action>>, recompute: Recompute) -
     plan.with_actions(actions)
 }
 
-/// Appends one forward or backward with everything it needs around it.
+/// Appends one forward or backward with its messages and its recomputation.
 fn surround(plan: &Plan, compute: Action, recompute: Recompute, actions: &mut Vec<Action>) {
     let Action { partition, op, micro_batch } = compute;
     let (pass, sources, targets) = match op {

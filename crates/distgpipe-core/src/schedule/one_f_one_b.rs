@@ -1,7 +1,7 @@
-//! 1F1B: a backward as soon as there is one (PipeDream-Flush, Narayanan et al., arXiv:1806.03377).
+//! 1F1B: a backward as soon as one is ready (PipeDream-Flush, Narayanan et al., arXiv:1806.03377).
 //!
-//! The bubble is GPipe's, but partition p of n never has more than n − p micro-batches between
-//! forward and backward, however many there are:
+//! The bubble is that of GPipe, but partition p of n never has more than n − p micro-batches between forward and
+//! backward, however many there are:
 //!
 //! ```text
 //! partition 0:  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -9,32 +9,30 @@
 //! partition 2:  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 //! ```
 //!
-//! With several partitions on a worker the order follows the simulated time, so that no worker waits
-//! for a message while it could do something else. Messages take [`MESSAGE_TICKS`] there: an order
-//! made for free links has a worker ask for a result the moment it is computed, and on a real link
-//! that wait comes with every micro-batch. (`client,server,client`, 12 micro-batches, equal costs and a
-//! latency of one forward: makespan 53 instead of 62, against 48 units of work on the client. On free
-//! links it costs nothing.)
+//! With several partitions on a worker the order follows the simulated time, so that no worker waits for a message
+//! while it could compute. The simulation assumes that messages take [`MESSAGE_TICKS`]: in an order made for free
+//! links, a worker needs each result the moment it is computed, and on a real link it then waits for every micro-batch.
+//! (`client,server,client`, 12 micro-batches, equal costs and a latency of one forward: makespan 53 instead of 62, with
+//! 48 units of work on the client. On free links the assumption costs nothing.)
 
 use super::list::{self, Policy};
-use super::{Action, Op, Shape};
+use super::{Action, Op, OrderInput};
 use crate::PartitionId;
 use std::cmp::Reverse;
 
-/// How long messages are taken to be where a worker has something else to do meanwhile, in units of
-/// one forward.
+/// The assumed duration of a message, in units of one forward, where workers have several partitions.
 pub(super) const MESSAGE_TICKS: usize = 2;
 
-/// See [`super::Order`].
-pub(super) fn order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
-    let placement = shape.placement;
+/// The orders of all workers; see [`super::Order`].
+pub(super) fn order(input: &OrderInput<'_>) -> Vec<Vec<Action>> {
+    let placement = input.placement;
     let partitions = placement.partitions();
     let waited_for = |from: PartitionId, to: Option<PartitionId>| {
         to.is_some_and(|to| to.index() < partitions && placement.worker_of(from) != placement.worker_of(to))
     };
-    // Backwards before forwards, since they free memory. Among forwards first those whose result another
-    // worker waits for, nearest to the input, which is what needs no message itself; otherwise
-    // the oldest micro-batch.
+    // Backwards go before forwards, because they free memory. Among forwards, those whose result another worker waits
+    // for go first, the nearest to the input before others, because it needs no message itself; then the oldest
+    // micro-batch.
     let rank = |action: &Action| {
         let here = action.partition;
         match action.op {
@@ -49,9 +47,9 @@ pub(super) fn order(shape: &Shape<'_>) -> Vec<Vec<Action>> {
         }
     };
     let in_flight_max = |partition: PartitionId| partitions - partition.index();
-    // With one partition per worker there is nothing to reorder: the limits alone give the textbook order.
+    // With one partition per worker there is nothing to reorder: the limits in flight alone give the textbook order.
     let message_ticks = if placement.workers() == partitions { 0 } else { MESSAGE_TICKS };
-    list::order(shape, &Policy { in_flight_max: &in_flight_max, rank: &rank, message_ticks })
+    list::order(input, &Policy { in_flight_max: &in_flight_max, rank: &rank, message_ticks })
 }
 
 #[cfg(test)]
@@ -83,7 +81,7 @@ mod tests {
         for partitions in 1..8 {
             for micro_batches in 1..20 {
                 let placement = Placement::one_worker_each(partitions);
-                let orders = order(&Shape { placement: &placement, micro_batches });
+                let orders = order(&OrderInput { placement: &placement, micro_batches });
                 assert_eq!(orders, textbook(partitions, micro_batches), "{partitions} × {micro_batches}");
             }
         }
@@ -91,7 +89,8 @@ mod tests {
 
     #[test]
     fn a_client_with_both_ends_is_never_idle_on_a_free_link_and_seldom_on_a_slow_one() {
-        // With messages taken as free, the client asked for each result as it was computed: 62 below.
+        // Regression: when messages were assumed to be free, the client needed each result as soon as it was computed,
+        // and the makespan below was 62.
         let micro_batches = 12;
         let request = Request::new("client,server,client".parse().unwrap(), micro_batches);
         let plan = Schedule::OneFOneB.plan(&request).unwrap();

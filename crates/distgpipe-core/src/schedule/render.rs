@@ -5,25 +5,25 @@
 //! w1  ...F0 F1 F2 B2 B1 B0 ...
 //! ```
 //!
-//! A computation is as wide as it is long. If the step is too long for the width at a scale that can
-//! be read, it goes on in another panel below.
+//! The width of a computation is proportional to its duration. A step that is too long for the width at a readable
+//! scale continues in another panel below.
 
 use super::{Event, Op, Simulation};
 use std::fmt::Write;
 
-/// The most panels that a step is spread over before its cells are made narrower than their labels.
+/// The largest number of panels for a step. Beyond it, cells become narrower than their labels.
 const PANELS_MAX: usize = 12;
-/// The narrowest picture.
+/// The smallest width of a chart, in columns.
 const WIDTH_MIN: usize = 40;
 
 impl Simulation {
-    /// The computations as a chart of at most `width` columns (40 at least), with a legend. A cell
-    /// shows what (F forward, R recomputation, B backward) and the micro-batch, and before it the
-    /// partition where any worker has several.
+    /// The computations as a chart of at most `width` columns (at least 40), with a legend. A cell shows the operation
+    /// (F forward, R recomputation, B backward) and the micro-batch, preceded by the partition if any worker has
+    /// several.
     pub fn to_text(&self, width: usize) -> String {
         let width = width.max(WIDTH_MIN);
         let several = self.labels_need_partition();
-        // A peer or a file may name workers at any length; the chart keeps half of the width.
+        // Names from a peer or a file may be long. They take at most a third of the width.
         let name_width = self.workers.iter().map(|worker| worker.name.len()).max().unwrap_or(0).min(width / 3);
         let columns = width - name_width - 2;
         let cells: Vec<&Event> =
@@ -32,7 +32,8 @@ impl Simulation {
         let shortest = cells.iter().map(|event| event.end - event.start).fold(f64::INFINITY, f64::min);
         let mut text = String::new();
         if !cells.is_empty() {
-            // Columns per unit of time: the shortest cell fits its label and a space, if the panels suffice.
+            // Columns per unit of time. The shortest cell has room for its label and a space, if there are enough
+            // panels.
             let scale = ((label_width + 1) as f64 / shortest).min((columns * PANELS_MAX) as f64 / self.makespan);
             let column = |time: f64| (time * scale).round() as usize;
             let rows: Vec<Vec<char>> = (0..self.workers.len())
@@ -44,7 +45,8 @@ impl Simulation {
                     row
                 })
                 .collect();
-            // Panels end where a shortest cell would, so that charts of equal costs are not cut inside a cell.
+            // The width of a panel is a multiple of the shortest cell, so that charts of equal costs break between
+            // cells.
             let step = (shortest * scale).round().max(1.0) as usize;
             let panel = if step < columns { columns - columns % step } else { columns };
             for start in (0..column(self.makespan)).step_by(panel) {
@@ -69,13 +71,13 @@ impl Simulation {
         text
     }
 
-    /// Whether a cell's worker leaves open which partition it is about.
+    /// Whether labels need the partition, because a worker has several.
     pub(super) fn labels_need_partition(&self) -> bool {
         self.workers.iter().any(|worker| worker.partitions.len() > 1)
     }
 }
 
-/// `F0`, or `2F0` with the partition.
+/// The label of an event: `F0`, or `2F0` with the partition.
 pub(super) fn label(event: &Event, partition: bool) -> String {
     let full = event.action.to_string();
     let digits = full.bytes().take_while(u8::is_ascii_digit).count();
@@ -86,13 +88,13 @@ pub(super) fn label(event: &Event, partition: bool) -> String {
     }
 }
 
-/// A number with as many digits as people read.
+/// A number with at most three decimals.
 pub(super) fn short(number: f64) -> String {
     let text = format!("{number:.3}");
     text.trim_end_matches('0').trim_end_matches('.').to_string()
 }
 
-/// The label, dashes up to the end, and a space that separates it from the next cell where there is room.
+/// Draws a cell: the label, then dashes, and a space before the next cell if there is room.
 fn draw(row: &mut [char], start: usize, end: usize, label: &str) {
     let end = end.min(row.len());
     let Some(cell) = row.get_mut(start..end) else {
@@ -107,24 +109,24 @@ fn draw(row: &mut [char], start: usize, end: usize, label: &str) {
     if label.len() <= body {
         cell.iter_mut().zip(label.chars()).for_each(|(slot, char)| *slot = char);
     } else if let Some(kind) = label.chars().find(char::is_ascii_alphabetic) {
-        // Too narrow for the whole label: what it is, at least.
+        // Too narrow for the label: show the operation alone.
         cell.fill(kind);
     }
 }
 
-/// What a computation is coloured by; messages have no cell.
-pub(super) fn kind(op: Op) -> Option<Kind> {
+/// The kind of a computation, which determines its colour; `None` for messages, which have no cell.
+pub(super) fn kind(op: Op) -> Option<ComputeKind> {
     match op {
-        Op::Forward => Some(Kind::Forward),
-        Op::Recompute => Some(Kind::Recompute),
-        Op::Backward => Some(Kind::Backward),
+        Op::Forward => Some(ComputeKind::Forward),
+        Op::Recompute => Some(ComputeKind::Recompute),
+        Op::Backward => Some(ComputeKind::Backward),
         Op::Send { .. } | Op::Receive { .. } => None,
     }
 }
 
 /// The three kinds of computation.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ComputeKind {
     Forward,
     Recompute,
     Backward,
@@ -156,7 +158,7 @@ makespan 8, bubble 25.0 %
     }
 
     #[test]
-    fn several_partitions_on_a_worker_are_told_apart_and_long_steps_go_on_below() {
+    fn labels_show_the_partition_and_long_steps_continue_in_a_panel_below() {
         let mut costs = Costs::equal(3);
         costs.backward = vec![2.0; 3];
         let text = simulation(Schedule::OneFOneB, "client,server,client", 2, &costs).to_text(40);

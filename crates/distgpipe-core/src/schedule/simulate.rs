@@ -1,13 +1,13 @@
-//! When everything happens, given what it costs: makespan, bubbles, peak of live activations.
+//! Simulates a plan with given costs: makespan, bubbles, and the peak of live activations.
 //!
-//! The model: a worker computes one action at a time, in its order; a send costs it nothing; a
-//! receive waits for the message. A link direction between two workers carries one message at a time,
-//! and all of that overlaps with compute:
+//! The model: a worker executes one action at a time, in order. A send costs it nothing; a receive waits for the
+//! message. Each direction of a link between two workers carries one message at a time, and communication overlaps with
+//! computation:
 //!
 //! ```text
 //! sender     [ 0F0 ][ 0F1 ]
-//! link              [ transfer ][ transfer ]              one after the other
-//!                               ~latency~   ~latency~     these overlap
+//! link              [ transfer ][ transfer ]              transfers are serial
+//!                               ~latency~   ~latency~     latencies overlap
 //! receiver                                [ 1F0 ]
 //! ```
 
@@ -18,37 +18,37 @@ use super::{Action, CheckError, Mode, Op, Pass, Plan};
 use crate::{PartitionId, WorkerId};
 use std::collections::{BTreeMap, HashMap};
 
-/// What one message costs.
+/// The cost of one message.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LinkCost {
-    /// From the end of the transfer to the arrival. Several messages may be in this state at once.
+    /// The time from the end of the transfer to the arrival. The latencies of several messages overlap.
     pub latency: f64,
-    /// How long the message occupies its link direction.
+    /// The time for which the message occupies its direction of the link.
     pub transfer: f64,
 }
 
-/// What everything costs, in any one unit of time.
+/// The costs of computations and messages, all in the same unit of time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Costs {
-    /// Per partition, the forward of one micro-batch.
+    /// The forward of one micro-batch, for each partition.
     pub forward: Vec<f64>,
-    /// Per partition, the backward of one micro-batch.
+    /// The backward of one micro-batch, for each partition.
     pub backward: Vec<f64>,
-    /// Per partition, the recomputation of one micro-batch.
+    /// The recomputation of one micro-batch, for each partition.
     pub recompute: Vec<f64>,
-    /// Messages by sending partition, receiving partition and pass.
+    /// Messages, by sending partition, receiving partition and pass.
     pub links: BTreeMap<(PartitionId, PartitionId, Pass), LinkCost>,
-    /// Every message that `links` does not have.
+    /// Every message that is not in `links`.
     pub other_links: LinkCost,
 }
 
 impl Costs {
-    /// Forward, recomputation and backward cost 1 everywhere, and messages nothing.
+    /// Costs of 1 for every forward, recomputation and backward, and of 0 for messages.
     pub fn equal(partitions: usize) -> Self {
         Self::new(vec![1.0; partitions], vec![1.0; partitions])
     }
 
-    /// Recomputation costs what the forward does, and messages nothing.
+    /// These costs, the forward's for recomputation, and 0 for messages.
     pub fn new(forward: Vec<f64>, backward: Vec<f64>) -> Self {
         Self { recompute: forward.clone(), forward, backward, links: BTreeMap::new(), other_links: LinkCost::default() }
     }
@@ -84,53 +84,53 @@ impl Costs {
     }
 }
 
-/// One thing that took time: a computation, or a message on its way.
+/// A computation, or a message in flight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Event {
-    /// Who computes or sends.
+    /// The worker that computes or sends.
     pub worker: WorkerId,
-    /// A computation, or the send of a message.
+    /// The computation, or the send of the message.
     pub action: Action,
-    /// When the computation, or the transfer, starts.
+    /// The start of the computation, or of the transfer.
     pub start: f64,
-    /// When the computation ends, or the message arrives.
+    /// The end of the computation, or the arrival of the message.
     pub end: f64,
 }
 
-/// How one worker spent the step.
+/// How one worker spends the step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorkerUse {
-    /// Its name.
+    /// The name of the worker.
     pub name: String,
-    /// Its partitions, from the input on.
+    /// The worker's partitions, from the input on.
     pub partitions: Vec<PartitionId>,
-    /// Time spent computing.
+    /// The time spent computing.
     pub busy: f64,
-    /// The part of the makespan in which it computes nothing.
+    /// The fraction of the makespan in which the worker is idle.
     pub bubble: f64,
-    /// The most (partition, micro-batch) pairs whose whole graph is held at once: from the forward, or
-    /// from the recomputation where there is one, until the end of the backward.
+    /// The largest number of (partition, micro-batch) pairs whose whole graph is in memory at once: from the forward,
+    /// or from the recomputation if there is one, to the end of the backward.
     pub live_peak: usize,
-    /// The most (partition, micro-batch) pairs at once of which only the input is held: from the
-    /// forward until the recomputation.
+    /// The largest number of (partition, micro-batch) pairs of which only the input is in memory at once: from the
+    /// forward to the recomputation.
     pub saved_inputs_peak: usize,
 }
 
-/// What a simulation found.
+/// The result of a simulation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Simulation {
-    /// From the start to the end of the last event.
+    /// The time from the start to the end of the last event.
     pub makespan: f64,
-    /// The part of all workers' time in which nothing is computed: 1 − Σ busy / (workers × makespan);
-    /// 0 where nothing takes time.
+    /// The fraction of all workers' time in which they are idle: 1 − Σ busy / (workers × makespan); 0 if nothing takes
+    /// time.
     pub bubble: f64,
-    /// By worker number.
+    /// The workers, by number.
     pub workers: Vec<WorkerUse>,
-    /// Every computation and message, by start, then worker.
+    /// Every computation and message, ordered by start and then by worker.
     pub events: Vec<Event>,
 }
 
-/// Runs a plan on paper. A plan that is not sound is refused with what is wrong with it.
+/// Simulates a plan. Returns an error if the plan is not sound or the costs do not fit it.
 pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
     check(plan)?;
     costs.check(plan.partitions())?;
@@ -140,7 +140,7 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
     let mut link_free: HashMap<(WorkerId, WorkerId), f64> = HashMap::new();
     let mut arrival: HashMap<Message, f64> = HashMap::new();
     let mut events = Vec::new();
-    // The walk visits one sender's messages in their order, so a link's queue needs no sorting.
+    // The walk visits the messages of a sender in order, so the queue of a link needs no sorting.
     let walked = walk(plan, |worker, action| {
         let now = &mut clock[worker.index()];
         let (start, end) = match (action.op, action.message()) {
@@ -167,7 +167,7 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
         events.push(Event { worker, action, start, end });
     });
     walked.expect("a checked plan walks to its end");
-    // Stable: what one worker does at one time stays in its order.
+    // The sort is stable: events of one worker with the same start stay in order.
     events.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.worker.cmp(&b.worker)));
 
     let makespan = events.iter().map(|event| event.end).fold(0.0, f64::max);
@@ -195,8 +195,7 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
     Ok(Simulation { makespan, bubble, workers, events })
 }
 
-/// The most whole graphs and the most lone inputs that a worker holds. Only its order matters, not
-/// the time.
+/// The peaks of whole graphs and of saved inputs in a worker's memory. They depend on its order alone, not on times.
 fn peaks(plan: &Plan, worker: WorkerId) -> (usize, usize) {
     let (mut live, mut inputs) = (0usize, 0usize);
     let (mut live_peak, mut inputs_peak) = (0, 0);
@@ -268,7 +267,7 @@ mod tests {
                     let placement = Placement::from_workers(&round_robin).unwrap();
                     let interleaved = plan(Schedule::Interleaved, placement, micro_batches);
                     let interleaved = simulate(&interleaved, &Costs::equal(workers * chunks)).unwrap();
-                    // The same model in as many partitions as workers: each is as long as `chunks` of the others.
+                    // The same model in as many partitions as workers: each takes as long as `chunks` of the others.
                     let plain = plan(Schedule::OneFOneB, Placement::one_worker_each(workers), micro_batches);
                     let costs = vec![chunks as f64; workers];
                     let plain = simulate(&plain, &Costs::new(costs.clone(), costs)).unwrap();

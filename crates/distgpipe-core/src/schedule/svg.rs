@@ -1,7 +1,7 @@
-//! A simulation as an SVG picture that needs nothing else: one row per worker, time from left to
-//! right, coloured by what is computed, darker for later partitions; idle time is hatched.
+//! A simulation as a self-contained SVG picture: one row per worker, time from left to right. The colour shows the kind
+//! of computation and is darker for later partitions; idle time is hatched.
 
-use super::render::{kind, label, short, Kind};
+use super::render::{kind, label, short, ComputeKind};
 use super::{Event, Simulation};
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ const CHART_WIDTH: f64 = 1120.0;
 const ROW_HEIGHT: f64 = 34.0;
 const ROW_GAP: f64 = 8.0;
 const LETTER_WIDTH: f64 = 7.3;
-/// The longest part of a worker's name that is shown.
+/// The number of characters of a worker's name that are shown.
 const NAME_CHARS_MAX: usize = 24;
 
 impl Simulation {
@@ -109,10 +109,14 @@ impl Simulation {
     fn legend(&self, svg: &mut String, left: f64, y: f64) {
         let partitions = self.partitions();
         let mut x = left;
-        let words = [(Kind::Forward, "forward"), (Kind::Recompute, "recomputation"), (Kind::Backward, "backward")];
-        let occurs = |wanted: Kind| self.events.iter().any(|event| kind(event.action.op) == Some(wanted));
+        let words = [
+            (ComputeKind::Forward, "forward"),
+            (ComputeKind::Recompute, "recomputation"),
+            (ComputeKind::Backward, "backward"),
+        ];
+        let occurs = |wanted: ComputeKind| self.events.iter().any(|event| kind(event.action.op) == Some(wanted));
         for (kind, word) in words.into_iter().filter(|&(kind, _)| occurs(kind)) {
-            // One swatch per partition, from the input on; of many, the first and the last say it.
+            // One swatch per partition, from the input on; if there are many, only the first and the last.
             let shown = if partitions <= 8 { (0..partitions).collect() } else { vec![0, partitions - 1] };
             for partition in shown {
                 let (fill, _) = self.colour(kind, partition);
@@ -137,17 +141,17 @@ impl Simulation {
         self.workers.iter().map(|worker| worker.partitions.len()).sum()
     }
 
-    /// The cell's colour and the ink that can be read on it.
-    fn colour(&self, kind: Kind, partition: usize) -> (String, &'static str) {
+    /// The colour of a cell, and a text colour that is readable on it.
+    fn colour(&self, kind: ComputeKind, partition: usize) -> (String, &'static str) {
         let depth = match self.partitions() {
             0 | 1 => 0.5,
             partitions => partition as f64 / (partitions - 1) as f64,
         };
-        // Blue and orange differ for colour-blind eyes as well.
+        // Blue and orange are distinguishable with colour blindness too.
         let (hue, saturation, light, dark) = match kind {
-            Kind::Forward => (212.0, 0.72, 0.78, 0.42),
-            Kind::Recompute => (265.0, 0.34, 0.84, 0.56),
-            Kind::Backward => (28.0, 0.85, 0.74, 0.40),
+            ComputeKind::Forward => (212.0, 0.72, 0.78, 0.42),
+            ComputeKind::Recompute => (265.0, 0.34, 0.84, 0.56),
+            ComputeKind::Backward => (28.0, 0.85, 0.74, 0.40),
         };
         let lightness = light + (dark - light) * depth;
         let channels = rgb(hue, saturation, lightness);
@@ -157,7 +161,8 @@ impl Simulation {
     }
 }
 
-/// Hue in degrees, saturation and lightness in 0..=1, as CSS's `hsl()`, which not every viewer knows.
+/// The CSS colour `hsl()` as hexadecimal RGB, since not every viewer supports `hsl()`. Hue in degrees, saturation and
+/// lightness in 0..=1.
 fn rgb(hue: f64, saturation: f64, lightness: f64) -> [u8; 3] {
     let chroma = saturation * lightness.min(1.0 - lightness);
     let channel = |offset: f64| {
@@ -172,7 +177,7 @@ fn hex([red, green, blue]: [u8; 3]) -> String {
     format!("#{red:02x}{green:02x}{blue:02x}")
 }
 
-/// The most telling label that fits, and its size.
+/// The most detailed label that fits, and its font size.
 fn fitting(event: &Event, partition: bool, width: f64) -> Option<(String, u32)> {
     let full = label(event, partition);
     let micro_batch = event.action.micro_batch.to_string();
@@ -180,14 +185,14 @@ fn fitting(event: &Event, partition: bool, width: f64) -> Option<(String, u32)> 
     [(full.clone(), 12), (full, 10), (micro_batch, 10)].into_iter().find(|(text, size)| room(text, *size))
 }
 
-/// 1, 2 or 5 times a power of ten, so that there are about ten ticks.
+/// The distance of ticks: 1, 2 or 5 times a power of ten, for about ten ticks.
 fn tick(makespan: f64) -> f64 {
     let rough = makespan / 10.0;
     let power = 10f64.powf(rough.log10().floor());
     [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power).find(|&step| step >= rough * 0.999).unwrap_or(rough)
 }
 
-/// A tick's time with the digits that its step has.
+/// The time at a tick, with as many decimals as the distance of ticks needs.
 fn significant(time: f64, step: f64) -> String {
     let digits = (-step.log10().floor()).clamp(0.0, 12.0) as usize;
     if (1e-12..1e7).contains(&step) {
@@ -197,7 +202,7 @@ fn significant(time: f64, step: f64) -> String {
     }
 }
 
-/// A name as text of an SVG element: shortened, and without what would be markup.
+/// A name as the text of an SVG element: truncated and escaped.
 fn shown(name: &str) -> String {
     let mut text = String::new();
     for letter in name.chars().take(NAME_CHARS_MAX) {
@@ -225,7 +230,7 @@ mod tests {
             Request { recompute: Recompute::Always, ..Request::new("client,server,client".parse().unwrap(), 4) };
         let plan = Schedule::OneFOneB.plan(&request).unwrap();
         let mut simulation = simulate(&plan, &Costs::equal(3)).unwrap();
-        // A placement refuses such a name; the picture does not rely on it.
+        // Placements reject such a name, but the picture must not rely on that.
         simulation.workers[0].name = "<b>&\"'\u{1}".to_string();
         let svg = simulation.to_svg();
         assert!(svg.contains("&lt;b&gt;&amp;&quot;&#39;\u{fffd}") && !svg.contains("<b>"));

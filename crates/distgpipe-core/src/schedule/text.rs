@@ -1,4 +1,4 @@
-//! A whole plan as text, for files, diffs and plans written by hand.
+//! Plans as text: for files, for diffs, and for plans written by hand.
 //!
 //! ```text
 //! distgpipe plan 1
@@ -11,11 +11,10 @@
 //! server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
 //! ```
 //!
-//! After the first line the header lines may stand in any order; `skips` may be missing. `#` starts a
-//! comment. A worker may have several lines, which follow each other. A line `workers a b` numbers
-//! the workers where that is not the order of first appearance in `placement`. Parsing says nothing
-//! about whether the plan is sound; [`check`](super::check()) does. What is allocated is bounded by the
-//! length of the text and by the limits on a plan's size.
+//! After the first line the header lines may come in any order; `skips` is optional. `#` starts a comment. The actions
+//! of a worker may be spread over several lines. A line `workers a b` numbers the workers if that is not the order of
+//! their first appearance in `placement`. Parsing does not check that the plan is sound; [`check`](super::check())
+//! does. Allocations are bounded by the length of the text and by the limits on the size of plans.
 
 use super::plan::{ACTIONS_MAX, PARTITIONS_MAX};
 use super::{Action, ActionParseError, Mode, Plan, ScheduleError};
@@ -25,69 +24,69 @@ use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// The first line of every plan. The number changes when a reader of the old form would misread the new.
+/// The first line of every plan. The number is the version of the format.
 const FIRST_LINE: &str = "distgpipe plan 1";
 
 /// Why a text is not a plan. Lines are counted from 1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanParseError {
-    /// The text does not start like a plan of a version that this program reads.
-    #[error("line 1: expected `{FIRST_LINE}`, got `{got}`: this is no plan, or one of another version")]
+    /// The first line is not that of a plan in a version that this release reads.
+    #[error("line 1: expected `{FIRST_LINE}`, got `{got}`: the text is not a plan, or a plan of another version")]
     FirstLine {
-        /// What stands there, shortened.
+        /// The first line, truncated.
         got: String,
     },
-    /// A line is neither a header line nor a worker's.
+    /// A line is neither a header line nor the line of a worker.
     #[error("line {line}: expected {expected}, got `{got}`")]
     Line {
-        /// Where.
+        /// The number of the line.
         line: usize,
-        /// What could stand there.
+        /// What the line may be.
         expected: String,
-        /// What does, shortened.
+        /// What the line is, truncated.
         got: String,
     },
-    /// A header line is there twice.
+    /// A header line occurs twice.
     #[error("line {line}: expected `{key}` once, got it again: remove one of the two lines")]
     Repeated {
-        /// Where it is the second time.
+        /// The number of the second line.
         line: usize,
-        /// The header's name.
+        /// The first word of the header line.
         key: &'static str,
     },
     /// A header line is missing.
     #[error("expected a line `{key} …` before the workers' lines, got none")]
     Missing {
-        /// The header's name.
+        /// The first word of the header line.
         key: &'static str,
     },
-    /// A piece of a worker's line is not an action.
+    /// A word in a worker's line is not an action.
     #[error("line {line}: {source}")]
     Action {
-        /// Where.
+        /// The number of the line.
         line: usize,
-        /// What is wrong with it.
+        /// The error in that line.
         source: ActionParseError,
     },
     /// The placement line is not a placement.
     #[error("line {line}: {source}")]
     Placement {
-        /// Where.
+        /// The number of the line.
         line: usize,
-        /// What is wrong with it.
+        /// The error in that line.
         source: PlacementError,
     },
-    /// The header as a whole describes no plan, or one that is too large.
+    /// The header does not describe a plan, or describes one that is too large.
     #[error("in the header: {source}")]
     Header {
-        /// What is wrong with it.
+        /// What is wrong with the header.
         source: ScheduleError,
     },
-    /// There are more actions than a plan may have.
+    /// The plan has more actions than the limit.
     #[error("line {line}: expected at most {ACTIONS_MAX} actions, got more: use fewer micro-batches")]
     TooManyActions {
-        /// Where the first one too many is.
+        /// The line where the limit is exceeded.
         line: usize,
     },
 }
@@ -99,7 +98,7 @@ impl fmt::Display for Plan {
         writeln!(f, "mode {}", self.mode())?;
         writeln!(f, "partitions {}", self.partitions())?;
         writeln!(f, "micro_batches {}", self.micro_batches())?;
-        // Worker numbers are ranks: they must survive even where the placement mentions them in another order.
+        // Worker numbers are ranks: they must survive even if the placement mentions the workers in another order.
         let workers: Vec<&str> = placement.worker_ids().map(|worker| placement.name(worker)).collect();
         if placement.to_string().parse::<Placement>().as_ref() != Ok(placement) {
             writeln!(f, "workers {}", workers.join(" "))?;
@@ -131,7 +130,7 @@ impl FromStr for Plan {
         if first != FIRST_LINE {
             return Err(PlanParseError::FirstLine { got: shorten(first) });
         }
-        let mut header = Header::default();
+        let mut header = PlanHeader::default();
         let mut workers: Vec<(usize, &str, &str)> = Vec::new();
         for (line, content) in lines.filter(|(_, content)| !content.is_empty()) {
             match content.split_once(':') {
@@ -168,9 +167,9 @@ fn read_actions(placement: &Placement, lines: Vec<(usize, &str, &str)>) -> Resul
     Ok(actions)
 }
 
-/// The header lines that have been read.
+/// The header lines read so far.
 #[derive(Default)]
-struct Header<'a> {
+struct PlanHeader<'a> {
     mode: Option<Mode>,
     partitions: Option<usize>,
     micro_batches: Option<usize>,
@@ -179,7 +178,7 @@ struct Header<'a> {
     skips: Option<Vec<(PartitionId, PartitionId)>>,
 }
 
-impl<'a> Header<'a> {
+impl<'a> PlanHeader<'a> {
     fn read(&mut self, line: usize, content: &'a str) -> Result<(), PlanParseError> {
         let (key, value) = content.split_once(char::is_whitespace).unwrap_or((content, ""));
         let value = value.trim();
@@ -347,7 +346,7 @@ server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
             actions in prop::collection::vec(prop::collection::vec(any_action(8, 8), 0..20), 3),
             skip in (0u32..4, 2u32..6),
         ) {
-            // Sound or not: the text form does not care.
+            // The plan need not be sound for its text.
             let Ok(placement) = Placement::from_workers(&workers) else { return Ok(()) };
             let skips: Vec<_> = [(PartitionId(skip.0), PartitionId(skip.1))]
                 .into_iter().filter(|(from, to)| from < to && to.index() < workers.len()).collect();
@@ -368,7 +367,7 @@ server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
             let end = (start + length).min(GOOD.len());
             let text = format!("{}{patch}{}", &GOOD[..start], &GOOD[end..]);
             if let Ok(plan) = text.parse::<Plan>() {
-                // Neither do those who read what came through.
+                // Nor does the checker on what was parsed.
                 if super::super::check(&plan).is_ok() {
                     prop_assert_eq!(plan.to_string().parse(), Ok(plan));
                 }

@@ -1,15 +1,15 @@
-//! Runs a plan on paper: every worker in its own order, waiting only where it receives.
+//! Walks through a plan as its workers would execute it: each in its own order, waiting only where it receives.
 //!
-//! The checker asks whether everybody arrives at the end and the simulator when; both walk here, so
-//! they cannot disagree about what can run.
+//! The checker asks whether every worker finishes, and the simulator asks when. Both use this walk, so they cannot
+//! disagree about what can run.
 
 use super::action::Message;
 use super::{Action, Op, Plan};
 use crate::WorkerId;
 use std::collections::{HashMap, HashSet};
 
-/// Calls `visit` with every action after all that it waits for, each worker's actions in order. If
-/// some workers never finish, returns where each of them is stuck.
+/// Calls `visit` for every action after those that it depends on, and for each worker's actions in order. If some
+/// workers never finish, returns these workers with the index of the action that each is stuck on.
 pub(super) fn walk(plan: &Plan, mut visit: impl FnMut(WorkerId, Action)) -> Result<(), Vec<(WorkerId, usize)>> {
     let mut next: Vec<usize> = vec![0; plan.placement().workers()];
     let mut sent: HashSet<Message> = HashSet::new();

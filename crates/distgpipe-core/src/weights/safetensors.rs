@@ -1,38 +1,39 @@
-//! The header of a safetensors file: its length in eight bytes, then JSON that says of each tensor its type, its
-//! dimensions and where its elements are. Numbers in the format are little-endian.
+//! The header of a safetensors file: its length in eight bytes, then JSON with the type, the dimensions and the
+//! position of each tensor. Numbers are little-endian.
 //!
-//! A header that can be read is one whose tensors lie one behind the other, without gaps, to the end of the file.
+//! A header is accepted only if its tensors follow each other without gaps to the end of the file.
 
-use super::{Dtype, FormatError, COPY_AGAIN};
+use super::{FormatError, TensorType, COPY_AGAIN};
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 
-/// The longest header that is parsed, the same as in the other implementations of the format.
+/// The longest header that is parsed, in bytes; the same as in other implementations of the format.
 pub const HEADER_BYTES_MAX: u64 = 100_000_000;
 
-/// Bytes before the header, which say how long it is.
+/// The size of the header's length in front of it, in bytes.
 pub const LENGTH_BYTES: usize = 8;
 
 const OTHER_FILE: &str = "is this the right file?";
-const FAULTY_WRITER: &str = "ask whoever wrote it";
+const FAULTY_WRITER: &str = "the program that wrote the file is faulty, write it again with another";
 
-/// A tensor of a file.
+/// A tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Its name.
+pub struct TensorEntry {
+    /// The name of the tensor.
     pub name: String,
-    /// The type of its elements.
-    pub dtype: Dtype,
-    /// Its dimensions.
+    /// The type of the elements.
+    pub dtype: TensorType,
+    /// The dimensions of the tensor.
     pub dims: Vec<u64>,
-    /// Its bytes in the file.
+    /// The position of the tensor's bytes in the file.
     pub range: Range<u64>,
 }
 
-/// How long the header is, after which the file's first tensor comes. Asked before the header is read.
+/// The length of the header in bytes, from the first [`LENGTH_BYTES`] of a file of `file_bytes` bytes. The first tensor
+/// follows the header.
 pub fn header_bytes(length: &[u8], file_bytes: u64) -> Result<u64, FormatError> {
     let Some(&length) = length.first_chunk::<LENGTH_BYTES>() else {
         let got = format!("{} bytes", length.len());
@@ -50,8 +51,8 @@ pub fn header_bytes(length: &[u8], file_bytes: u64) -> Result<u64, FormatError> 
     Ok(header)
 }
 
-/// Where the tensors are, in the order of the file, which has `file_bytes` bytes in all.
-pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<Entry>, FormatError> {
+/// The tensors that a header lists, in the order of their positions in a file of `file_bytes` bytes.
+pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<TensorEntry>, FormatError> {
     let List(mut listed) = serde_json::from_slice(header).map_err(|e| {
         FormatError::new(LENGTH_BYTES, "a safetensors file's list of tensors", e.to_string(), OTHER_FILE)
     })?;
@@ -61,19 +62,19 @@ pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<Entry>, FormatError
         return Err(FormatError::new(LENGTH_BYTES, "each name once", format!("`{name}` twice"), FAULTY_WRITER));
     }
     drop(names);
-    // Empty tensors share their place with the next one, so names decide.
+    // An empty tensor has the same position as the next one, so names break the tie.
     listed.sort_by(|(a_name, a), (b_name, b)| (a.data_offsets, a_name).cmp(&(b.data_offsets, b_name)));
     let mut entries = Vec::with_capacity(listed.len());
     let mut end = first;
     for (name, Info { dtype, shape: dims, data_offsets: (from, to) }) in listed {
-        let Some(&dtype) = Dtype::ALL.iter().find(|known| known.name() == dtype) else {
+        let Some(&dtype) = TensorType::ALL.iter().find(|known| known.name() == dtype) else {
             let got = format!("`{name}` of {dtype}");
             return Err(FormatError::new(LENGTH_BYTES, "types of this version", got, "convert it to F32, F16 or BF16"));
         };
         let size = dtype.tensor_bytes(&dims);
         if Some(first) != end.checked_sub(from) || size.is_none() || size != to.checked_sub(from) {
             let got = format!("`{name}` as {} {dims:?} in bytes {from} to {to}, which do not fit", dtype.name());
-            return Err(FormatError::new(LENGTH_BYTES, "tensors one behind the other", got, FAULTY_WRITER));
+            return Err(FormatError::new(LENGTH_BYTES, "tensors without gaps between them", got, FAULTY_WRITER));
         }
         let start = end;
         let Some(next) = first.checked_add(to).filter(|&end| end <= file_bytes) else {
@@ -81,7 +82,7 @@ pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<Entry>, FormatError
             return Err(FormatError { offset: file_bytes, expected, got: "the file's end".into(), remedy: COPY_AGAIN });
         };
         end = next;
-        entries.push(Entry { name, dtype, dims, range: start..end });
+        entries.push(TensorEntry { name, dtype, dims, range: start..end });
     }
     match file_bytes - end {
         0 => Ok(entries),
@@ -94,19 +95,19 @@ pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<Entry>, FormatError
     }
 }
 
-/// The beginning of a file, up to its first tensor, and where each tensor is to be written.
+/// The beginning of a file up to its first tensor, and the positions at which to write the tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
-    /// The length and the header.
+pub struct FileLayout {
+    /// The length and the header, to be written first.
     pub bytes: Vec<u8>,
-    /// The tensors, in the order they were given.
+    /// The position of each tensor, in the order in which they were given.
     pub ranges: Vec<Range<u64>>,
 }
 
-/// How a file with these tensors begins. Larger elements come first in it, as in the other implementations: so every
-/// tensor lies at a multiple of its elements' size, which readers that map the file need. `None` if the sizes add up to
-/// more than a file can have, or the header is too long.
-pub fn layout(tensors: &[(&str, Dtype, &[u64])], about: &BTreeMap<String, String>) -> Option<Layout> {
+/// The layout of a file with these tensors and this metadata. Larger elements come first, as in other implementations,
+/// so every tensor is aligned to its elements' size, which readers that map the file need. `None` if the file or its
+/// header would be too long.
+pub fn layout(tensors: &[(&str, TensorType, &[u64])], about: &BTreeMap<String, String>) -> Option<FileLayout> {
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_by_key(|&i| std::cmp::Reverse(tensors[i].1.size_bytes()));
     let mut ranges = vec![0..0; tensors.len()];
@@ -122,13 +123,13 @@ pub fn layout(tensors: &[(&str, Dtype, &[u64])], about: &BTreeMap<String, String
         header.insert(name.to_owned(), serde_json::to_value(info).ok()?);
     }
     let mut text = serde_json::to_vec(&header).ok()?;
-    // Spaces, so that the first tensor is aligned too.
+    // Padded with spaces, so that the first tensor is aligned too.
     text.resize(text.len().next_multiple_of(LENGTH_BYTES), b' ');
     let length = text.len() as u64;
     let first = LENGTH_BYTES as u64 + length;
     end.checked_add(first).filter(|&end| end <= i64::MAX as u64 && length <= HEADER_BYTES_MAX)?;
     ranges.iter_mut().for_each(|range| *range = range.start + first..range.end + first);
-    Some(Layout { bytes: [&length.to_le_bytes()[..], &text].concat(), ranges })
+    Some(FileLayout { bytes: [&length.to_le_bytes()[..], &text].concat(), ranges })
 }
 
 #[derive(Serialize, Deserialize)]
@@ -138,7 +139,7 @@ struct Info {
     data_offsets: (u64, u64),
 }
 
-/// The header's pairs in their order, repeated names included: a map would keep one of them and hide the other.
+/// The members of the header in order, including repeated names, which a map would hide.
 struct List(Vec<(String, Info)>);
 
 impl<'de> Deserialize<'de> for List {
@@ -175,7 +176,7 @@ mod tests {
         [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![7; data]].concat()
     }
 
-    fn read(bytes: &[u8]) -> Result<Vec<Entry>, FormatError> {
+    fn read(bytes: &[u8]) -> Result<Vec<TensorEntry>, FormatError> {
         let total = bytes.len() as u64;
         let header = header_bytes(bytes, total)?;
         entries(&bytes[LENGTH_BYTES..LENGTH_BYTES + header as usize], total)
@@ -198,7 +199,7 @@ mod tests {
         assert_eq!(read(&file("{}", 0)).unwrap(), []);
     }
 
-    /// The largest of these made another reader add past the largest number there is.
+    /// Regression of another reader: the largest of these overflowed an addition.
     #[test]
     fn headers_that_lie_are_refused() {
         let max = u64::MAX.to_string();
@@ -225,17 +226,17 @@ mod tests {
         assert!(read(&file(&good, 9)).unwrap_err().to_string().contains("1 bytes after its last tensor"));
         for length in 0..file(&good, 8).len() {
             let why = read(&file(&good, 8)[..length]).unwrap_err().to_string();
-            assert!(why.contains("was it copied to its end?"), "{length}: {why}");
+            assert!(why.contains("the file is truncated"), "{length}: {why}");
         }
     }
 
     #[test]
     fn what_is_laid_out_is_read_back_and_aligned() {
-        let tensors: [(&str, Dtype, &[u64]); 4] = [
-            ("h", Dtype::BF16, &[3]),
-            ("count", Dtype::I64, &[]),
-            ("w", Dtype::F32, &[2, 3]),
-            ("quote \" and ü", Dtype::U8, &[0, 5]),
+        let tensors: [(&str, TensorType, &[u64]); 4] = [
+            ("h", TensorType::BF16, &[3]),
+            ("count", TensorType::I64, &[]),
+            ("w", TensorType::F32, &[2, 3]),
+            ("quote \" and ü", TensorType::U8, &[0, 5]),
         ];
         let about = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         let layout = layout(&tensors, &about).unwrap();

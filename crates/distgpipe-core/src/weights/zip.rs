@@ -1,34 +1,33 @@
-//! The directory of a zip archive, as `torch.save` writes them: entries stored as they are, sizes in the directory at
-//! the archive's end, and the 64-bit forms of both.
+//! The directory of a zip archive in the form that `torch.save` writes: uncompressed entries, with their sizes in the
+//! directory at the end of the archive, in the 32-bit or the 64-bit form.
 //!
-//! The archive's checksums are not looked at: a tensor is read piecemeal, and a damaged one has no other form than a
-//! sound one.
+//! The archive's checksums are not verified, because tensors are read in parts.
 
 use super::{FormatError, COPY_AGAIN, SAVE_AGAIN};
 use std::ops::Range;
 
-/// How a zip archive begins.
+/// The first bytes of a zip archive.
 pub const MAGIC: [u8; 4] = *b"PK\x03\x04";
 
-/// Bytes at the archive's end in which its last record is looked for: the record itself with the longest comment, and
-/// what comes before it in an archive of more than 4 GiB.
+/// The number of bytes at the end of the archive that contain its last record: the record with the longest comment, and
+/// the 64-bit records before it.
 pub const TAIL_BYTES: u64 = 22 + 0xffff + 20 + 56;
 
-/// Bytes of the header in front of an entry's data, whose name and padding come in between.
+/// The size of the fixed part of the header in front of an entry's data. The name and padding follow it.
 pub const LOCAL_BYTES: usize = 30;
 
 /// An entry of the archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Its path in the archive.
+pub struct ArchiveEntry {
+    /// The path of the entry in the archive.
     pub name: String,
-    /// Its bytes.
+    /// The size of the entry's data in bytes.
     pub bytes: u64,
-    /// Where its [local header](LOCAL_BYTES) is.
+    /// The offset of its [local header](LOCAL_BYTES).
     pub header: u64,
 }
 
-/// Where the directory is in a file of `file_bytes` bytes, of which `tail` holds the last [`TAIL_BYTES`], or all.
+/// The position of the directory in a file of `file_bytes` bytes; `tail` is the last [`TAIL_BYTES`] of it, or all.
 pub fn directory(tail: &[u8], file_bytes: u64) -> Result<Range<u64>, FormatError> {
     let tail_at = file_bytes.saturating_sub(tail.len() as u64);
     let missing = || FormatError {
@@ -45,7 +44,7 @@ pub fn directory(tail: &[u8], file_bytes: u64) -> Result<Range<u64>, FormatError
     let (mut size, mut start) = (u64::from(u32_at(tail, at + 12)), u64::from(u32_at(tail, at + 16)));
     let before = at.checked_sub(20).filter(|&at| tail[at..].starts_with(b"PK\x06\x07"));
     if let Some(locator) = before {
-        // Large archives have their numbers in a record of their own.
+        // Archives of more than 4 GiB have these numbers in a 64-bit record.
         let record = u64_at(tail, locator + 8).checked_sub(tail_at).and_then(|at| usize::try_from(at).ok());
         let record = record.filter(|&at| at <= locator && tail[at..].starts_with(b"PK\x06\x06"));
         let record = record.filter(|&at| at + 56 <= locator).ok_or_else(missing)?;
@@ -60,8 +59,8 @@ pub fn directory(tail: &[u8], file_bytes: u64) -> Result<Range<u64>, FormatError
     })
 }
 
-/// The entries of a directory that is at `start` of the file.
-pub fn entries(directory: &[u8], start: u64) -> Result<Vec<Entry>, FormatError> {
+/// The entries of the directory, which begins at offset `start` of the file.
+pub fn entries(directory: &[u8], start: u64) -> Result<Vec<ArchiveEntry>, FormatError> {
     let mut entries = Vec::new();
     let mut at = 0;
     while at < directory.len() {
@@ -83,7 +82,7 @@ pub fn entries(directory: &[u8], start: u64) -> Result<Vec<Entry>, FormatError> 
         }
         let large = Large::read(&rest[name..name + extra]);
         let mut large = large.iter();
-        // The large form has, in this order, those of the numbers that do not fit the small one.
+        // The 64-bit form has only those numbers that do not fit 32 bits, in this order.
         let [bytes, stored, header] = [24, 20, 42].map(|field| match u32_at(fixed, field) {
             u32::MAX => large.next(),
             small => Some(u64::from(small)),
@@ -92,14 +91,14 @@ pub fn entries(directory: &[u8], start: u64) -> Result<Vec<Entry>, FormatError> 
         if stored != Some(bytes) {
             return Err(wrong("entries stored as they are", "two sizes", SAVE_AGAIN));
         }
-        entries.push(Entry { name: name_text.to_owned(), bytes, header });
+        entries.push(ArchiveEntry { name: name_text.to_owned(), bytes, header });
         at += 46 + name + extra + comment;
     }
     Ok(entries)
 }
 
-/// Where the data of an entry is, from the header in front of it.
-pub fn data(entry: &Entry, local: &[u8; LOCAL_BYTES], file_bytes: u64) -> Result<Range<u64>, FormatError> {
+/// The position of an entry's data, from the header in front of it.
+pub fn data(entry: &ArchiveEntry, local: &[u8; LOCAL_BYTES], file_bytes: u64) -> Result<Range<u64>, FormatError> {
     let before = LOCAL_BYTES as u64 + u64::from(u16_at(local, 26)) + u64::from(u16_at(local, 28));
     let start = entry.header.checked_add(before).filter(|_| local.starts_with(&MAGIC));
     let end = start.and_then(|start| start.checked_add(entry.bytes)).filter(|&end| end <= file_bytes);
@@ -111,7 +110,7 @@ pub fn data(entry: &Entry, local: &[u8; LOCAL_BYTES], file_bytes: u64) -> Result
     })
 }
 
-/// The 64-bit numbers among an entry's further fields.
+/// The 64-bit numbers in the extra fields of an entry.
 struct Large<'a>(&'a [u8]);
 
 impl<'a> Large<'a> {
@@ -131,7 +130,7 @@ impl<'a> Large<'a> {
     }
 }
 
-// Fields behind the end read as 0, which is an offset or a length that the checks above refuse or allow like any other.
+// Fields beyond the end read as 0, which the checks above treat like any other offset or length.
 
 fn u16_at(bytes: &[u8], at: usize) -> u16 {
     bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u16::from_le_bytes(*b))

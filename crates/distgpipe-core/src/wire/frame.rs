@@ -1,4 +1,4 @@
-//! The frame: what a transport carries.
+//! The frame: the unit that a transport carries.
 //!
 //! ```text
 //! offset  bytes  field             (little-endian; the first six bytes keep their meaning in every version)
@@ -10,9 +10,9 @@
 //!     16      4  micro-batch
 //!     20      4  from partition
 //!     24      4  to partition
-//!     28      2  slot              which tensor of the message …
-//!     30      2  slots             … of how many
-//!     32      1  dtype             0 when the body is not a tensor; the next 3 bytes and all dimensions then too
+//!     28      2  slot              the index of the tensor in its message …
+//!     30      2  slots             … and the number of tensors in it
+//!     32      1  dtype             0 if the body is not a tensor; then the next 3 bytes and all dimensions are 0 too
 //!     33      1  layout
 //!     34      1  codec
 //!     35      1  rank
@@ -22,23 +22,22 @@
 //!    112      8  checksum
 //! ```
 //!
-//! The header has a fixed size, so that a receiver reads it without knowing anything and knows from it what to read
-//! next. It has one encoding: every byte without meaning is zero, and checked to be. So the checksum
-//! can be taken over the decoded value: `xxh3_64(body, seed = xxh3_64(header with checksum 0))`, which covers both
-//! without needing them in one buffer. It finds accidents; against forgery there is TLS.
+//! The header has a fixed size, so a receiver can read it without further knowledge and learns from it what to read
+//! next. Every header has exactly one encoding: reserved bytes are zero, and the receiver checks that. So the checksum
+//! can be computed from the decoded header: `xxh3_64(body, seed = xxh3_64(header with checksum 0))` covers header and
+//! body without both being in one buffer. It detects accidental corruption, not forgery.
 
-use super::{DType, Layout, Limits, Shape, ShapeError, TensorMeta, DIMS_MAX};
+use super::{DType, Layout, Limits, Shape, TensorMeta, WireError, DIMS_MAX};
 use crate::codec::CodecId;
-use thiserror::Error;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed, Xxh3};
 
-/// The first bytes of every frame. The first one is no ASCII, so that no text protocol is taken for ours.
+/// The first bytes of every frame. The first one is not ASCII, so that no text protocol is mistaken for ours.
 pub const MAGIC: [u8; 4] = *b"\x89DGP";
 
-/// The version of the header's layout and of the handshake. Both ends must have the same.
+/// The version of the header's layout and of the handshake. Both ends must have the same version.
 pub const VERSION: u16 = 1;
 
-/// The size of an encoded header.
+/// The size of an encoded header in bytes.
 pub const HEADER_BYTES: usize = 120;
 
 const CHECKSUM_AT: usize = 112;
@@ -46,45 +45,45 @@ const CHECKSUM_AT: usize = 112;
 numbered! {
     /// What a frame is for.
     pub enum Kind {
-        /// Who dials says who it is: [`Hello`](super::Hello).
+        /// The dialling peer introduces itself: [`Hello`](super::Hello).
         Hello = 1,
-        /// Who answers lets it in: [`Welcome`](super::Welcome).
+        /// The answering peer accepts it: [`Welcome`](super::Welcome).
         Welcome = 2,
-        /// Who answers does not, and says why: [`Refuse`](super::Refuse).
+        /// The answering peer rejects it, with the reason: [`Refuse`](super::Refuse).
         Refuse = 3,
-        /// What a worker is to run.
+        /// What a worker has to run: model, partitions, plan, options.
         Job = 4,
-        /// A worker has built its partitions.
+        /// A worker reports that it has built its partitions.
         Ready = 5,
-        /// Rows of a micro-batch, to the first partition.
+        /// The rows of a micro-batch, for the first partition.
         Input = 6,
-        /// Labels of a micro-batch, to the last partition.
+        /// The labels of a micro-batch, for the last partition.
         Target = 7,
-        /// A partition's output, to a later partition.
+        /// The output of a partition, for a later partition.
         Activation = 8,
-        /// The gradient of an activation, back to where the activation came from.
+        /// The gradient of an activation, for the partition that sent the activation.
         Gradient = 9,
-        /// The last partition's output, to the driver.
+        /// The output of the last partition, for the driver.
         Output = 10,
-        /// What a worker is to do next.
+        /// What a worker has to do next.
         Command = 11,
-        /// What came of it: losses, counters, trace events.
+        /// The result of a command: losses, counters, trace events.
         Report = 12,
-        /// Parameters, buffers and optimizer state; tensors, or a body that the runtime defines.
+        /// Parameters, buffers and optimizer state: tensors, or a body that the runtime defines.
         State = 13,
-        /// Somebody failed; end: [`AbortNotice`](super::AbortNotice).
+        /// A worker failed, and everyone has to stop: [`AbortNotice`](super::AbortNotice).
         Abort = 14,
-        /// Still here.
+        /// A sign of life.
         Ping = 15,
-        /// The run is over and nothing more comes.
+        /// The run is over, and this is the last frame.
         Goodbye = 16,
-        /// Part of the gradients of a replica, to the next replica.
+        /// A part of a replica's gradients, for the next replica.
         Share = 17,
     }
 }
 
 impl Kind {
-    /// Whether frames of this kind describe tensors. The others are one frame with a body of another sort.
+    /// Whether frames of this kind describe tensors. Messages of the other kinds are one frame each.
     pub const fn carries_tensors(self) -> bool {
         matches!(
             self,
@@ -93,7 +92,7 @@ impl Kind {
     }
 }
 
-/// What stands before a body.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// What the frame is for.
@@ -102,152 +101,25 @@ pub struct Header {
     pub step: u64,
     /// The micro-batch it belongs to, or the number of a state tensor or share.
     pub micro_batch: u32,
-    /// The partition it comes from, or the worker where it is not between partitions.
+    /// The sending partition, or the sending worker of a message that is not between partitions.
     pub from: u32,
-    /// The partition it goes to, or the worker that a share goes to.
+    /// The receiving partition, or the worker that receives a share.
     pub to: u32,
-    /// Which tensor of the message this is.
+    /// The index of this tensor in its message.
     pub slot: u16,
-    /// How many tensors the message has; 1 for a body that is no tensor.
+    /// The number of tensors in the message; 1 for a body that is not a tensor.
     pub slots: u16,
-    /// What the body decodes to. `None`: the body is no tensor, or this tensor of the message is absent.
+    /// The tensor that the body decodes to. `None` if the body is not a tensor, or if this tensor of the message is
+    /// absent.
     pub tensor: Option<TensorMeta>,
-    /// The length of the body. Set by [`Header::seal`].
+    /// The length of the body in bytes. Set by [`Header::seal`].
     pub body_bytes: u64,
     /// The checksum of header and body. Set by [`Header::seal`].
     pub checksum: u64,
 }
 
-/// Why bytes are no frame, or a frame may not be sent.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum WireError {
-    /// The first bytes are somebody else's.
-    #[error("expected a frame to begin with {MAGIC:02x?}, got {got:02x?}: not a distgpipe peer? Check the host and the port, and that both ends use TLS or neither does")]
-    Magic {
-        /// The first bytes that came.
-        got: [u8; 4],
-    },
-    /// The peer's release is older or newer than ours.
-    #[error("the peer speaks version {theirs} of the wire format and this end version {ours}: upgrade distgpipe on {}", if theirs < ours { "the peer" } else { "this end" })]
-    Version {
-        /// The version of this program.
-        ours: u16,
-        /// The version in the frame.
-        theirs: u16,
-    },
-    /// A number that names nothing.
-    #[error("expected {field} to be 1 to {expected_max}, got {got}: the frame is damaged, or the peer is a newer release and this end has to be upgraded")]
-    Unknown {
-        /// The field of the header.
-        field: &'static str,
-        /// The largest number in use.
-        expected_max: u8,
-        /// The number that came.
-        got: u8,
-    },
-    /// Bytes without meaning that are not zero.
-    #[error("expected the unused bytes of the header ({field}) to be zero: the frame is damaged, or the peer is no distgpipe of this version")]
-    NotZero {
-        /// Which bytes.
-        field: &'static str,
-    },
-    /// A tensor's number in its message is not below their count.
-    #[error("expected a slot below slots = {slots}, got {slot}: a fault in the sender")]
-    Slot {
-        /// The number.
-        slot: u16,
-        /// The count.
-        slots: u16,
-    },
-    /// Several frames for a message that is always one.
-    #[error("expected a {kind} message to be one frame, got one of {slots}: only tensors are sent in several slots")]
-    Slots {
-        /// The frame's kind.
-        kind: Kind,
-        /// The count of frames.
-        slots: u16,
-    },
-    /// More than we are willing to hold.
-    #[error("a {kind} frame has {what} = {got}, and the limit {limit} is {allowed}: {remedy}, or raise Limits::{limit} on every worker", remedy = remedy(limit))]
-    Limit {
-        /// The frame's kind.
-        kind: Kind,
-        /// What is too large.
-        what: &'static str,
-        /// How large it is.
-        got: u64,
-        /// The field of [`Limits`].
-        limit: &'static str,
-        /// The value of that field.
-        allowed: u64,
-    },
-    /// Dimensions that no tensor has.
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-    /// Channels-last memory order for a tensor that is not N C H W.
-    #[error("expected 4 dimensions for the ChannelsLast layout, got {got}: send the tensor as Contiguous")]
-    ChannelsLast {
-        /// How many dimensions there are.
-        got: usize,
-    },
-    /// A tensor where none belongs.
-    #[error("expected no tensor in a {kind} frame, got one: send tensors as Input, Target, Activation, Gradient, Output, State or Share")]
-    TensorUnexpected {
-        /// The frame's kind.
-        kind: Kind,
-    },
-    /// An absent tensor that has a body.
-    #[error("expected an absent tensor of a {kind} message to have no body, got {got} bytes: set `tensor`, or send an empty body")]
-    AbsentBody {
-        /// The frame's kind.
-        kind: Kind,
-        /// The length of the body.
-        got: u64,
-    },
-    /// The header's length is not the length of the tensor it describes.
-    #[error("expected a raw body of {expected} bytes for {dtype} {shape}, got {got}: the header is damaged, or the sender used another codec than it says")]
-    RawLength {
-        /// The tensor's number type.
-        dtype: DType,
-        /// The tensor's shape.
-        shape: Shape,
-        /// The tensor's size in bytes.
-        expected: u64,
-        /// The length that the header gives.
-        got: u64,
-    },
-    /// The body is not as long as the header says.
-    #[error("expected a body of {expected} bytes, as its header says, got {got}: the connection broke inside a frame, or the header was not sealed with this body")]
-    BodyLength {
-        /// The length that the header gives.
-        expected: u64,
-        /// The length of what came.
-        got: u64,
-    },
-    /// Header or body changed on the way.
-    #[error("expected checksum {expected:016x}, got {got:016x}: the frame was damaged on the way. If it happens again, check memory and network card of both machines, or turn on TLS")]
-    Checksum {
-        /// The checksum in the header.
-        expected: u64,
-        /// The checksum of what came.
-        got: u64,
-    },
-}
-
-/// What to do, other than raising it, about a limit that was hit.
-fn remedy(limit: &str) -> &'static str {
-    match limit {
-        "body_bytes_max" => "use more micro-batches, or cut the model where less crosses",
-        "tensors_per_message_max" => "cut the model where fewer tensors cross",
-        "state_tensors_max" => "use more partitions",
-        "handshake_bytes_max" => "check that the peer is a distgpipe",
-        _ => "send less in one message",
-    }
-}
-
 impl Header {
-    /// A header of this kind with everything else 0, one slot and no tensor. Change what the frame needs, then
+    /// A header of this kind with one slot, no tensor, and 0 everywhere else. Set what the frame needs, then
     /// [`seal`](Header::seal) it.
     pub const fn new(kind: Kind) -> Self {
         Self {
@@ -264,14 +136,14 @@ impl Header {
         }
     }
 
-    /// Sets `body_bytes` and `checksum` for this body. The last thing to do before [`encode`](Header::encode): a
-    /// field changed afterwards is an error at the receiver.
+    /// Sets `body_bytes` and `checksum` for this body. Must be the last change before [`encode`](Header::encode): the
+    /// receiver rejects a header that was changed afterwards.
     pub fn seal(&mut self, body: &[u8]) {
         self.body_bytes = body.len() as u64;
         self.checksum = xxh3_64_with_seed(body, self.seed());
     }
 
-    /// Whether this body is the one the header was sealed with, and both are undamaged.
+    /// Checks that the header was sealed with this body and that both are intact.
     pub fn verify(&self, body: &[u8]) -> Result<(), WireError> {
         self.verify_length(body.len() as u64)?;
         self.verify_checksum(xxh3_64_with_seed(body, self.seed()))
@@ -313,8 +185,8 @@ impl Header {
         out
     }
 
-    /// The header in these bytes, if it is one and keeps within the limits. Nothing is allocated. What the checksum
-    /// says is known only with the body: [`verify`](Header::verify).
+    /// Decodes a header and checks it against the limits, without allocating. The checksum is checked when the body is
+    /// there: [`verify`](Header::verify).
     pub fn decode(bytes: &[u8; HEADER_BYTES], limits: &Limits) -> Result<Self, WireError> {
         let mut from = Reader(bytes);
         let magic = from.take();
@@ -344,8 +216,8 @@ impl Header {
         Ok(header)
     }
 
-    /// Whether the fields fit each other and the limits. [`decode`](Header::decode) does this; a sender does it
-    /// before sending, to fail on the side where the cause is.
+    /// Checks that the fields are consistent and within the limits. [`decode`](Header::decode) calls this. Senders call
+    /// it too, so that the error is reported at the end that can fix it.
     pub fn check(&self, limits: &Limits) -> Result<(), WireError> {
         self.check_slots(limits)?;
         self.check_limit("body_bytes", self.body_bytes, limits.body_bytes_of(self.kind))?;
@@ -374,7 +246,7 @@ impl Header {
         if tensor.layout == Layout::ChannelsLast && tensor.shape.rank() != 4 {
             return Err(WireError::ChannelsLast { got: tensor.shape.rank() });
         }
-        // The receiver allocates this much, however little was sent.
+        // The receiver allocates this much, however short the body is.
         let decoded = tensor.decoded_bytes();
         self.check_limit("decoded bytes", decoded, limits.body_bytes_of(self.kind))?;
         if tensor.codec == CodecId::Raw && self.body_bytes != decoded {
@@ -422,8 +294,8 @@ impl Header {
     }
 }
 
-/// The checksum of a body that comes in pieces: the same as [`Header::seal`] and [`Header::verify`] take of the
-/// whole, for a body that is never in one buffer.
+/// The checksum of a body that arrives in pieces, for bodies that are never in one buffer. It is the one that
+/// [`Header::seal`] and [`Header::verify`] compute from the whole body.
 #[derive(Clone)]
 pub struct BodyHasher {
     header: Header,
@@ -432,24 +304,24 @@ pub struct BodyHasher {
 }
 
 impl BodyHasher {
-    /// For a body of this header. `header.body_bytes` must already be right, because the checksum covers it.
+    /// Starts the checksum of a body for this header. `header.body_bytes` must be set, because the checksum covers it.
     pub fn new(header: &Header) -> Self {
         Self { header: *header, hash: Xxh3::with_seed(header.seed()), bytes: 0 }
     }
 
-    /// Takes the next piece.
+    /// Adds the next piece of the body.
     pub fn update(&mut self, piece: &[u8]) {
         self.hash.update(piece);
         self.bytes = self.bytes.saturating_add(piece.len() as u64);
     }
 
-    /// The header sealed with the pieces, or an error if they are not `body_bytes` long together.
+    /// The header sealed with the pieces; an error if their total length is not `body_bytes`.
     pub fn seal(self) -> Result<Header, WireError> {
         self.header.verify_length(self.bytes)?;
         Ok(Header { checksum: self.hash.digest(), ..self.header })
     }
 
-    /// Whether the pieces are the body that the header was sealed with.
+    /// Checks that the pieces are the body that the header was sealed with.
     pub fn verify(self) -> Result<(), WireError> {
         self.header.verify_length(self.bytes)?;
         self.header.verify_checksum(self.hash.digest())
@@ -475,7 +347,7 @@ fn read_tensor(from: &mut Reader<'_>) -> Result<Option<TensorMeta>, WireError> {
         return Ok(None);
     }
     let rank = usize::from(rank);
-    // Shape::from_parts refuses a rank beyond the array; there is no padding to look at then.
+    // Shape::from_parts rejects a rank beyond the array; there is no padding to check then.
     zero("dimensions beyond the rank", dims.get(rank..).unwrap_or(&[]))?;
     Ok(Some(TensorMeta {
         dtype: known("dtype", dtype, DType::from_number, DType::NUMBER_MAX)?,
@@ -501,7 +373,7 @@ fn zero<T: Default + PartialEq>(field: &'static str, values: &[T]) -> Result<(),
     Err(WireError::NotZero { field })
 }
 
-/// Fills the header from the front. Its fields have fixed sizes that add up to it, so running over is a bug here.
+/// Writes the fields of the header in order. Their sizes are fixed and add up to its size, so an overrun is a bug here.
 struct Writer<'a>(&'a mut [u8]);
 
 impl Writer<'_> {
@@ -513,7 +385,7 @@ impl Writer<'_> {
     }
 }
 
-/// Reads the header from the front; the same holds.
+/// Reads the fields of the header in order; the same holds.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

@@ -1,53 +1,56 @@
-//! Who calls, for which run, with which secret.
+//! The handshake: who connects, for which run, with which token.
 //!
-//! Who dials sends [`Hello`]; who answers compares and sends [`Welcome`] or [`Refuse`]. The frame's version has been
-//! checked by then, so a peer of another release hears that and not a parse error. The token goes over the wire as it
-//! is: it keeps strangers and stray processes of other runs out, and TLS keeps it from listeners.
+//! The dialling peer sends [`Hello`]; the answering peer checks it and sends [`Welcome`] or [`Refuse`]. The version in
+//! the frame's header is checked before that, so a peer of another release gets a version error rather than a parse
+//! error.
+//!
+//! The token is sent in the clear. It keeps out strangers and stray processes of other runs, but gives no protection
+//! against a peer that can listen on the network.
 
 use super::message::{put_text, Fields, MessageError};
 use crate::WorkerId;
 use std::fmt;
 use thiserror::Error;
 
-/// The most bytes of `build`.
+/// The largest length of `build` in bytes.
 pub const BUILD_BYTES_MAX: usize = 64;
 
-/// The most bytes of a refusal's reason.
+/// The largest length of the reason in a [`Refuse`], in bytes.
 pub const REASON_BYTES_MAX: usize = 512;
 
-/// What a dialling peer is in the run.
+/// The role of a dialling peer in the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// The one that hands out jobs and commands.
+    /// The process that sends jobs and commands.
     Driver,
-    /// A worker, linking up with another one.
+    /// A worker that opens a link to another worker.
     Worker(WorkerId),
 }
 
-/// What who dials says first.
+/// The first message of a dialling peer.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// The id of the run.
+    /// The id of the run that the peer belongs to.
     pub run: [u8; 16],
-    /// The shared secret. Never printed.
+    /// The shared secret. It is never printed.
     pub token: [u8; 32],
-    /// What the peer is.
+    /// The role of the peer.
     pub role: Role,
-    /// The peer's software version, for messages; at most [`BUILD_BYTES_MAX`] bytes, more is cut off on sending.
+    /// The peer's software version, for messages; truncated to [`BUILD_BYTES_MAX`] bytes when sent.
     pub build: String,
 }
 
-/// Why a [`Hello`] is not let in.
+/// Why a [`Hello`] is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
-    /// Another secret.
-    #[error("the peer's token is not this end's: start both with the same token (same token file or option)")]
+    /// The token is wrong.
+    #[error("expected the token of this end, got another from the peer: start both ends with the same token")]
     Token,
-    /// The right secret, but another run.
-    #[error("expected a peer of run {expected}, got one of run {got}: a process of an earlier run is still alive, or the address belongs to another run. End that process or use another port", expected = Hex(.expected), got = Hex(.got))]
+    /// The token is right, but the peer belongs to another run.
+    #[error("expected a peer of run {expected}, got one of run {got}: a process of an earlier run is still alive, or the address belongs to another run; stop that process, or use another port", expected = Hex(.expected), got = Hex(.got))]
     Run {
-        /// The run here.
+        /// The run of this end.
         expected: [u8; 16],
         /// The run of the peer.
         got: [u8; 16],
@@ -55,10 +58,10 @@ pub enum HandshakeError {
 }
 
 impl Hello {
-    /// The most bytes an encoded `Hello` has.
+    /// The largest length of an encoded `Hello` in bytes.
     pub const BYTES_MAX: usize = 16 + 32 + 1 + 4 + 2 + BUILD_BYTES_MAX;
 
-    /// The message as the body of a frame.
+    /// Encodes the message as the body of a frame.
     pub fn encode(&self) -> Vec<u8> {
         let (role, worker) = match self.role {
             Role::Driver => (0, 0),
@@ -73,7 +76,7 @@ impl Hello {
         out
     }
 
-    /// The message in the body of a frame.
+    /// Decodes the message in the body of a frame.
     pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
         let mut fields = Fields::new("Hello", body);
         let run = fields.array("run")?;
@@ -87,8 +90,8 @@ impl Hello {
         Ok(Self { run, token, role, build })
     }
 
-    /// Whether to let this peer in. The token is compared first and in constant time: a stranger learns neither how
-    /// much of it was right nor which run this is.
+    /// Checks whether to accept this peer. The token is compared first and in constant time, so a stranger learns
+    /// neither how much of it was right nor which run this is.
     pub fn check(&self, run: &[u8; 16], token: &[u8; 32]) -> Result<(), HandshakeError> {
         if !same_secret(&self.token, token) {
             return Err(HandshakeError::Token);
@@ -101,7 +104,7 @@ impl Hello {
 }
 
 impl fmt::Debug for Hello {
-    /// Without the token: what is logged is read by more people than may join the run.
+    /// Omits the token, because more people read logs than may join the run.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Hello")
             .field("run", &format_args!("{}", Hex(&self.run)))
@@ -112,20 +115,20 @@ impl fmt::Debug for Hello {
     }
 }
 
-/// The answer that lets a peer in.
+/// The answer that accepts a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Welcome {
-    /// The worker that answers; `None` if it is the driver, or has no number before its job comes.
+    /// The number of the answering worker; `None` if it is the driver, or a worker that has no job yet.
     pub worker: Option<WorkerId>,
-    /// Its software version, as in [`Hello`].
+    /// The software version of the answering peer, as in [`Hello`].
     pub build: String,
 }
 
 impl Welcome {
-    /// The most bytes an encoded `Welcome` has.
+    /// The largest length of an encoded `Welcome` in bytes.
     pub const BYTES_MAX: usize = 1 + 4 + 2 + BUILD_BYTES_MAX;
 
-    /// The message as the body of a frame.
+    /// Encodes the message as the body of a frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(Self::BYTES_MAX);
         out.push(u8::from(self.worker.is_some()));
@@ -134,7 +137,7 @@ impl Welcome {
         out
     }
 
-    /// The message in the body of a frame.
+    /// Decodes the message in the body of a frame.
     pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
         let mut fields = Fields::new("Welcome", body);
         let worker = fields.optional_worker("worker")?;
@@ -144,25 +147,25 @@ impl Welcome {
     }
 }
 
-/// The answer that does not. The connection ends after it.
+/// The answer that rejects a peer. The connection is closed after it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refuse {
-    /// Why, and what to do about it; at most [`REASON_BYTES_MAX`] bytes, more is cut off on sending.
+    /// The reason, and what to do about it; truncated to [`REASON_BYTES_MAX`] bytes when sent.
     pub reason: String,
 }
 
 impl Refuse {
-    /// The most bytes an encoded `Refuse` has.
+    /// The largest length of an encoded `Refuse` in bytes.
     pub const BYTES_MAX: usize = 2 + REASON_BYTES_MAX;
 
-    /// The message as the body of a frame.
+    /// Encodes the message as the body of a frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(Self::BYTES_MAX);
         put_text(&mut out, &self.reason, REASON_BYTES_MAX);
         out
     }
 
-    /// The message in the body of a frame.
+    /// Decodes the message in the body of a frame.
     pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
         let mut fields = Fields::new("Refuse", body);
         let reason = fields.text("reason", REASON_BYTES_MAX)?;
@@ -171,10 +174,10 @@ impl Refuse {
     }
 }
 
-/// Compares in a time that does not depend on where the first difference is.
+/// Compares in constant time.
 fn same_secret(a: &[u8; 32], b: &[u8; 32]) -> bool {
     let difference = a.iter().zip(b).fold(0, |acc, (a, b)| {
-        // Without the barrier a compiler may see that the rest cannot change the answer, and stop early.
+        // Without the barrier the compiler might see that the rest cannot change the result, and return early.
         std::hint::black_box(acc | (a ^ b))
     });
     difference == 0

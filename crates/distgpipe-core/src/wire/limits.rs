@@ -1,26 +1,26 @@
-//! How much a peer may make us hold.
+//! The largest frames that are accepted.
 //!
-//! A length on the wire is a request for memory by somebody who may lie (law 4). Every such request is compared
-//! with one of these numbers before anything is allocated. Both ends use the same [`Limits`]: a sender that checks
-//! its own frames with [`Header::check`](super::Header::check) gets the error where the remedy is.
+//! A length on the wire is a request for memory from a peer that may be malicious. Every such length is compared with
+//! one of these limits before anything is allocated. Both ends have the same [`Limits`]: a sender checks its own frames
+//! with [`Header::check`](super::Header::check), so that the error is reported at the end that can fix it.
 
 use super::Kind;
 
-/// The largest that may come, for each sort of thing that comes. `Limits::default()` suits models of a few
-/// gigabytes; raise a field on every worker of the run alike.
+/// The limits on frames, by kind. The defaults suit models of a few gigabytes. All workers of a run must have the same
+/// limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// The body of one tensor, both as sent and as decoded: a codec that shrinks is no way around it.
+    /// Bytes of one tensor, both encoded and decoded. So a small body cannot decode to a huge tensor.
     pub body_bytes_max: u64,
-    /// The tensors of one message between partitions.
+    /// The number of tensors in one message between partitions.
     pub tensors_per_message_max: u16,
-    /// The tensors of one [`Kind::State`] message: parameters and optimizer state of a partition.
+    /// The number of tensors in one [`Kind::State`] message: parameters and optimizer state of a partition.
     pub state_tensors_max: u16,
-    /// The body of `Ready`, `Command`, `Report`, `Abort`, `Ping` and `Goodbye`.
+    /// Bytes of the body of `Ready`, `Command`, `Report`, `Abort`, `Ping` and `Goodbye`.
     pub text_bytes_max: u64,
-    /// The body of a `Job`: model, partitions, plan, codecs, optimizer.
+    /// Bytes of the body of a `Job`: model, partitions, plan, codecs, optimizer.
     pub job_bytes_max: u64,
-    /// The body of `Hello`, `Welcome` and `Refuse`, which come from a peer that has not shown its token yet.
+    /// Bytes of the body of `Hello`, `Welcome` and `Refuse`, which come from peers that are not authenticated yet.
     pub handshake_bytes_max: u64,
 }
 
@@ -38,7 +38,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The most bytes the body of a frame of this kind may have, and the name of the field that says so.
+    /// The largest body of a frame of this kind in bytes, and the name of the limit.
     pub fn body_bytes_of(&self, kind: Kind) -> (u64, &'static str) {
         match kind {
             Kind::Hello | Kind::Welcome | Kind::Refuse => (self.handshake_bytes_max, "handshake_bytes_max"),
@@ -56,8 +56,8 @@ impl Limits {
         }
     }
 
-    /// The most frames one message of this kind may have, and the name of the field that says so; `None` for the
-    /// kinds that are always one frame.
+    /// The largest number of frames in one message of this kind, and the name of the limit; `None` for the kinds that
+    /// are always one frame.
     pub fn slots_of(&self, kind: Kind) -> Option<(u16, &'static str)> {
         if kind == Kind::State {
             Some((self.state_tensors_max, "state_tensors_max"))

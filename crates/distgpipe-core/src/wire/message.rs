@@ -1,83 +1,83 @@
-//! The bounded fields that the handshake and the abort notice are made of.
+//! The encoding of the fields of the handshake and the abort notice.
 //!
-//! These messages are read before a peer is trusted and while a run is failing, so they are written by hand: fixed
-//! fields, strings with a length in front and a maximum, nothing after the end. No parser to attack, and no way to ask
-//! for more memory than the bytes that came.
+//! These messages are read before a peer is trusted and while a run is failing. So the encoding is minimal: fixed
+//! fields, strings with a length in front and a maximum, and nothing after the end. A peer cannot request more memory
+//! than the bytes that it sends.
 
 use crate::WorkerId;
 use thiserror::Error;
 
-/// Why bytes are not the message they should be.
+/// Why a message cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MessageError {
     /// The bytes end inside a field.
-    #[error("expected {expected} bytes for `{field}` of {message}, got {got}: the message was cut short, or the peer is no distgpipe of this version")]
+    #[error("expected {expected} bytes for `{field}` of {message}, got {got}: the message is truncated, or the peer runs another version of distgpipe")]
     Truncated {
-        /// The message.
+        /// The name of the message.
         message: &'static str,
-        /// The field.
+        /// The name of the field.
         field: &'static str,
         /// The bytes that the field needs.
         expected: usize,
         /// The bytes that are left.
         got: usize,
     },
-    /// Bytes after the last field.
-    #[error("expected {message} to end after its last field, got {got} more bytes: the peer is no distgpipe of this version")]
+    /// There are bytes after the last field.
+    #[error("expected {message} to end after its last field, got {got} more bytes: the peer runs another version of distgpipe")]
     Trailing {
-        /// The message.
+        /// The name of the message.
         message: &'static str,
-        /// How many bytes too many.
+        /// The number of extra bytes.
         got: usize,
     },
-    /// A string beyond its maximum.
-    #[error("expected at most {expected_max} bytes for `{field}` of {message}, got {got}: the peer is no distgpipe of this version")]
+    /// A string is longer than its maximum.
+    #[error("expected at most {expected_max} bytes for `{field}` of {message}, got {got}: the peer runs another version of distgpipe")]
     TooLong {
-        /// The message.
+        /// The name of the message.
         message: &'static str,
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// The maximum.
+        /// The largest length in bytes.
         expected_max: usize,
-        /// The length.
+        /// The length in the message.
         got: usize,
     },
-    /// A string that is not UTF-8.
-    #[error("expected UTF-8 for `{field}` of {message}, got another byte at {at}: the peer is no distgpipe")]
+    /// A string is not UTF-8.
+    #[error("expected UTF-8 for `{field}` of {message}, got an invalid byte at {at}: the message is corrupt, or the peer is not distgpipe")]
     Utf8 {
-        /// The message.
+        /// The name of the message.
         message: &'static str,
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// Where in the field.
+        /// The offset of the first invalid byte in the field.
         at: usize,
     },
-    /// A number that names nothing.
-    #[error("expected `{field}` of {message} to be at most {expected_max}, got {got}: the peer is no distgpipe of this version")]
+    /// A number has no meaning.
+    #[error("expected `{field}` of {message} to be at most {expected_max}, got {got}: the peer runs another version of distgpipe")]
     Unknown {
-        /// The message.
+        /// The name of the message.
         message: &'static str,
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// The largest number in use.
+        /// The largest valid number.
         expected_max: u8,
-        /// The number.
+        /// The number in the message.
         got: u8,
     },
-    /// A worker's number where there is no worker.
-    #[error("expected 0 as the number in `{field}` of {message}, which names no worker, got {got}: the peer is no distgpipe of this version")]
+    /// There is a worker number although the message has no worker.
+    #[error("expected 0 as the number in `{field}` of {message}, which has no worker, got {got}: the peer runs another version of distgpipe")]
     NotZero {
-        /// The message.
+        /// The name of the message.
         message: &'static str,
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// The number.
+        /// The number in the message.
         got: u32,
     },
 }
 
-/// The longest beginning of `text` that has at most `bytes_max` bytes and ends between two characters.
+/// The longest prefix of `text` that has at most `bytes_max` bytes and ends between two characters.
 pub(super) fn clip(text: &str, bytes_max: usize) -> &str {
     let mut end = text.len().min(bytes_max);
     while !text.is_char_boundary(end) {
@@ -86,7 +86,7 @@ pub(super) fn clip(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
-/// Appends a string, clipped to its maximum, with its length in two bytes in front.
+/// Appends a string, truncated to its maximum, with its length in two bytes in front.
 pub(super) fn put_text(out: &mut Vec<u8>, text: &str, bytes_max: usize) {
     let text = clip(text, bytes_max);
     let length = u16::try_from(text.len()).expect("maxima of fields fit 16 bits");
@@ -94,7 +94,7 @@ pub(super) fn put_text(out: &mut Vec<u8>, text: &str, bytes_max: usize) {
     out.extend_from_slice(text.as_bytes());
 }
 
-/// Reads the fields of one message, in order.
+/// Reads the fields of one message in order.
 pub(super) struct Fields<'a> {
     message: &'static str,
     rest: &'a [u8],
@@ -130,7 +130,7 @@ impl<'a> Fields<'a> {
         Ok(text.to_owned())
     }
 
-    /// A byte that says whether there is a worker, and its number, 0 if not.
+    /// Reads an optional worker: a byte that is 1 if there is one, and its number, which is 0 if not.
     pub(super) fn optional_worker(&mut self, field: &'static str) -> Result<Option<WorkerId>, MessageError> {
         let [present] = self.array(field)?;
         let number = u32::from_le_bytes(self.array(field)?);

@@ -1,46 +1,46 @@
-//! The header's description of a tensor: number type, memory order, shape and codec.
+//! The header's description of a tensor: element type, memory layout, shape and codec.
 //!
-//! A [`Shape`] that exists is one that can be held: its constructor bounds the number of dimensions and of
-//! elements, so nobody after it has to check a product again.
+//! The constructor of [`Shape`] bounds the number of dimensions and of elements, so no code after it needs to check a
+//! product for overflow.
 
 use crate::codec::CodecId;
 use thiserror::Error;
 
-/// The most dimensions a tensor may have.
+/// The largest number of dimensions of a tensor.
 pub const DIMS_MAX: usize = 8;
 
-/// The most elements a tensor may have. Below it, the size in bytes and every stride of any [`DType`] fit the
-/// signed 64-bit numbers that libtorch counts in.
+/// The largest number of elements of a tensor. Up to it, the size in bytes and every stride fit libtorch's signed
+/// 64-bit integers, for any [`DType`].
 pub const ELEMENTS_MAX: u64 = (1 << 60) - 1;
 
 numbered! {
     /// The type of a tensor's elements.
     pub enum DType {
-        /// 32-bit IEEE float.
+        /// A 32-bit IEEE float.
         F32 = 1,
-        /// 64-bit IEEE float.
+        /// A 64-bit IEEE float.
         F64 = 2,
-        /// 16-bit IEEE float.
+        /// A 16-bit IEEE float.
         F16 = 3,
         /// bfloat16: the upper half of an `F32`.
         BF16 = 4,
         /// Signed 64-bit integer; token ids and labels.
         I64 = 5,
-        /// Signed 32-bit integer.
+        /// A signed 32-bit integer.
         I32 = 6,
         /// Unsigned 8-bit integer; image bytes.
         U8 = 7,
         /// One byte, 0 or 1.
         Bool = 8,
-        /// Signed 16-bit integer.
+        /// A signed 16-bit integer.
         I16 = 9,
-        /// Signed 8-bit integer.
+        /// A signed 8-bit integer.
         I8 = 10,
     }
 }
 
 impl DType {
-    /// The size of one element.
+    /// The size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
             DType::U8 | DType::Bool | DType::I8 => 1,
@@ -52,8 +52,8 @@ impl DType {
 }
 
 numbered! {
-    /// The order of a tensor's elements in memory. Sent along, so that a convolution's activations arrive in the
-    /// order that the next convolution is fast in.
+    /// The order of a tensor's elements in memory. It is preserved, so that the activations of a convolution arrive in
+    /// the layout that is fastest for the next one.
     pub enum Layout {
         /// The last dimension varies fastest.
         Contiguous = 1,
@@ -62,7 +62,7 @@ numbered! {
     }
 }
 
-/// A tensor's dimensions: at most [`DIMS_MAX`] of them and [`ELEMENTS_MAX`] elements. No dimensions is a scalar.
+/// The dimensions of a tensor: at most [`DIMS_MAX`] of them, and at most [`ELEMENTS_MAX`] elements. A scalar has none.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
     rank: u8,
@@ -74,14 +74,14 @@ pub struct Shape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ShapeError {
-    /// Too many dimensions.
-    #[error("a tensor on the wire has at most {DIMS_MAX} dimensions, got {got}: reshape it before sending")]
+    /// There are too many dimensions.
+    #[error("expected a tensor of at most {DIMS_MAX} dimensions, got {got}: reshape it before it is sent")]
     Rank {
-        /// How many there are.
+        /// The number of dimensions.
         got: usize,
     },
-    /// Too many elements, or a dimension that would overflow a stride even though another one is 0.
-    #[error("a tensor on the wire has at most {ELEMENTS_MAX} elements, and the dimensions multiply to more: no real tensor has this shape, so the sender is faulty or the bytes are damaged")]
+    /// There are too many elements, or a dimension would overflow a stride even though another one is 0.
+    #[error("expected a tensor of at most {ELEMENTS_MAX} elements, got dimensions with a larger product: the sender is faulty, or the frame is corrupt")]
     Elements,
 }
 
@@ -98,12 +98,12 @@ impl Shape {
         Self::from_parts(dims.len(), all)
     }
 
-    /// The shape whose first `rank` entries of `dims` count; the others must be 0.
+    /// The shape with the first `rank` entries of `dims`; the others must be 0.
     pub(super) fn from_parts(rank: usize, dims: [u64; DIMS_MAX]) -> Result<Self, ShapeError> {
         let Some(used) = dims.get(..rank) else {
             return Err(ShapeError::Rank { got: rank });
         };
-        // A dimension of 0 counts as 1: strides are products of the others, and they must not overflow either.
+        // A dimension of 0 counts as 1, because strides are products of the others and must not overflow either.
         used.iter()
             .try_fold(1u64, |product, &dim| product.checked_mul(dim.max(1)))
             .filter(|&product| product <= ELEMENTS_MAX)
@@ -111,22 +111,22 @@ impl Shape {
         Ok(Self { rank: rank as u8, dims })
     }
 
-    /// The dimensions.
+    /// The dimensions, in logical order.
     pub fn dims(&self) -> &[u64] {
         &self.dims[..usize::from(self.rank)]
     }
 
-    /// How many dimensions.
+    /// The number of dimensions.
     pub fn rank(&self) -> usize {
         usize::from(self.rank)
     }
 
-    /// How many elements: 1 for a scalar, 0 if any dimension is 0. The constructor has checked that this fits.
+    /// The number of elements: 1 for a scalar, 0 if any dimension is 0. The constructor has checked that it fits.
     pub fn elements(&self) -> u64 {
         self.dims().iter().product()
     }
 
-    /// All entries, the unused ones 0.
+    /// All entries; unused ones are 0.
     pub(super) fn padded_dims(&self) -> &[u64; DIMS_MAX] {
         &self.dims
     }
@@ -144,7 +144,7 @@ impl std::fmt::Display for Shape {
     }
 }
 
-/// What a frame's body decodes to.
+/// The tensor that a frame's body decodes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMeta {
     /// The type of the elements, after decoding.
@@ -153,12 +153,12 @@ pub struct TensorMeta {
     pub layout: Layout,
     /// The dimensions, in the logical order whatever the layout.
     pub shape: Shape,
-    /// How the body is encoded.
+    /// The codec of the body.
     pub codec: CodecId,
 }
 
 impl TensorMeta {
-    /// The size of the decoded tensor.
+    /// The size of the decoded tensor in bytes.
     pub fn decoded_bytes(&self) -> u64 {
         // At most 8 × ELEMENTS_MAX, which is below 2^63.
         self.shape.elements() * self.dtype.size_bytes() as u64
@@ -188,7 +188,7 @@ mod tests {
         assert!(Shape::new(&[max]).is_ok());
         assert_eq!(Shape::new(&[max + 1]), Err(ShapeError::Elements));
         assert_eq!(Shape::new(&[1 << 32, 1 << 32]), Err(ShapeError::Elements));
-        // The product is 0, whichever way round, but the strides are not.
+        // The product is 0 in either order, but the strides are not.
         assert_eq!(Shape::new(&[0, 1 << 32, 1 << 32]), Err(ShapeError::Elements));
         assert_eq!(Shape::new(&[1 << 32, 1 << 32, 0]), Err(ShapeError::Elements));
         // As a signed number this dimension would be −1.

@@ -1,33 +1,34 @@
-//! Which codec carries which tensors: chosen once for a run, and known to every worker.
+//! Which codec encodes which tensors. The policy is chosen once for a run and sent to every worker with the job.
 
-use crate::job::{Purpose, Step};
-use distgpipe_core::codec::{CodecError, Spec};
+use crate::comm::protocol::StepCommand;
+use distgpipe_core::codec::{CodecError, CodecSpec};
 use distgpipe_core::schedule::{Pass, Plan};
 use distgpipe_core::{PartitionId, WorkerId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The codecs of a run. What crosses no link is never encoded.
+/// The codecs of a run. They apply to activations and gradients between partitions on different workers; tensors that stay
+/// on a worker are never encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Codecs {
-    /// Of activations.
-    pub forward: Spec,
-    /// Of gradients.
-    pub backward: Spec,
-    /// Other ones for single links; where several fit, the last one counts.
-    pub links: Vec<LinkCodecs>,
-    /// Training steps at the start that go raw.
+pub struct CodecPolicy {
+    /// The codec of activations.
+    pub forward: CodecSpec,
+    /// The codec of gradients.
+    pub backward: CodecSpec,
+    /// Codecs of single links, which replace the two above. The last one that matches a link applies.
+    pub links: Vec<LinkOverride>,
+    /// The number of training steps at the start of a run that send tensors raw.
     pub warm_up_steps: u64,
-    /// Whether evaluation has the codecs of training, as the model will have when it is used; otherwise it goes raw.
+    /// Whether evaluation uses the codecs too, as the deployed model will; otherwise it sends tensors raw.
     pub evaluate: bool,
 }
 
-impl Default for Codecs {
+impl Default for CodecPolicy {
     fn default() -> Self {
-        Codecs {
-            forward: Spec::default(),
-            backward: Spec::default(),
+        CodecPolicy {
+            forward: CodecSpec::default(),
+            backward: CodecSpec::default(),
             links: Vec::new(),
             warm_up_steps: 0,
             evaluate: true,
@@ -35,25 +36,25 @@ impl Default for Codecs {
     }
 }
 
-/// Why codecs do not fit a run.
+/// A codec policy that cannot be parsed, or that does not fit the plan.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum CodecsError {
-    /// The text for one link is not one.
+pub enum CodecPolicyError {
+    /// The text for one link does not have the form LINK=CODEC.
     #[error("expected LINK=CODEC or LINK=FORWARD,BACKWARD with two partitions or two workers as the link, such as 0-1=tile:4 or client-server=tile:4,raw; got `{got}`")]
     Text {
-        /// The text.
+        /// The text as given.
         got: String,
     },
-    /// A codec that does not exist.
+    /// The text names a codec that does not exist.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// Codecs for a link that the run does not have.
+    /// The run has no such link.
     #[error("expected codecs for one of the run's links, {}; got some for {got}", list(links))]
     NoSuchLink {
-        /// The link.
+        /// The link as given.
         got: LinkName,
-        /// The links that there are, as partitions.
+        /// The links of the run, as pairs of partitions.
         links: Vec<(PartitionId, PartitionId)>,
     },
 }
@@ -65,15 +66,15 @@ fn list(links: &[(PartitionId, PartitionId)]) -> String {
     }
 }
 
-impl Codecs {
-    /// One codec for everything.
-    pub fn all(spec: Spec) -> Self {
-        Codecs { forward: spec.clone(), backward: spec, ..Codecs::default() }
+impl CodecPolicy {
+    /// The same codec for activations and gradients on all links.
+    pub fn all(spec: CodecSpec) -> Self {
+        CodecPolicy { forward: spec.clone(), backward: spec, ..CodecPolicy::default() }
     }
 
-    /// The codec of what one partition sends another.
-    pub fn of(&self, plan: &Plan, pass: Pass, from: PartitionId, to: PartitionId) -> &Spec {
-        let link = self.links.iter().rev().find(|codecs| codecs.link.is(plan, from, to));
+    /// The codec for what partition `from` sends to partition `to`.
+    pub fn of(&self, plan: &Plan, pass: Pass, from: PartitionId, to: PartitionId) -> &CodecSpec {
+        let link = self.links.iter().rev().find(|codecs| codecs.link.matches(plan, from, to));
         match (pass, link) {
             (Pass::Forward, Some(link)) => &link.forward,
             (Pass::Backward, Some(link)) => &link.backward,
@@ -82,14 +83,13 @@ impl Codecs {
         }
     }
 
-    /// Whether what this step sends is encoded at all.
-    pub fn apply_to(&self, step: &Step) -> bool {
-        let learning = matches!(step.purpose, Purpose::Train | Purpose::Gradients);
-        step.learned >= self.warm_up_steps && (learning || self.evaluate)
+    /// Whether the codecs apply in this step. Warm-up steps, and evaluation without [`CodecPolicy::evaluate`], send raw.
+    pub fn applies_in(&self, step: &StepCommand) -> bool {
+        step.trained_batches >= self.warm_up_steps && (step.purpose.runs_backward() || self.evaluate)
     }
 
-    /// Whether anything that one worker sends another has a codec other than `raw`.
-    pub fn encode_between(&self, plan: &Plan, from: WorkerId, to: WorkerId) -> bool {
+    /// Whether anything that worker `from` sends to worker `to` has a codec other than `raw`.
+    pub fn encodes_between(&self, plan: &Plan, from: WorkerId, to: WorkerId) -> bool {
         let worker_of = |partition| plan.placement().worker_of(partition);
         crossings(plan).into_iter().any(|(a, b)| {
             let forward = (worker_of(a), worker_of(b)) == (from, to) && !self.of(plan, Pass::Forward, a, b).is_raw();
@@ -98,25 +98,25 @@ impl Codecs {
         })
     }
 
-    /// Whether one of them remembers samples, so that it has to be told which are in a batch.
-    pub fn want_samples(&self) -> bool {
+    /// Whether a codec keeps state per sample, so that steps must name the samples of their batches.
+    pub fn needs_sample_ids(&self) -> bool {
         let links = self.links.iter().flat_map(|link| [&link.forward, &link.backward]);
-        links.chain([&self.forward, &self.backward]).any(Spec::wants_samples)
+        links.chain([&self.forward, &self.backward]).any(CodecSpec::wants_samples)
     }
 
-    /// Whether every link that codecs were given for is one of the plan's.
-    pub fn check(&self, plan: &Plan) -> Result<(), CodecsError> {
+    /// Checks that every link in [`CodecPolicy::links`] is a link of the plan.
+    pub fn check(&self, plan: &Plan) -> Result<(), CodecPolicyError> {
         let links = crossings(plan);
-        for LinkCodecs { link, .. } in &self.links {
-            if !links.iter().any(|&(a, b)| link.is(plan, a, b)) {
-                return Err(CodecsError::NoSuchLink { got: link.clone(), links });
+        for LinkOverride { link, .. } in &self.links {
+            if !links.iter().any(|&(a, b)| link.matches(plan, a, b)) {
+                return Err(CodecPolicyError::NoSuchLink { got: link.clone(), links });
             }
         }
         Ok(())
     }
 }
 
-/// The pairs of partitions between which tensors cross from worker to worker, in the forward direction.
+/// The pairs of partitions on different workers that exchange tensors, in the forward direction.
 fn crossings(plan: &Plan) -> Vec<(PartitionId, PartitionId)> {
     let worker_of = |partition| plan.placement().worker_of(partition);
     let from = (0..plan.partitions()).map(PartitionId::new);
@@ -127,20 +127,20 @@ fn crossings(plan: &Plan) -> Vec<(PartitionId, PartitionId)> {
 
 /// The codecs of one link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LinkCodecs {
-    /// Which.
+pub struct LinkOverride {
+    /// The link that these codecs are for.
     pub link: LinkName,
-    /// Of activations.
-    pub forward: Spec,
-    /// Of gradients.
-    pub backward: Spec,
+    /// The codec of activations.
+    pub forward: CodecSpec,
+    /// The codec of gradients.
+    pub backward: CodecSpec,
 }
 
-impl FromStr for LinkCodecs {
-    type Err = CodecsError;
+impl FromStr for LinkOverride {
+    type Err = CodecPolicyError;
 
-    fn from_str(text: &str) -> Result<Self, CodecsError> {
-        let wrong = || CodecsError::Text { got: text.to_owned() };
+    fn from_str(text: &str) -> Result<Self, CodecPolicyError> {
+        let wrong = || CodecPolicyError::Text { got: text.to_owned() };
         let (link, codecs) = text.split_once('=').ok_or_else(wrong)?;
         let (forward, backward) = codecs.split_once(',').unwrap_or((codecs, codecs));
         let (a, b) = link.split_once('-').filter(|(a, b)| !a.is_empty() && !b.is_empty()).ok_or_else(wrong)?;
@@ -148,22 +148,22 @@ impl FromStr for LinkCodecs {
             (Ok(a), Ok(b)) => LinkName::Partitions(PartitionId(a), PartitionId(b)),
             _ => LinkName::Workers(link.to_owned()),
         };
-        Ok(LinkCodecs { link, forward: forward.parse()?, backward: backward.parse()? })
+        Ok(LinkOverride { link, forward: forward.parse()?, backward: backward.parse()? })
     }
 }
 
-/// A link, by what is at its ends, in either order.
+/// Names a link by its two ends, in either order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LinkName {
-    /// One cut of the model.
+    /// The link between two partitions.
     Partitions(PartitionId, PartitionId),
-    /// All cuts between two workers: their names with a `-` between, which names may have too.
+    /// All links between two workers, as `NAME-NAME`. It is kept as one text because names may contain `-` too.
     Workers(String),
 }
 
 impl LinkName {
-    fn is(&self, plan: &Plan, from: PartitionId, to: PartitionId) -> bool {
+    fn matches(&self, plan: &Plan, from: PartitionId, to: PartitionId) -> bool {
         match self {
             LinkName::Partitions(a, b) => (*a, *b) == (from, to) || (*b, *a) == (from, to),
             LinkName::Workers(text) => {
@@ -195,14 +195,14 @@ mod tests {
         Schedule::GPipe.plan(&Request::new(placement, 2)).unwrap()
     }
 
-    fn spec(text: &str) -> Spec {
+    fn spec(text: &str) -> CodecSpec {
         text.parse().unwrap()
     }
 
     #[test]
-    fn a_link_may_have_codecs_of_its_own() {
+    fn a_link_can_override_the_codecs() {
         let (plan, p) = (plan(), PartitionId);
-        let mut codecs = Codecs { forward: spec("sort:8"), backward: spec("uniform:8"), ..Codecs::default() };
+        let mut codecs = CodecPolicy { forward: spec("sort:8"), backward: spec("uniform:8"), ..CodecPolicy::default() };
         assert_eq!(codecs.of(&plan, Pass::Forward, p(1), p(2)), &spec("sort:8"));
         assert_eq!(codecs.of(&plan, Pass::Backward, p(2), p(1)), &spec("uniform:8"));
         codecs.links = vec!["server-client=f16".parse().unwrap(), "0-1=tile:4/128,raw".parse().unwrap()];
@@ -213,31 +213,36 @@ mod tests {
     }
 
     #[test]
-    fn wrong_links_are_told_the_right_ones() {
-        let told = |text: &str| match text.parse::<LinkCodecs>() {
-            Ok(link) => Codecs { links: vec![link], ..Codecs::default() }.check(&plan()).unwrap_err().to_string(),
-            Err(error) => error.to_string(),
+    fn an_invalid_link_is_answered_with_the_valid_ones() {
+        let error = |text: &str| match text.parse::<LinkOverride>() {
+            Ok(link) => {
+                CodecPolicy { links: vec![link], ..CodecPolicy::default() }.check(&plan()).unwrap_err().to_string()
+            }
+            Err(refused) => refused.to_string(),
         };
-        assert_eq!(told("0-2=raw"), "expected codecs for one of the run's links, 0-1, 1-2; got some for 0-2");
-        assert_eq!(told("a-b=raw"), "expected codecs for one of the run's links, 0-1, 1-2; got some for a-b");
+        assert_eq!(error("0-2=raw"), "expected codecs for one of the run's links, 0-1, 1-2; got some for 0-2");
+        assert_eq!(error("a-b=raw"), "expected codecs for one of the run's links, 0-1, 1-2; got some for a-b");
         for text in ["", "0-1", "0=raw", "-1=raw", "0-=raw"] {
-            assert!(told(text).starts_with("expected LINK=CODEC"), "{text}: {}", told(text));
+            assert!(error(text).starts_with("expected LINK=CODEC"), "{text}: {}", error(text));
         }
-        assert!(told("0-1=zip").starts_with("expected a codec out of"));
-        assert!(told("0-1=raw,").starts_with("expected a codec out of"));
+        assert!(error("0-1=zip").starts_with("expected a codec out of"));
+        assert!(error("0-1=raw,").starts_with("expected a codec out of"));
     }
 
     #[test]
     fn only_links_with_a_codec_encode() {
         let plan = plan();
         let (client, server) = (WorkerId(0), WorkerId(1));
-        let codecs =
-            |forward, backward| Codecs { forward: spec(forward), backward: spec(backward), ..Codecs::default() };
-        assert!(!Codecs::default().encode_between(&plan, client, server));
-        assert!(codecs("f16", "raw").encode_between(&plan, client, server));
-        // The server sends activations of its own partition and gradients of it: both ways carry both.
-        assert!(codecs("raw", "f16").encode_between(&plan, server, client));
-        let one = Codecs { links: vec!["0-1=f16,raw".parse().unwrap()], ..Codecs::default() };
-        assert!(one.encode_between(&plan, client, server) && !one.encode_between(&plan, server, client));
+        let codecs = |forward, backward| CodecPolicy {
+            forward: spec(forward),
+            backward: spec(backward),
+            ..CodecPolicy::default()
+        };
+        assert!(!CodecPolicy::default().encodes_between(&plan, client, server));
+        assert!(codecs("f16", "raw").encodes_between(&plan, client, server));
+        // The server sends both activations and gradients of its partition to the client.
+        assert!(codecs("raw", "f16").encodes_between(&plan, server, client));
+        let one = CodecPolicy { links: vec!["0-1=f16,raw".parse().unwrap()], ..CodecPolicy::default() };
+        assert!(one.encodes_between(&plan, client, server) && !one.encodes_between(&plan, server, client));
     }
 }

@@ -1,16 +1,16 @@
-//! CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 + 10,000 images of 32 × 32 pixels, in the binary files of their
-//! home, <https://www.cs.toronto.edu/~kriz/cifar.html>.
+//! CIFAR-10 and CIFAR-100 (Krizhevsky 2009): 50,000 + 10,000 images of 32 × 32 pixels, in the binary files of
+//! <https://www.cs.toronto.edu/~kriz/cifar.html>.
 //!
 //! ```text
 //! CIFAR-10    data_batch_1.bin … data_batch_5.bin, test_batch.bin    label            1024 red, 1024 green, 1024 blue
 //! CIFAR-100   train.bin, test.bin                                    coarse, fine     the same
 //! ```
 //!
-//! A part is held in memory as bytes: 154 MB to learn from, 31 MB to test with.
+//! Images are held in memory as bytes: 154 MB for training, 31 MB for testing.
 
 use super::folder::unreadable;
 use super::image::{Image, ImageSource};
-use super::{md5, DataError, Part, Place};
+use super::{md5, DataError, FilePosition, Split};
 use std::io::Read;
 use std::path::Path;
 
@@ -18,10 +18,10 @@ const SIDE: usize = 32;
 const PLANE: usize = SIDE * SIDE;
 const PIXELS: usize = 3 * PLANE;
 
-/// A file's name, and its MD5 where it is known.
+/// A file's name, and its MD5 hash if known.
 type KnownFile = (&'static str, Option<&'static str>);
 
-/// The files of CIFAR-10; the last one is to test with.
+/// The files of CIFAR-10. The last one is the test set.
 const TEN: [KnownFile; 6] = [
     ("data_batch_1.bin", Some("5dd7e06a14cb22eb9f671a540d1b7c25")),
     ("data_batch_2.bin", Some("5ea93a67294ea407fff1d09f752e9692")),
@@ -31,20 +31,20 @@ const TEN: [KnownFile; 6] = [
     ("test_batch.bin", Some("803d5f7f4d78ea53de84dbe85f74fb6d")),
 ];
 
-/// The files of CIFAR-100; the last one is to test with.
+/// The files of CIFAR-100. The last one is the test set.
 const HUNDRED: [KnownFile; 2] = [("train.bin", None), ("test.bin", None)];
 
-/// Which of the two.
+/// The two data sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
-    /// CIFAR-10.
+    /// CIFAR-10, with 10 classes.
     Ten,
     /// CIFAR-100, with its fine labels.
     Hundred,
 }
 
 impl Edition {
-    /// As `distgpipe data get` calls it.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Edition::Ten => "cifar10",
@@ -52,7 +52,7 @@ impl Edition {
         }
     }
 
-    /// How many classes it has.
+    /// The number of classes.
     pub fn classes(self) -> usize {
         match self {
             Edition::Ten => 10,
@@ -60,7 +60,7 @@ impl Edition {
         }
     }
 
-    /// The directory that its archive unpacks to.
+    /// The directory that the official archive unpacks to.
     pub fn folder(self) -> &'static str {
         match self {
             Edition::Ten => "cifar-10-batches-bin",
@@ -68,23 +68,23 @@ impl Edition {
         }
     }
 
-    /// The names of its files.
+    /// The names of the files.
     pub fn file_names(self) -> Vec<&'static str> {
-        let parts = [Part::Train, Part::Test].into_iter();
-        parts.flat_map(|part| self.files(part).0).map(|(name, _)| *name).collect()
+        let parts = [Split::Train, Split::Test].into_iter();
+        parts.flat_map(|split| self.files(split).0).map(|(name, _)| *name).collect()
     }
 
-    /// The files of a part, and how many records each has.
-    fn files(self, part: Part) -> (&'static [KnownFile], usize) {
-        match (self, part) {
-            (Edition::Ten, Part::Train) => (&TEN[..5], 10_000),
-            (Edition::Ten, Part::Test) => (&TEN[5..], 10_000),
-            (Edition::Hundred, Part::Train) => (&HUNDRED[..1], 50_000),
-            (Edition::Hundred, Part::Test) => (&HUNDRED[1..], 10_000),
+    /// The files of a split, and the number of records in each.
+    fn files(self, split: Split) -> (&'static [KnownFile], usize) {
+        match (self, split) {
+            (Edition::Ten, Split::Train) => (&TEN[..5], 10_000),
+            (Edition::Ten, Split::Test) => (&TEN[5..], 10_000),
+            (Edition::Hundred, Split::Train) => (&HUNDRED[..1], 50_000),
+            (Edition::Hundred, Split::Test) => (&HUNDRED[1..], 10_000),
         }
     }
 
-    /// Label bytes of a record; the last one counts.
+    /// The number of label bytes in a record. The last one is used.
     fn labels(self) -> usize {
         match self {
             Edition::Ten => 1,
@@ -97,20 +97,20 @@ impl Edition {
     }
 }
 
-/// A part of a CIFAR set.
+/// One split of a CIFAR data set.
 #[derive(Debug)]
 pub struct Cifar {
     edition: Edition,
-    /// Pixel by pixel, the three colours next to each other.
+    /// The pixels, with red, green and blue interleaved.
     pixels: Vec<u8>,
     labels: Vec<u8>,
 }
 
 impl Cifar {
-    /// Reads and checks the files of a part, which are in `directory` or in the folder there that the official archive
-    /// unpacks to.
-    pub fn open(directory: &Path, edition: Edition, part: Part) -> Result<Self, DataError> {
-        let (files, records) = edition.files(part);
+    /// Reads and checks the files of a split, from `directory` or from the subfolder that the official archive unpacks
+    /// to.
+    pub fn open(directory: &Path, edition: Edition, split: Split) -> Result<Self, DataError> {
+        let (files, records) = edition.files(split);
         let unpacked = directory.join(edition.folder());
         let found = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
         let mut set = Cifar {
@@ -123,22 +123,22 @@ impl Cifar {
             let remedy = remedy(edition, directory);
             let bytes = read(&path, records * edition.record_bytes(), &remedy)?;
             set.add(&bytes, records, &path, &remedy)?;
-            // Last, as what the checks above find has a place.
+            // Checked last, because the checks above report the place of the error.
             if let Some(expected) = published {
                 let got = md5(&bytes[..]).map_err(|e| unreadable(&path, &e, &remedy))?;
                 let (expected, got) = (format!("MD5 {expected}"), format!("MD5 {got}"));
                 if got != expected {
-                    return Err(DataError::Damaged { file: path, place: Place::Whole, expected, got, remedy });
+                    return Err(DataError::Corrupt { file: path, place: FilePosition::File, expected, got, remedy });
                 }
             }
         }
         Ok(set)
     }
 
-    /// Adds a file's records.
+    /// Appends the records of a file.
     fn add(&mut self, bytes: &[u8], records: usize, path: &Path, remedy: &str) -> Result<(), DataError> {
         let record_bytes = self.edition.record_bytes();
-        let damaged = |place, expected: String, got: String| DataError::Damaged {
+        let damaged = |place, expected: String, got: String| DataError::Corrupt {
             file: path.to_owned(),
             place,
             expected,
@@ -148,7 +148,7 @@ impl Cifar {
         if bytes.len() != records * record_bytes {
             let expected = format!("{} bytes", records * record_bytes);
             let got = if bytes.len() > records * record_bytes { "more".to_owned() } else { bytes.len().to_string() };
-            return Err(damaged(Place::Whole, expected, got));
+            return Err(damaged(FilePosition::File, expected, got));
         }
         let classes = self.edition.classes();
         for (i, record) in bytes.chunks_exact(record_bytes).enumerate() {
@@ -157,7 +157,7 @@ impl Cifar {
             if usize::from(label) >= classes {
                 let offset = (i * record_bytes + labels.len() - 1) as u64;
                 let expected = format!("a label of 0 to {} in record {i}", classes - 1);
-                return Err(damaged(Place::Byte(offset), expected, label.to_string()));
+                return Err(damaged(FilePosition::Byte(offset), expected, label.to_string()));
             }
             self.labels.push(label);
             let (red, rest) = planes.split_at(PLANE);
@@ -196,7 +196,7 @@ fn remedy(edition: Edition, directory: &Path) -> String {
     format!("get it with `distgpipe data get {} --dir {}`", edition.name(), directory.display())
 }
 
-/// A whole file, or one byte more than expected of one that is longer.
+/// Reads a file, but at most one byte more than expected.
 fn read(path: &Path, expected_bytes: usize, remedy: &str) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::with_capacity(expected_bytes + 1);
     let read = std::fs::File::open(path).and_then(|file| file.take(expected_bytes as u64 + 1).read_to_end(&mut bytes));
@@ -213,7 +213,7 @@ mod tests {
         set.add(bytes, records, Path::new("some.bin"), "get it anew").map(|()| set)
     }
 
-    /// Two records whose planes count up from a number each.
+    /// Two records whose colour planes each count up from a given number.
     fn file(labels: [&[u8]; 2]) -> Vec<u8> {
         let record = |label: &[u8], first: usize| {
             let planes = (0..PIXELS).map(move |i| (first + i / PLANE * 50 + i % PLANE % 7) as u8);
@@ -253,18 +253,18 @@ mod tests {
 
     #[test]
     fn a_missing_set_names_the_command_that_gets_it() {
-        let error = Cifar::open(Path::new("/nowhere/c10"), Edition::Ten, Part::Train).unwrap_err().to_string();
+        let error = Cifar::open(Path::new("/nowhere/c10"), Edition::Ten, Split::Train).unwrap_err().to_string();
         assert!(error.starts_with("/nowhere/c10/data_batch_1.bin: "), "{error}");
         assert!(error.ends_with(": get it with `distgpipe data get cifar10 --dir /nowhere/c10`"), "{error}");
     }
 
-    /// Pixels have no form of their own: only the hash tells.
+    /// Any pixel value is valid, so only the hash detects a corrupt one.
     #[test]
     fn a_file_with_other_pixels_is_told_by_its_hash() {
         let root = std::env::temp_dir().join(format!("distgpipe-{}-cifar", std::process::id()));
         std::fs::create_dir_all(&root).unwrap();
         std::fs::write(root.join("test_batch.bin"), vec![0; 10_000 * Edition::Ten.record_bytes()]).unwrap();
-        let said = Cifar::open(&root, Edition::Ten, Part::Test).unwrap_err().to_string();
+        let said = Cifar::open(&root, Edition::Ten, Split::Test).unwrap_err().to_string();
         assert!(said.contains("test_batch.bin: expected MD5 803d5f7f4d78ea53de84dbe85f74fb6d, got MD5 "), "{said}");
         std::fs::remove_dir_all(root).unwrap();
     }

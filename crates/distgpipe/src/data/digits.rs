@@ -1,29 +1,29 @@
-//! The UCI set of handwritten digits: 1,797 images of 8 × 8 pixels, embedded; see `data/README.md` for whose they are.
+//! The UCI set of handwritten digits: 1,797 images of 8 × 8 pixels, embedded in the
+//! library. `data/README.md` has their origin and licence.
 
-pub use super::Part;
-use super::{check, DataError, Dataset, Pass, Place};
-use crate::layer::SampleShape;
-use crate::pipeline::Batch;
+use super::{check, DataError, Dataset, FilePosition, LoadPass, Split};
+use crate::driver::pipeline::Batch;
+use crate::model::layer::SampleShape;
 use tch::{Kind, Tensor};
 
-/// Per record 64 pixels of 0 to 16, row by row, then the label.
+/// Each record has 64 pixels from 0 to 16, row by row, then the label.
 const FILE: &[u8] = include_bytes!("../../data/digits.bin");
 const RECORDS: usize = 1797;
 const SIDE: usize = 8;
 const PIXELS: usize = SIDE * SIDE;
 const PIXEL_MAX: u8 = 16;
 const CLASSES: usize = 10;
-/// Every fifth record is kept for testing.
+/// Every fifth record is in the test set.
 const TEST_EVERY: usize = 5;
-/// Larger images of eight pixels a side show nothing more.
+/// Larger images add no detail to 8 × 8 pixels.
 const SIDE_MAX: usize = 1024;
 
-/// How the images are given.
+/// The form of the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigitsOptions {
-    /// Height and width: a multiple of 8; larger images are interpolated.
+    /// Height and width, a multiple of 8. Larger images are interpolated.
     pub side: usize,
-    /// 1, or 3 equal ones.
+    /// 1, or 3 channels with the same values.
     pub channels: usize,
 }
 
@@ -33,10 +33,10 @@ impl Default for DigitsOptions {
     }
 }
 
-/// Handwritten digits, with the training part's mean 0 and deviation 1.
+/// Handwritten digits, normalised so that the training set has mean 0 and standard deviation 1.
 #[derive(Debug)]
 pub struct Digits {
-    /// [`PIXELS`] a row, normalised.
+    /// [`PIXELS`] normalised values per image.
     pixels: Vec<f32>,
     labels: Vec<i64>,
     options: DigitsOptions,
@@ -44,8 +44,11 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// One part of the set: 1,437 records to learn from or 360 to test with.
-    pub fn new(part: Part, options: DigitsOptions) -> Result<Self, DataError> {
+    /// One split of the data set: 1,437 records for training or 360 for testing.
+    ///
+    /// # Errors
+    /// If the options are out of range.
+    pub fn new(split: Split, options: DigitsOptions) -> Result<Self, DataError> {
         let sides = options.side >= SIDE && options.side <= SIDE_MAX && options.side.is_multiple_of(SIDE);
         if !sides || !matches!(options.channels, 1 | 3) {
             return Err(DataError::Unsuitable {
@@ -57,7 +60,7 @@ impl Digits {
         let records = records(FILE)?;
         let is_test = |i: usize| i.is_multiple_of(TEST_EVERY);
         let (mean, deviation) = statistics(records.iter().enumerate().filter(|(i, _)| !is_test(*i)).map(|(_, r)| r.0));
-        let mine = || records.iter().enumerate().filter(|(i, _)| is_test(*i) == (part == Part::Test)).map(|(_, r)| r);
+        let mine = || records.iter().enumerate().filter(|(i, _)| is_test(*i) == (split == Split::Test)).map(|(_, r)| r);
         let pixels: Vec<f32> =
             mine().flat_map(|(pixels, _)| *pixels).map(|&p| ((f64::from(p) - mean) / deviation) as f32).collect();
         let labels: Vec<i64> = mine().map(|(_, label)| i64::from(*label)).collect();
@@ -65,8 +68,11 @@ impl Digits {
         Ok(Digits { pixels, labels, options, input: vec![SampleShape::float(&[channels, side, side])] })
     }
 
-    /// One part of the set, in the form that a model takes.
-    pub fn for_input(part: Part, input: &[SampleShape]) -> Result<Self, DataError> {
+    /// One split of the data set, in the form that a model with this input takes.
+    ///
+    /// # Errors
+    /// If the model does not take one square image with 1 or 3 channels and a side that is a multiple of 8.
+    pub fn for_input(split: Split, input: &[SampleShape]) -> Result<Self, DataError> {
         let unsuitable = || DataError::Unsuitable {
             set: "digits",
             expected: "a model that takes one image of 1 or 3 channels whose side is a multiple of 8".to_owned(),
@@ -75,7 +81,7 @@ impl Digits {
         let [SampleShape { dims, kind: Kind::Float }] = input else { return Err(unsuitable()) };
         let [channels, height, width] = dims[..] else { return Err(unsuitable()) };
         match (usize::try_from(channels), usize::try_from(height)) {
-            (Ok(channels), Ok(side)) if height == width => Self::new(part, DigitsOptions { side, channels }),
+            (Ok(channels), Ok(side)) if height == width => Self::new(split, DigitsOptions { side, channels }),
             _ => Err(unsuitable()),
         }
     }
@@ -94,7 +100,7 @@ impl Dataset for Digits {
         &self.input
     }
 
-    fn batch(&self, rows: &[usize], _: Pass<'_>) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], _: LoadPass<'_>) -> Result<Batch, DataError> {
         check(rows, self.len())?;
         let pixels: Vec<f32> = rows.iter().flat_map(|row| &self.pixels[row * PIXELS..][..PIXELS]).copied().collect();
         let labels: Vec<i64> = rows.iter().map(|&row| self.labels[row]).collect();
@@ -110,14 +116,14 @@ impl Dataset for Digits {
     }
 }
 
-/// The records of a file: pixels and label. What is embedded is ours, but it may have been edited.
+/// The records of the embedded file, as pixels and label.
 fn records(file: &[u8]) -> Result<Vec<(&[u8], u8)>, DataError> {
-    let damaged = |expected: String, got: String| DataError::Damaged {
+    let damaged = |expected: String, got: String| DataError::Corrupt {
         file: "digits.bin".into(),
-        place: Place::Whole,
+        place: FilePosition::File,
         expected,
         got,
-        remedy: "the library was built with a damaged file, get its source anew".to_owned(),
+        remedy: "the library was built from a corrupt source file, download its source again".to_owned(),
     };
     if file.len() != RECORDS * (PIXELS + 1) {
         return Err(damaged(format!("{} bytes", RECORDS * (PIXELS + 1)), format!("{} bytes", file.len())));
@@ -137,9 +143,9 @@ fn records(file: &[u8]) -> Result<Vec<(&[u8], u8)>, DataError> {
         .collect()
 }
 
-/// Mean and deviation of all pixels.
+/// Mean and standard deviation of all pixels.
 fn statistics<'a>(images: impl Iterator<Item = &'a [u8]>) -> (f64, f64) {
-    // Sums of whole numbers below 2^53: exact.
+    // Exact: the sums are integers below 2^53.
     let (mut count, mut sum, mut squares) = (0.0, 0.0, 0.0);
     for &pixel in images.flatten() {
         count += 1.0;
@@ -165,8 +171,8 @@ mod tests {
 
     #[test]
     fn the_parts_have_the_sizes_they_promise_and_the_training_part_is_normalised() {
-        let train = Digits::new(Part::Train, DigitsOptions::default()).unwrap();
-        let test = Digits::new(Part::Test, DigitsOptions::default()).unwrap();
+        let train = Digits::new(Split::Train, DigitsOptions::default()).unwrap();
+        let test = Digits::new(Split::Test, DigitsOptions::default()).unwrap();
         assert_eq!((train.len(), test.len()), (1437, 360));
         let pixels = Tensor::from_slice(&train.pixels);
         assert!(pixels.mean(Kind::Float).double_value(&[]).abs() < 1e-5);
@@ -175,15 +181,15 @@ mod tests {
 
     #[test]
     fn batches_have_the_shape_that_the_model_takes() {
-        let model = crate::models::MobileNetV2 { image: 32, ..Default::default() }.model().unwrap();
-        let digits = Digits::for_input(Part::Test, &model.input).unwrap();
+        let model = crate::model::zoo::MobileNetV2 { image: 32, ..Default::default() }.model().unwrap();
+        let digits = Digits::for_input(Split::Test, &model.input).unwrap();
         assert_eq!(digits.input(), &model.input[..]);
-        let batch = digits.batch(&[3, 0, 3], Pass::new(0, 0)).unwrap();
+        let batch = digits.batch(&[3, 0, 3], LoadPass::new(0, 0)).unwrap();
         assert_eq!(batch.inputs[0].size(), [3, 3, 32, 32]);
         assert_eq!(batch.inputs[0].get(0), batch.inputs[0].get(2));
-        assert!(matches!(digits.batch(&[360], Pass::new(0, 0)), Err(DataError::NoSuchRow { len: 360, got: 360 })));
+        assert!(matches!(digits.batch(&[360], LoadPass::new(0, 0)), Err(DataError::NoSuchRow { len: 360, got: 360 })));
         for dims in [&[1, 12, 12][..], &[2, 8, 8], &[1, 8, 16], &[64], &[1, 1 << 40, 1 << 40]] {
-            assert!(Digits::for_input(Part::Test, &[SampleShape::float(dims)]).is_err(), "{dims:?}");
+            assert!(Digits::for_input(Split::Test, &[SampleShape::float(dims)]).is_err(), "{dims:?}");
         }
     }
 

@@ -1,65 +1,65 @@
-//! Images in files, a folder per class.
+//! Image files, one folder per class.
 //!
 //! ```text
-//! DIR/train/CLASS/anything.jpg      to learn from        .jpg, .jpeg and .png
-//! DIR/test/CLASS/anything.jpg       to test with; `val` is another name for it
+//! DIR/train/CLASS/anything.jpg      training set; .jpg, .jpeg and .png
+//! DIR/test/CLASS/anything.jpg       test set; may also be named `val`
 //! ```
 //!
-//! Classes are numbered in the order of their names. Before anything is learned, every file is opened and looked at from
-//! both ends; one that is damaged in between is found when it is decoded.
+//! Classes are numbered in the order of their names. Opening the data set checks the beginning and the end of every
+//! file. Corruption in between is detected when the image is decoded.
 
-use super::image::decode::{decode, look, Flaw};
+use super::image::decode::{check_ends, decode, DecodeError};
 use super::image::{Image, ImageSource};
-use super::{DataError, Part, Pass};
+use super::{DataError, LoadPass, Split};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 
-/// The most bytes of an image file.
+/// The largest image file accepted, in bytes.
 const FILE_BYTES_MAX: u64 = 64 << 20;
-/// Looking at files is waiting for the disk.
+/// Threads that check files; they mostly wait for the disk.
 const LOOKING_THREADS: usize = 8;
 
-/// Images in files.
+/// Images in files, decoded when they are needed.
 #[derive(Debug)]
 pub struct ImageFiles {
     name: &'static str,
-    /// The file and its class.
+    /// Each file with its class.
     files: Vec<(PathBuf, usize)>,
     classes: Vec<String>,
-    /// For a file that cannot be read, and for one that is damaged.
+    /// What to do about an unreadable file, and about a corrupt one.
     remedies: [String; 2],
 }
 
 impl ImageFiles {
-    /// A part of a directory with a folder per part and class.
-    pub fn folder(directory: &Path, part: Part) -> Result<Self, DataError> {
+    /// One split of a directory that has a folder per split and class.
+    pub fn folder(directory: &Path, split: Split) -> Result<Self, DataError> {
         let remedy =
             format!("put images into {0}/train/CLASS and {0}/test/CLASS (.jpg, .jpeg or .png)", directory.display());
         let train = directory.join("train");
-        let classes = names(&train, Entry::Folder, &remedy)?;
-        let folder = match part {
-            Part::Train => train,
-            Part::Test if directory.join("test").is_dir() => directory.join("test"),
-            Part::Test => directory.join("val"),
+        let classes = names(&train, EntryKind::Folder, &remedy)?;
+        let folder = match split {
+            Split::Train => train,
+            Split::Test if directory.join("test").is_dir() => directory.join("test"),
+            Split::Test => directory.join("val"),
         };
         let mut files = Vec::new();
-        for class in names(&folder, Entry::Folder, &remedy)? {
+        for class in names(&folder, EntryKind::Folder, &remedy)? {
             let path = folder.join(&class);
             let Some(number) = classes.iter().position(|known| *known == class) else {
-                let why = "there is no such class to learn".to_owned();
+                let why = "the training set has no such class".to_owned();
                 return Err(DataError::Unreadable { file: path, why, remedy });
             };
-            let found = names(&path, Entry::Image, &remedy)?;
+            let found = names(&path, EntryKind::Image, &remedy)?;
             files.extend(found.iter().map(|file| (path.join(file), number)));
         }
-        Self::new("image-folder", files, classes, [&remedy, "get it anew, or remove it"])
+        Self::new("image-folder", files, classes, [&remedy, "replace it, or remove it"])
     }
 
-    /// These files, each with its class, and what to do about one that cannot be read and one that is damaged. Looks at
-    /// each of them.
+    /// A data set of these files, each with its class. `remedies` says what to do about an unreadable file and about a
+    /// corrupt one. Checks the beginning and the end of each file.
     pub(super) fn new(
         name: &'static str,
         files: Vec<(PathBuf, usize)>,
@@ -67,22 +67,22 @@ impl ImageFiles {
         remedies: [&str; 2],
     ) -> Result<Self, DataError> {
         let set = ImageFiles { name, files, classes, remedies: remedies.map(str::to_owned) };
-        set.each(LOOKING_THREADS, |row, _| look(&mut set.opened(row)?).map_err(|flaw| set.damaged(row, flaw)))?;
+        set.each(LOOKING_THREADS, |row, _| check_ends(&mut set.opened(row)?).map_err(|error| set.named(row, error)))?;
         Ok(set)
     }
 
-    /// Decodes every file, which finds what a look from both ends does not.
-    pub fn flaws(&self) -> Result<Vec<DataError>, DataError> {
+    /// Decodes every file and returns the errors. Detects corruption that opening the data set does not.
+    pub fn defects(&self) -> Result<Vec<DataError>, DataError> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let flaws = Mutex::new(Vec::new());
+        let defects = Mutex::new(Vec::new());
         self.each(cores, |row, memory| match self.image(row, memory) {
-            Err(flaw @ DataError::Damaged { .. }) => {
-                flaws.lock().unwrap_or_else(PoisonError::into_inner).push(flaw);
+            Err(defect @ DataError::Corrupt { .. }) => {
+                defects.lock().unwrap_or_else(PoisonError::into_inner).push(defect);
                 Ok(())
             }
             other => other.map(drop),
         })?;
-        Ok(flaws.into_inner().unwrap_or_else(PoisonError::into_inner))
+        Ok(defects.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn each(
@@ -92,7 +92,7 @@ impl ImageFiles {
     ) -> Result<(), DataError> {
         let never = AtomicBool::new(false);
         let rows: Vec<usize> = (0..self.files.len()).collect();
-        let pass = Pass::new(0, 0).shared(threads, &never);
+        let pass = LoadPass::new(0, 0).shared(threads, &never);
         pass.fill(&mut vec![(); rows.len()], &rows, |row, _, memory| with(row, memory))
     }
 
@@ -106,13 +106,18 @@ impl ImageFiles {
         File::open(path).map_err(|e| unreadable(path, &e, &self.remedies[0]))
     }
 
-    fn damaged(&self, row: usize, flaw: Flaw) -> DataError {
-        DataError::Damaged {
-            file: self.files[row].0.clone(),
-            place: flaw.place,
-            expected: flaw.expected.to_owned(),
-            got: flaw.got,
-            remedy: self.remedies[1].clone(),
+    /// The error with the file's name and what to do.
+    fn named(&self, row: usize, error: DecodeError) -> DataError {
+        let file = self.files[row].0.clone();
+        match error {
+            DecodeError::Damaged(defect) => DataError::Corrupt {
+                file,
+                place: defect.place,
+                expected: defect.expected.to_owned(),
+                got: defect.got,
+                remedy: self.remedies[1].clone(),
+            },
+            DecodeError::MissingFeature { format, feature } => DataError::MissingFeature { file, format, feature },
         }
     }
 }
@@ -138,36 +143,36 @@ impl ImageSource for ImageFiles {
         let mut bytes = Vec::new();
         let read = self.opened(row)?.take(FILE_BYTES_MAX).read_to_end(&mut bytes);
         read.map_err(|e| unreadable(&self.files[row].0, &e, &self.remedies[0]))?;
-        let (width, height) = decode(&bytes, memory).map_err(|flaw| self.damaged(row, flaw))?;
+        let (width, height) = decode(&bytes, memory).map_err(|error| self.named(row, error))?;
         Ok(Image { width, height, pixels: memory })
     }
 }
 
-/// An error that names a file or directory.
+/// An error about a file or directory that cannot be read.
 pub(super) fn unreadable(path: &Path, error: &std::io::Error, remedy: &str) -> DataError {
     DataError::Unreadable { file: path.to_owned(), why: error.to_string(), remedy: remedy.to_owned() }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Entry {
+enum EntryKind {
     Folder,
     Image,
 }
 
-/// What a directory holds, sorted by name; none is an error.
-fn names(directory: &Path, kind: Entry, remedy: &str) -> Result<Vec<String>, DataError> {
+/// The entries of a directory, sorted by name. An empty directory is an error.
+fn names(directory: &Path, kind: EntryKind, remedy: &str) -> Result<Vec<String>, DataError> {
     let failed = |e: std::io::Error| unreadable(directory, &e, remedy);
     let mut names = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
-        // Hidden entries are other programs' notes.
+        // Skips hidden entries, which other programs leave behind.
         let Some(name) = path.file_name().and_then(|name| name.to_str()).filter(|name| !name.starts_with('.')) else {
             continue;
         };
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
         let fits = match kind {
-            Entry::Folder => path.is_dir(),
-            Entry::Image => matches!(&extension[..], "jpg" | "jpeg" | "png"),
+            EntryKind::Folder => path.is_dir(),
+            EntryKind::Image => matches!(&extension[..], "jpg" | "jpeg" | "png"),
         };
         if fits {
             names.push(name.to_owned());
@@ -176,8 +181,8 @@ fn names(directory: &Path, kind: Entry, remedy: &str) -> Result<Vec<String>, Dat
     names.sort_unstable();
     if names.is_empty() {
         let why = match kind {
-            Entry::Folder => "no folder of a class is there",
-            Entry::Image => "no image is there",
+            EntryKind::Folder => "there is no class folder",
+            EntryKind::Image => "there is no image",
         };
         return Err(DataError::Unreadable {
             file: directory.to_owned(),
@@ -191,10 +196,8 @@ fn names(directory: &Path, kind: Entry, remedy: &str) -> Result<Vec<String>, Dat
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Dataset, ImageOptions, ImageSet};
-    use crate::engine::Layout;
 
-    /// An empty directory of one test.
+    /// An empty directory for one test.
     pub fn directory(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("distgpipe-{}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&path);
@@ -209,7 +212,31 @@ mod tests {
     }
 
     #[test]
+    #[cfg(not(all(feature = "jpeg", feature = "png")))]
+    fn an_image_whose_decoder_is_off_names_the_feature() {
+        let root = directory("features");
+        put(&root, "train/cat/x.jpg", "plain.jpg");
+        put(&root, "test/cat/x.png", "plain.png");
+        let opened = |split| ImageFiles::folder(&root, split).map(drop).map_err(|error| error.to_string());
+        for (split, file, format, feature, on) in [
+            (Split::Train, "train/cat/x.jpg", "JPEG", "jpeg", cfg!(feature = "jpeg")),
+            (Split::Test, "test/cat/x.png", "PNG", "png", cfg!(feature = "png")),
+        ] {
+            let file = root.join(file);
+            let said = format!(
+                "{}: this build of distgpipe cannot read {format} images: enable the crate feature `{feature}`",
+                file.display()
+            );
+            assert_eq!(opened(split), if on { Ok(()) } else { Err(said) });
+        }
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    #[cfg(all(feature = "jpeg", feature = "png"))]
     fn folders_are_classes_in_the_order_of_their_names() {
+        use crate::data::{Dataset, ImageOptions, ImageSet};
+        use crate::engine::Layout;
         let root = directory("folder");
         put(&root, "train/wolf/b.JPG", "plain.jpg");
         put(&root, "train/wolf/a.png", "plain.png");
@@ -217,28 +244,33 @@ mod tests {
         put(&root, "val/wolf/y.png", "alpha.png");
         fs::write(root.join("train/cat/.notes"), "none").unwrap();
         fs::write(root.join("train/cat/readme.txt"), "none").unwrap();
-        let train = ImageFiles::folder(&root, Part::Train).unwrap();
+        let train = ImageFiles::folder(&root, Split::Train).unwrap();
         assert_eq!(train.class_names(), ["cat", "wolf"]);
         assert_eq!((0..train.len()).map(|row| train.label(row)).collect::<Vec<_>>(), [0, 1, 1]);
-        let test = ImageFiles::folder(&root, Part::Test).unwrap();
+        let test = ImageFiles::folder(&root, Split::Test).unwrap();
         assert_eq!((test.len(), test.label(0), test.classes()), (1, 1, 2));
-        let options = ImageOptions { side: 8, part: Part::Train, layout: Layout::ChannelsLast };
-        let batch = ImageSet::new(train, options).unwrap().batch(&[2, 0, 1], Pass::new(0, 0)).unwrap();
+        let options = ImageOptions { side: 8, split: Split::Train, layout: Layout::ChannelsLast };
+        let batch = ImageSet::new(train, options).unwrap().batch(&[2, 0, 1], LoadPass::new(0, 0)).unwrap();
         assert_eq!(batch.inputs[0].size(), [3, 3, 8, 8]);
         fs::remove_dir_all(root).unwrap();
     }
 
     #[test]
+    #[cfg(all(feature = "jpeg", feature = "png"))]
     fn what_is_missing_or_damaged_is_named_before_anything_is_learned() {
         let root = directory("damaged");
-        let error = |part| ImageFiles::folder(&root, part).unwrap_err().to_string();
-        assert!(error(Part::Train).contains("/train: No such file"), "{}", error(Part::Train));
+        let error = |split| ImageFiles::folder(&root, split).unwrap_err().to_string();
+        assert!(error(Split::Train).contains("/train: No such file"), "{}", error(Split::Train));
         fs::create_dir_all(root.join("train/cat")).unwrap();
-        assert!(error(Part::Train).contains("train/cat: no image is there: put images into"), "{}", error(Part::Train));
+        assert!(
+            error(Split::Train).contains("train/cat: there is no image: put images into"),
+            "{}",
+            error(Split::Train)
+        );
         put(&root, "train/cat/x.jpg", "plain.jpg");
         put(&root, "train/cat/y.jpg", "plain.jpg");
         put(&root, "test/dog/y.jpg", "plain.jpg");
-        assert!(error(Part::Test).contains("test/dog: there is no such class"), "{}", error(Part::Test));
+        assert!(error(Split::Test).contains("test/dog: the training set has no such class"), "{}", error(Split::Test));
         let whole = fs::read(root.join("train/cat/y.jpg")).unwrap();
         for (bytes, words) in [
             (&whole[..200], "y.jpg, byte 200: expected the rest of the image"),
@@ -246,15 +278,15 @@ mod tests {
             (b"<html>", "y.jpg, byte 0: expected a JPEG or PNG image, got [3c"),
         ] {
             fs::write(root.join("train/cat/y.jpg"), bytes).unwrap();
-            let said = error(Part::Train);
-            assert!(said.contains(words) && said.ends_with("get it anew, or remove it"), "{said}");
+            let said = error(Split::Train);
+            assert!(said.contains(words) && said.ends_with("replace it, or remove it"), "{said}");
         }
-        // Both ends are there, the middle is not.
+        // The beginning and the end are intact, the middle is missing.
         fs::write(root.join("train/cat/y.jpg"), [&whole[..700], &whole[whole.len() - 2..]].concat()).unwrap();
-        let set = ImageFiles::folder(&root, Part::Train).unwrap();
-        let flaws = set.flaws().unwrap();
-        let said = flaws[0].to_string();
-        assert!(flaws.len() == 1 && said.contains("y.jpg, byte 700: expected a whole JPEG image, got"), "{said}");
+        let set = ImageFiles::folder(&root, Split::Train).unwrap();
+        let defects = set.defects().unwrap();
+        let said = defects[0].to_string();
+        assert!(defects.len() == 1 && said.contains("y.jpg, byte 700: expected a whole JPEG image, got"), "{said}");
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -1,50 +1,50 @@
-//! Two tasks of GLUE (Wang et al. 2018), in its own files: RTE, whether a sentence follows from another, and CoLA,
-//! whether a sentence is English.
+//! Two tasks of GLUE (Wang et al. 2018), in its own files: RTE (does the first sentence entail the second?) and CoLA (is
+//! the sentence grammatical?).
 //!
 //! ```text
-//! RTE     train.tsv, dev.tsv    a heading, then: index, sentence1, sentence2, entailment | not_entailment
+//! RTE     train.tsv, dev.tsv    a header, then: index, sentence1, sentence2, entailment | not_entailment
 //! CoLA    train.tsv, dev.tsv    source, 1 | 0, mark, sentence
 //! ```
 //!
-//! Columns are apart by tabs, quotes mean nothing. `entailment` is class 0, as Hugging Face numbers it. The labels of
-//! test.tsv are GLUE's secret, so dev.tsv is tested with.
+//! Columns are separated by tabs, and quotes have no special meaning. `entailment` is class 0, as in Hugging Face's
+//! version. GLUE does not publish the labels of test.tsv, so dev.tsv is the test set.
 
 use super::folder::unreadable;
 use super::tokens::Tokens;
-use super::{check, DataError, Dataset, Part, Pass, Place};
-use crate::layer::SampleShape;
-use crate::pipeline::Batch;
+use super::{check, DataError, Dataset, FilePosition, LoadPass, Split};
+use crate::driver::pipeline::Batch;
+use crate::model::layer::SampleShape;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 
-/// The most bytes of a file: the largest has less than one million.
+/// The largest file accepted, in bytes. The largest official file has less than a million.
 const FILE_BYTES_MAX: u64 = 64 << 20;
 const COLUMNS: usize = 4;
 
-/// Which task.
+/// The supported tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// Recognising textual entailment.
+    /// Recognizing Textual Entailment.
     Rte,
-    /// The corpus of linguistic acceptability.
+    /// The Corpus of Linguistic Acceptability.
     Cola,
 }
 
 /// A row of a task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// The sentence.
+    /// The first sentence.
     pub a: String,
-    /// The second sentence, of a pair.
+    /// The second sentence, for a task of sentence pairs.
     pub b: Option<String>,
-    /// Its class.
+    /// The class number.
     pub label: i64,
 }
 
 impl Task {
-    /// As `distgpipe data get` calls it.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Task::Rte => "rte",
@@ -52,7 +52,7 @@ impl Task {
         }
     }
 
-    /// The folder that its archive unpacks to.
+    /// The folder that the official archive unpacks to.
     pub fn folder(self) -> &'static str {
         match self {
             Task::Rte => "RTE",
@@ -60,40 +60,42 @@ impl Task {
         }
     }
 
-    /// How many rows a part has, as published.
-    pub fn rows(self, part: Part) -> usize {
-        match (self, part) {
-            (Task::Rte, Part::Train) => 2490,
-            (Task::Rte, Part::Test) => 277,
-            (Task::Cola, Part::Train) => 8551,
-            (Task::Cola, Part::Test) => 1043,
+    /// The published number of rows in a split.
+    pub fn rows(self, split: Split) -> usize {
+        match (self, split) {
+            (Task::Rte, Split::Train) => 2490,
+            (Task::Rte, Split::Test) => 277,
+            (Task::Cola, Split::Train) => 8551,
+            (Task::Cola, Split::Test) => 1043,
         }
     }
 
-    /// Reads a part; its file is in `directory` or in the folder there that the official archive unpacks to. It must
-    /// have all its [rows](Task::rows): a file that was cut short looks like a shorter one.
-    pub fn read(self, directory: &Path, part: Part) -> Result<Vec<Row>, DataError> {
+    /// Reads a split, from `directory` or from the subfolder that the official archive unpacks to. The file must have all
+    /// its [rows](Task::rows), because a file truncated at the end of a line looks valid.
+    pub fn read(self, directory: &Path, split: Split) -> Result<Vec<Row>, DataError> {
         let unpacked = directory.join(self.folder());
         let root = if unpacked.is_dir() { unpacked } else { directory.to_owned() };
-        let path = root.join(match part {
-            Part::Train => "train.tsv",
-            Part::Test => "dev.tsv",
+        let path = root.join(match split {
+            Split::Train => "train.tsv",
+            Split::Test => "dev.tsv",
         });
         let remedy = format!("get it with `distgpipe data get {} --dir {}`", self.name(), directory.display());
         let mut bytes = Vec::new();
         let read = File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX).read_to_end(&mut bytes));
         read.map_err(|e| unreadable(&path, &e, &remedy))?;
-        let damaged = |place, expected: String, got| DataError::Damaged { file: path, place, expected, got, remedy };
+        let damaged = |place, expected: String, got| DataError::Corrupt { file: path, place, expected, got, remedy };
         match self.parse(&bytes) {
-            Ok(rows) if rows.len() == self.rows(part) => Ok(rows),
-            Ok(rows) => Err(damaged(Place::Whole, format!("its {} rows", self.rows(part)), rows.len().to_string())),
+            Ok(rows) if rows.len() == self.rows(split) => Ok(rows),
+            Ok(rows) => {
+                Err(damaged(FilePosition::File, format!("its {} rows", self.rows(split)), rows.len().to_string()))
+            }
             Err((place, expected, got)) => Err(damaged(place, expected.to_owned(), got)),
         }
     }
 
-    fn parse(self, bytes: &[u8]) -> Result<Vec<Row>, (Place, &'static str, String)> {
+    fn parse(self, bytes: &[u8]) -> Result<Vec<Row>, (FilePosition, &'static str, String)> {
         let text = std::str::from_utf8(bytes)
-            .map_err(|e| (Place::Byte(e.valid_up_to() as u64), "text in UTF-8", "other bytes".to_owned()))?;
+            .map_err(|e| (FilePosition::Byte(e.valid_up_to() as u64), "text in UTF-8", "other bytes".to_owned()))?;
         let headings = usize::from(self == Task::Rte);
         let mut rows = Vec::new();
         for (i, line) in text.lines().enumerate().skip(headings) {
@@ -101,15 +103,15 @@ impl Task {
             let row = <[&str; COLUMNS]>::try_from(columns).ok().and_then(|columns| self.row(columns));
             rows.push(row.ok_or_else(|| {
                 let expected = match self {
-                    Task::Rte => "index, sentence1, sentence2 and `entailment` or `not_entailment`, apart by tabs",
-                    Task::Cola => "source, 0 or 1, mark and sentence, apart by tabs",
+                    Task::Rte => "index, sentence1, sentence2 and `entailment` or `not_entailment`, separated by tabs",
+                    Task::Cola => "source, 0 or 1, mark and sentence, separated by tabs",
                 };
                 let start: String = line.chars().take(60).collect();
-                (Place::Line(i as u64 + 1), expected, format!("`{start}…`"))
+                (FilePosition::Line(i as u64 + 1), expected, format!("`{start}…`"))
             })?);
         }
         match rows.is_empty() {
-            true => Err((Place::Whole, "rows", "none".to_owned())),
+            true => Err((FilePosition::File, "rows", "none".to_owned())),
             false => Ok(rows),
         }
     }
@@ -130,33 +132,36 @@ impl Task {
     }
 }
 
-/// A part of a task, as numbers.
+/// One split of a task, tokenized.
 #[derive(Debug)]
 pub struct Glue {
-    /// As many as the length for each row.
+    /// The token ids: a fixed number for each row.
     ids: Vec<i64>,
-    /// How many of a row's are not padding.
+    /// For each row, how many tokens are not padding.
     used: Vec<usize>,
     labels: Vec<i64>,
     input: [SampleShape; 2],
 }
 
 impl Glue {
-    /// Reads a part and turns its sentences into numbers.
-    pub fn open(directory: &Path, task: Task, part: Part, tokens: &Tokens) -> Result<Self, DataError> {
-        Glue::encoded(task.read(directory, part)?, tokens, directory)
+    /// Reads and tokenizes a split.
+    ///
+    /// # Errors
+    /// If the file or a sentence in it is not valid.
+    pub fn open(directory: &Path, task: Task, split: Split, tokens: &Tokens) -> Result<Self, DataError> {
+        Glue::encoded(task.read(directory, split)?, tokens, directory)
     }
 
     fn encoded(rows: Vec<Row>, tokens: &Tokens, directory: &Path) -> Result<Self, DataError> {
         let shape = SampleShape::int(&[tokens.length() as i64]);
         let mut set = Glue { ids: Vec::new(), used: Vec::new(), labels: Vec::new(), input: [shape.clone(), shape] };
         for row in rows {
-            let encoded = tokens.encode(&row.a, row.b.as_deref()).map_err(|got| DataError::Damaged {
+            let encoded = tokens.encode(&row.a, row.b.as_deref()).map_err(|got| DataError::Corrupt {
                 file: PathBuf::from(directory),
-                place: Place::Line(set.labels.len() as u64 + 1),
+                place: FilePosition::Line(set.labels.len() as u64 + 1),
                 expected: "a sentence that the tokenizer takes".to_owned(),
                 got,
-                remedy: "take the tokenizer files that come with the model's weights".to_owned(),
+                remedy: "use the tokenizer files that come with the model's weights".to_owned(),
             })?;
             set.ids.extend(encoded.ids.iter().map(|&id| i64::from(id)));
             set.used.push(encoded.used);
@@ -179,7 +184,7 @@ impl Dataset for Glue {
         &self.input
     }
 
-    fn batch(&self, rows: &[usize], _: Pass<'_>) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], _: LoadPass<'_>) -> Result<Batch, DataError> {
         check(rows, self.len())?;
         let length = self.input[0].dims[0] as usize;
         let ids: Vec<i64> = rows.iter().flat_map(|row| &self.ids[row * length..][..length]).copied().collect();
@@ -196,7 +201,7 @@ impl Dataset for Glue {
     }
 }
 
-/// How many tokens a model takes, if it takes token numbers and their mask.
+/// The number of tokens per sample that a model takes, if its input is token ids and their mask.
 pub fn token_length(input: &[SampleShape]) -> Option<usize> {
     match input {
         [ids, mask] if ids == mask && ids.kind == Kind::Int64 => match ids.dims[..] {
@@ -236,21 +241,21 @@ mod tests {
     #[test]
     fn bad_rows_are_told_with_their_line() {
         for (task, text, place) in [
-            (Task::Rte, RTE.replace("not_", "un"), Place::Line(2)),
-            (Task::Rte, RTE.replace("rains in Spain.\t", ""), Place::Line(3)),
-            (Task::Rte, format!("{RTE}\n"), Place::Line(4)),
-            (Task::Rte, "index\tsentence1\tsentence2\tlabel\n".to_owned(), Place::Whole),
-            (Task::Cola, COLA.replace("\t0\t", "\t2\t"), Place::Line(2)),
-            (Task::Cola, String::new(), Place::Whole),
+            (Task::Rte, RTE.replace("not_", "un"), FilePosition::Line(2)),
+            (Task::Rte, RTE.replace("rains in Spain.\t", ""), FilePosition::Line(3)),
+            (Task::Rte, format!("{RTE}\n"), FilePosition::Line(4)),
+            (Task::Rte, "index\tsentence1\tsentence2\tlabel\n".to_owned(), FilePosition::File),
+            (Task::Cola, COLA.replace("\t0\t", "\t2\t"), FilePosition::Line(2)),
+            (Task::Cola, String::new(), FilePosition::File),
         ] {
             assert_eq!(task.parse(text.as_bytes()).unwrap_err().0, place, "{text:?}");
         }
-        assert_eq!(Task::Cola.parse(b"a\t1\t\t\xff").unwrap_err().0, Place::Byte(5));
-        let missing = Task::Rte.read(Path::new("/nowhere"), Part::Test).unwrap_err().to_string();
+        assert_eq!(Task::Cola.parse(b"a\t1\t\t\xff").unwrap_err().0, FilePosition::Byte(5));
+        let missing = Task::Rte.read(Path::new("/nowhere"), Split::Test).unwrap_err().to_string();
         assert!(missing.contains("/nowhere/dev.tsv: ") && missing.contains("`distgpipe data get rte --dir /nowhere`"));
     }
 
-    /// Cut at the end of a line, a file is still one.
+    /// A file truncated at the end of a line is well-formed.
     #[test]
     fn a_file_that_was_cut_short_is_told_by_its_rows() {
         let root = std::env::temp_dir().join(format!("distgpipe-{}-glue", std::process::id()));
@@ -258,7 +263,7 @@ mod tests {
         let file = root.join("CoLA/dev.tsv");
         let read = |rows: usize| {
             std::fs::write(&file, "gj04\t1\t\tThey left.\n".repeat(rows)).unwrap();
-            Task::Cola.read(&root, Part::Test)
+            Task::Cola.read(&root, Split::Test)
         };
         assert_eq!(read(1043).unwrap().len(), 1043);
         let said = read(1042).unwrap_err().to_string();
@@ -267,19 +272,20 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "tokenizers")]
     fn batches_are_numbers_masks_and_classes() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizer");
         let tokens = Tokens::open(&golden, 40).unwrap();
         let set = Glue::encoded(Task::Rte.parse(RTE.as_bytes()).unwrap(), &tokens, Path::new("RTE")).unwrap();
         assert_eq!(token_length(set.input()), Some(40));
-        let batch = set.batch(&[1, 0], Pass::new(0, 0)).unwrap();
+        let batch = set.batch(&[1, 0], LoadPass::new(0, 0)).unwrap();
         assert_eq!(Vec::<i64>::try_from(&batch.target).unwrap(), [0, 1]);
         let expected = tokens.encode("It rains in Spain.", Some("It rains.")).unwrap();
         let ids = Vec::<i64>::try_from(&batch.inputs[0].get(0)).unwrap();
         assert_eq!(ids, expected.ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let mask = Vec::<i64>::try_from(&batch.inputs[1].get(0)).unwrap();
         assert_eq!(mask.iter().sum::<i64>(), expected.used as i64);
-        // Padding is 1 in this vocabulary, and where the mask is 0.
+        // This vocabulary's padding token is 1; it fills the positions where the mask is 0.
         assert!(ids.iter().zip(&mask).all(|(&id, &mask)| (id == 1) == (mask == 0)));
     }
 

@@ -1,84 +1,85 @@
-//! Images as a network takes them: square, normalised, and while it learns never quite the same twice.
+//! Preprocessing of images: cropped to a square, resized, normalised, and augmented in training.
 //!
-//! To learn from, a random box of 8 to 100% of the image, its sides 3:4 to 4:3, becomes the square, and every other one
-//! is mirrored (torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`). To test with, the shorter side is resized
-//! to 256/224 of the square and the middle is cut out (`Resize`, `CenterCrop`). Colours are normalised by ImageNet's
-//! means and deviations, as pretrained weights expect.
+//! In training, a random box of 8 to 100 % of the image's area, with an aspect ratio of 3:4 to 4:3, is resized to the
+//! square, and half of the images are mirrored (torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`). In testing,
+//! the shorter side is resized to 256/224 of the square and the centre is cropped (`Resize`, `CenterCrop`). Colours are
+//! normalised by ImageNet's means and standard deviations, as pretrained weights expect.
 
 pub(super) mod decode;
 mod resample;
 
-use super::{check, DataError, Dataset, Part, Pass};
+use super::{check, DataError, Dataset, LoadPass, Split};
+use crate::driver::pipeline::Batch;
 use crate::engine::{self, Draws, Layout};
-use crate::layer::SampleShape;
-use crate::pipeline::Batch;
-use resample::{resample, Axis, Normalisation, Rows, Stretch, Wanted};
+use crate::model::layer::SampleShape;
+use resample::{resample, Axis, Normalisation, ResampleSpec, ResizedInterval, Rows};
 use tch::{Kind, Tensor};
 
 const CHANNELS: usize = 3;
 const MEAN: [f32; CHANNELS] = [0.485, 0.456, 0.406];
 const DEVIATION: [f32; CHANNELS] = [0.229, 0.224, 0.225];
 
-/// The share of the image that a random box has.
+/// The range of a random box's share of the image's area.
 const AREA: (f64, f64) = (0.08, 1.0);
-/// Width over height of a random box.
+/// The range of a random box's aspect ratio, width over height.
 const RATIO: (f64, f64) = (3.0 / 4.0, 4.0 / 3.0);
-/// How often a random box may fall outside the image before the middle is taken.
+/// How many random boxes may fall outside the image before the centre is used.
 const TRIES: usize = 10;
 
-/// The shorter side of a test image is resized to this many 224ths of the square.
+/// The shorter side of a test image is resized to this many 224ths of the square's side.
 const TEST_SIDE: usize = 256;
 const TEST_SQUARE: usize = 224;
 
-/// Larger squares are a mistake, not a model's input.
+/// The largest side accepted. No model takes larger images.
 const SIDE_MAX: usize = 4096;
 
-/// An image of 8-bit red, green and blue.
+/// An 8-bit RGB image.
 #[derive(Clone, Copy, Debug)]
 pub struct Image<'a> {
-    /// At least 1.
+    /// Pixels per row, at least 1.
     pub width: usize,
-    /// At least 1.
+    /// Rows, at least 1.
     pub height: usize,
-    /// Row by row, the three values of a pixel next to each other.
+    /// The pixels row by row, with red, green and blue interleaved.
     pub pixels: &'a [u8],
 }
 
-/// Where images come from.
+/// A source of images: what an image data set implements.
 pub trait ImageSource: Send + Sync {
-    /// How it is called in errors.
+    /// The name to use in errors.
     fn name(&self) -> &'static str;
 
-    /// How many it has.
+    /// The number of images.
     fn len(&self) -> usize;
 
-    /// Whether it has none.
+    /// Whether there are no images.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many classes there are.
+    /// The number of classes.
     fn classes(&self) -> usize;
 
-    /// An image's class; the row exists.
+    /// The class of an image. The caller has checked that the row exists.
     fn label(&self, row: usize) -> i64;
 
-    /// An image; the row exists. Its pixels may be put into `memory`, which is kept from image to image.
+    /// An image. The caller has checked that the row exists. The pixels may be written into `memory`, which is reused for
+    /// the next image.
     fn image<'a>(&'a self, row: usize, memory: &'a mut Vec<u8>) -> Result<Image<'a>, DataError>;
 }
 
-/// How images are given.
+/// The form of the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageOptions {
-    /// Height and width.
+    /// Height and width in pixels.
     pub side: usize,
-    /// To learn from: a random box; to test with: the middle.
-    pub part: Part,
-    /// How a batch lies in memory: convolutions want channels last.
+    /// The preprocessing: random crops for training, the centre for testing.
+    pub split: Split,
+    /// The memory layout of a batch. Convolutions are fastest with channels last.
     pub layout: Layout,
 }
 
-/// Images of a source, ready for a network.
+/// The images of a source, preprocessed for a model.
 #[derive(Debug)]
 pub struct ImageSet<S> {
     source: S,
@@ -87,7 +88,7 @@ pub struct ImageSet<S> {
 }
 
 impl<S: ImageSource> ImageSet<S> {
-    /// The images of a source in this form.
+    /// The images of a source, in the given form.
     pub fn new(source: S, options: ImageOptions) -> Result<Self, DataError> {
         let side = options.side;
         if !(1..=SIDE_MAX).contains(&side) {
@@ -101,13 +102,13 @@ impl<S: ImageSource> ImageSet<S> {
         Ok(ImageSet { source, options, input })
     }
 
-    /// The images of a source, in the form that a model takes.
-    pub fn for_input(source: S, input: &[SampleShape], part: Part, layout: Layout) -> Result<Self, DataError> {
+    /// The images of a source, in the form that a model with this input takes.
+    pub fn for_input(source: S, input: &[SampleShape], split: Split, layout: Layout) -> Result<Self, DataError> {
         if let [SampleShape { dims, kind: Kind::Float }] = input {
             if let [3, height, width] = dims[..] {
                 if height == width {
                     let side = usize::try_from(height).unwrap_or(0);
-                    return Self::new(source, ImageOptions { side, part, layout });
+                    return Self::new(source, ImageOptions { side, split, layout });
                 }
             }
         }
@@ -119,7 +120,7 @@ impl<S: ImageSource> ImageSet<S> {
     }
 }
 
-/// What a thread keeps from image to image.
+/// Buffers that a thread reuses from image to image.
 #[derive(Default)]
 struct Scratch {
     decoded: Vec<u8>,
@@ -139,7 +140,7 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
         &self.input
     }
 
-    fn batch(&self, rows: &[usize], pass: Pass<'_>) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
         check(rows, self.len())?;
         let side = self.options.side as i64;
         let dims = [rows.len() as i64, CHANNELS as i64, side, side];
@@ -147,9 +148,9 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
         let values = engine::floats_mut(&mut images).unwrap_or_default();
         pass.fill(values, rows, |row, into, scratch: &mut Scratch| {
             let image = self.source.image(row, &mut scratch.decoded)?;
-            let view = match self.options.part {
-                Part::Train => View::random(&image, self.options.side, &mut pass.row(row).draws()),
-                Part::Test => View::middle(&image, self.options.side),
+            let view = match self.options.split {
+                Split::Train => View::random(&image, self.options.side, &mut pass.row(row).draws()),
+                Split::Test => View::middle(&image, self.options.side),
             };
             view.show(&image, self.options, &mut scratch.rows, into);
             Ok(())
@@ -159,31 +160,31 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
     }
 }
 
-/// Which part of an image is seen, and how.
+/// The part of an image that is used, and whether it is mirrored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct View {
-    x: Stretch,
-    y: Stretch,
+    x: ResizedInterval,
+    y: ResizedInterval,
     mirrored: bool,
 }
 
 impl View {
-    /// A random box as the whole square.
+    /// A random box, resized to the square.
     fn random(image: &Image<'_>, side: usize, draws: &mut Draws) -> Self {
         let (x, y, width, height) = random_box(image.width, image.height, draws);
-        let whole = |from, length| Stretch { from, length, resized: side, first: 0 };
+        let whole = |from, length| ResizedInterval { from, length, resized: side, first: 0 };
         View { x: whole(x, width), y: whole(y, height), mirrored: draws.bits() >> 63 == 1 }
     }
 
-    /// The middle of the image.
+    /// The centre of the image.
     fn middle(image: &Image<'_>, side: usize) -> Self {
         let short = ((side * TEST_SIDE) as f64 / TEST_SQUARE as f64).round() as usize;
         let shorter = image.width.min(image.height);
         let axis = |length: usize| {
-            // Whole-number division, as torchvision cuts off.
+            // Integer division, as torchvision truncates.
             let resized = short * length / shorter;
             let first = ((resized - side) as f64 / 2.0).round_ties_even() as usize;
-            Stretch { from: 0, length, resized, first }
+            ResizedInterval { from: 0, length, resized, first }
         };
         View { x: axis(image.width), y: axis(image.height), mirrored: false }
     }
@@ -192,7 +193,8 @@ impl View {
         let columns = Axis::new(self.x, options.side);
         let columns = if self.mirrored { columns.mirrored() } else { columns };
         let lines = Axis::new(self.y, options.side);
-        let wanted = Wanted { columns: &columns, lines: &lines, normalisation: imagenet(), layout: options.layout };
+        let wanted =
+            ResampleSpec { columns: &columns, lines: &lines, normalisation: imagenet(), layout: options.layout };
         resample(image, &wanted, rows, into);
     }
 }
@@ -252,11 +254,11 @@ mod tests {
 
     fn seen(view: View, image: &Image<'_>, side: usize, layout: Layout) -> Vec<f32> {
         let mut into = vec![f32::NAN; 3 * side * side];
-        view.show(image, ImageOptions { side, part: Part::Test, layout }, &mut Rows::default(), &mut into);
+        view.show(image, ImageOptions { side, split: Split::Test, layout }, &mut Rows::default(), &mut into);
         into
     }
 
-    /// From 0 to 255 again.
+    /// Scales back to 0 to 255.
     fn plain(values: &[f32]) -> Vec<f64> {
         let colour = |(i, v): (usize, &f32)| 255.0 * f64::from(v * DEVIATION[i % 3] + MEAN[i % 3]);
         values.iter().enumerate().map(colour).collect()
@@ -274,7 +276,8 @@ mod tests {
                 None => View::middle(&image, side),
                 Some(_) => {
                     let cut = whole(&case["box"]);
-                    let stretch = |i: usize| Stretch { from: cut[i], length: cut[i + 2], resized: side, first: 0 };
+                    let stretch =
+                        |i: usize| ResizedInterval { from: cut[i], length: cut[i + 2], resized: side, first: 0 };
                     View { x: stretch(0), y: stretch(1), mirrored: case["mirrored"].as_bool().unwrap() }
                 }
             };
@@ -313,7 +316,7 @@ mod tests {
         assert!((ratio - 0.031).abs() < 0.015, "{ratio}");
     }
 
-    /// Four images of different sizes, one of them impossible to decode.
+    /// Four images of different sizes, one of which cannot be decoded.
     struct Few;
 
     impl ImageSource for Few {
@@ -339,34 +342,34 @@ mod tests {
         }
     }
 
-    fn few(part: Part, layout: Layout) -> ImageSet<Few> {
-        ImageSet::new(Few, ImageOptions { side: 12, part, layout }).unwrap()
+    fn few(split: Split, layout: Layout) -> ImageSet<Few> {
+        ImageSet::new(Few, ImageOptions { side: 12, split, layout }).unwrap()
     }
 
     #[test]
     fn a_row_looks_the_same_in_every_batch_of_an_epoch_and_otherwise_in_the_next() {
-        let train = few(Part::Train, Layout::ChannelsLast);
+        let train = few(Split::Train, Layout::ChannelsLast);
         let never = std::sync::atomic::AtomicBool::new(false);
-        let a = train.batch(&[0, 1, 2, 1], Pass::new(5, 0)).unwrap();
-        let b = train.batch(&[1, 0], Pass::new(5, 0).shared(3, &never)).unwrap();
+        let a = train.batch(&[0, 1, 2, 1], LoadPass::new(5, 0)).unwrap();
+        let b = train.batch(&[1, 0], LoadPass::new(5, 0).shared(3, &never)).unwrap();
         assert_eq!((a.inputs[0].get(1), a.inputs[0].get(0)), (b.inputs[0].get(0), b.inputs[0].get(1)));
         assert_eq!(a.inputs[0].get(1), a.inputs[0].get(3));
-        for other in [Pass::new(5, 1), Pass::new(6, 0)] {
+        for other in [LoadPass::new(5, 1), LoadPass::new(6, 0)] {
             assert_ne!(train.batch(&[1], other).unwrap().inputs[0].get(0), b.inputs[0].get(0));
         }
-        let test = few(Part::Test, Layout::Contiguous);
-        let (a, b) = (test.batch(&[2], Pass::new(5, 0)).unwrap(), test.batch(&[2], Pass::new(6, 1)).unwrap());
+        let test = few(Split::Test, Layout::Contiguous);
+        let (a, b) = (test.batch(&[2], LoadPass::new(5, 0)).unwrap(), test.batch(&[2], LoadPass::new(6, 1)).unwrap());
         assert_eq!(a.inputs, b.inputs);
         assert_eq!(Vec::<i64>::try_from(&a.target).unwrap(), [2]);
-        assert!(test.batch(&[0, 3], Pass::new(0, 0)).is_err());
+        assert!(test.batch(&[0, 3], LoadPass::new(0, 0)).is_err());
     }
 
     #[test]
     fn the_same_images_come_in_the_same_order_whatever_the_threads_and_after_a_resume() {
         use crate::data::{Loader, LoaderOptions, Subset};
         use std::sync::Arc;
-        // Three, without the one that cannot be decoded.
-        let data: Arc<dyn Dataset> = Arc::new(few(Part::Train, Layout::ChannelsLast));
+        // Without the image that cannot be decoded.
+        let data: Arc<dyn Dataset> = Arc::new(few(Split::Train, Layout::ChannelsLast));
         let loader = |threads| {
             let data = Arc::new(Subset::new(data.clone(), 3));
             Loader::new(data, LoaderOptions { threads, ..LoaderOptions::training(1, 9) }).unwrap()
@@ -382,8 +385,8 @@ mod tests {
 
     #[test]
     fn layouts_hold_the_same_images_and_micro_batches_keep_them() {
-        let (last, first) = (few(Part::Train, Layout::ChannelsLast), few(Part::Train, Layout::Contiguous));
-        let pass = Pass::new(0, 0);
+        let (last, first) = (few(Split::Train, Layout::ChannelsLast), few(Split::Train, Layout::Contiguous));
+        let pass = LoadPass::new(0, 0);
         let (last, first) = (last.batch(&[0, 1, 2], pass).unwrap(), first.batch(&[0, 1, 2], pass).unwrap());
         assert_eq!(last.inputs, first.inputs);
         assert_eq!(engine::layout(&last.inputs[0].narrow(0, 1, 2)), Some(Layout::ChannelsLast));
@@ -394,8 +397,8 @@ mod tests {
     fn models_that_take_no_square_colour_image_are_refused() {
         for dims in [&[1, 8, 8][..], &[3, 8, 9], &[3, 8], &[3, 0, 0], &[3, 1 << 40, 1 << 40]] {
             let input = [SampleShape::float(dims)];
-            assert!(ImageSet::for_input(Few, &input, Part::Test, Layout::Contiguous).is_err(), "{dims:?}");
+            assert!(ImageSet::for_input(Few, &input, Split::Test, Layout::Contiguous).is_err(), "{dims:?}");
         }
-        assert!(ImageSet::for_input(Few, &[SampleShape::int(&[3, 8, 8])], Part::Test, Layout::Contiguous).is_err());
+        assert!(ImageSet::for_input(Few, &[SampleShape::int(&[3, 8, 8])], Split::Test, Layout::Contiguous).is_err());
     }
 }

@@ -1,72 +1,71 @@
-//! Which rows make which batch, and threads that make them ahead of time.
+//! The loader: decides which rows make which batch, and loads batches ahead of time on background threads.
 //!
-//! The order of an epoch, and what is random about its rows, depends on the seed and the epoch's number and on nothing
-//! else: not on the workers, the schedule, the loading threads, or how often somebody has asked. An epoch can therefore
-//! be entered at any batch.
+//! The order of an epoch and the augmentation of its rows depend on the seed and the epoch's number alone: not on the
+//! workers, the schedule, the number of loading threads, or earlier calls. An epoch can therefore start at any batch.
 //!
 //! ```text
-//! loading threads  [batch 0][batch 1][batch 2]  full  [batch 3]      all of them on the rows of one batch
+//! loading threads  [batch 0][batch 1][batch 2]  full  [batch 3]      all threads work on one batch
 //! queue of 2               0        0 1      1 2     2 3
 //! trainer                  [ step 0         ][ step 1 ]
 //! ```
 
-use super::{DataError, Dataset, Pass};
+use super::{DataError, Dataset, LoadPass};
+use crate::driver::pipeline::Batch;
 use crate::engine::{self, Stream};
-use crate::pipeline::Batch;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{sync_channel, Receiver};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// Batches that wait for the trainer.
+/// How many loaded batches are queued for the trainer.
 const AHEAD: usize = 2;
 
-/// In which order the rows come.
+/// The order of the rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// A new one each epoch.
+    /// A new random order each epoch.
     Shuffled,
-    /// The data set's.
+    /// The order of the data set.
     Given,
 }
 
-/// What becomes of rows that do not fill a batch.
+/// What happens to rows that do not fill a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastBatch {
-    /// They are left out of this epoch.
+    /// They are skipped in this epoch.
     Drop,
-    /// They make a shorter batch.
+    /// They form a smaller batch.
     Keep,
 }
 
-/// How to load.
+/// Options of a [`Loader`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// Rows of a batch.
+    /// The number of rows in a batch.
     pub batch_rows: usize,
-    /// In which order.
+    /// The order of the rows.
     pub order: Order,
-    /// What becomes of the rest.
+    /// What happens to rows that do not fill a batch.
     pub last: LastBatch,
-    /// Of the order, and of what is random about rows.
+    /// The seed of the order and of augmentation.
     pub seed: u64,
-    /// How many make the rows of a batch at the same time.
+    /// How many threads load the rows of a batch.
     pub threads: usize,
 }
 
 impl LoaderOptions {
-    /// For training: shuffled by this seed, full batches only.
+    /// Options for training: shuffled with this seed, full batches only, one loading thread.
     pub fn training(batch_rows: usize, seed: u64) -> Self {
         LoaderOptions { batch_rows, order: Order::Shuffled, last: LastBatch::Drop, seed, threads: 1 }
     }
 
-    /// For testing: every row once, in the data set's order.
+    /// Options for testing: every row once, in the order of the data set, one loading thread.
     pub fn testing(batch_rows: usize) -> Self {
         LoaderOptions { batch_rows, order: Order::Given, last: LastBatch::Keep, seed: 0, threads: 1 }
     }
 }
 
-/// Makes batches of a data set.
+/// Makes batches from a data set.
 #[derive(Clone)]
 pub struct Loader {
     data: Arc<dyn Dataset>,
@@ -74,7 +73,10 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// A loader that gives at least one batch an epoch.
+    /// A loader for a data set.
+    ///
+    /// # Errors
+    /// If an epoch would have no batch.
     pub fn new(data: Arc<dyn Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
         let (rows, batch) = (data.len(), options.batch_rows);
         if batch == 0 || rows == 0 || (batch > rows && options.last == LastBatch::Drop) {
@@ -88,7 +90,7 @@ impl Loader {
         self.data.as_ref()
     }
 
-    /// Batches of an epoch.
+    /// The number of batches in an epoch.
     pub fn batches(&self) -> usize {
         match self.options.last {
             LastBatch::Drop => self.data.len() / self.options.batch_rows,
@@ -96,7 +98,7 @@ impl Loader {
         }
     }
 
-    /// Rows of an epoch's shortest batch.
+    /// The number of rows in the smallest batch of an epoch.
     pub fn rows_min(&self) -> usize {
         match self.options.last {
             LastBatch::Keep if !self.data.len().is_multiple_of(self.options.batch_rows) => {
@@ -106,7 +108,7 @@ impl Loader {
         }
     }
 
-    /// The rows of an epoch's batches.
+    /// The rows of each batch of an epoch.
     pub fn rows(&self, epoch: u64) -> Vec<Vec<usize>> {
         let mut rows: Vec<usize> = (0..self.data.len()).collect();
         if self.options.order == Order::Shuffled {
@@ -115,12 +117,13 @@ impl Loader {
         rows.chunks(self.options.batch_rows).take(self.batches()).map(<[usize]>::to_vec).collect()
     }
 
-    /// Starts loading an epoch. Dropping it stops that.
+    /// Starts loading an epoch. Dropping the returned iterator stops the loading.
     pub fn epoch(&self, epoch: u64) -> Epoch {
         self.epoch_from(epoch, 0)
     }
 
-    /// Starts loading an epoch at one of its batches: what comes is what would have come then.
+    /// Starts loading an epoch at one of its batches. The batches are those that [`epoch`](Self::epoch) would return from
+    /// there on.
     pub fn epoch_from(&self, epoch: u64, batch: usize) -> Epoch {
         let mut plan = self.rows(epoch);
         plan.drain(..batch.min(plan.len()));
@@ -132,11 +135,11 @@ impl Loader {
         let (send, receive) = sync_channel(AHEAD);
         let thread = std::thread::spawn(move || {
             engine::attach_thread(1, 0);
-            let pass = Pass::new(options.seed, epoch).shared(options.threads, &told);
+            let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told);
             for rows in plan {
                 let samples = rows.iter().map(|&row| row as u64).collect();
                 let batch = data.batch(&rows, pass).map(|batch| Batch { samples, ..batch });
-                // Nobody listens any more: the epoch was given up.
+                // The receiver is gone: the epoch was dropped.
                 if send.send(batch).is_err() {
                     return;
                 }
@@ -146,7 +149,7 @@ impl Loader {
     }
 }
 
-/// The batches of an epoch, made ahead of time.
+/// An iterator over the batches of an epoch, which are loaded ahead of time.
 pub struct Epoch {
     receive: Option<Receiver<Result<Batch, DataError>>>,
     thread: Option<JoinHandle<()>>,
@@ -159,7 +162,7 @@ impl Iterator for Epoch {
 
     fn next(&mut self) -> Option<Self::Item> {
         self.left = self.left.checked_sub(1)?;
-        let batch = self.receive.as_ref()?.recv().unwrap_or(Err(DataError::LoaderDied));
+        let batch = self.receive.as_ref()?.recv().unwrap_or(Err(DataError::LoaderPanicked));
         if batch.is_err() {
             self.left = 0;
         }
@@ -170,10 +173,10 @@ impl Iterator for Epoch {
 impl Drop for Epoch {
     fn drop(&mut self) {
         self.given_up.store(true, Ordering::Relaxed);
-        // The receiver first: a thread that waits for room in the queue learns it from that.
+        // Drops the receiver first, which wakes a thread that waits for space in the queue.
         drop(self.receive.take());
         if let Some(thread) = self.thread.take() {
-            // A panic has been told as `LoaderDied`.
+            // A panic has been reported as `LoaderPanicked`.
             let _ = thread.join();
         }
     }
@@ -182,10 +185,10 @@ impl Drop for Epoch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layer::SampleShape;
+    use crate::model::layer::SampleShape;
     use tch::Tensor;
 
-    /// Row i holds the number i; row 13 may be made to panic.
+    /// Row i holds the number i. Row 13 can be made to panic.
     struct Numbers {
         len: usize,
         unlucky: bool,
@@ -206,7 +209,7 @@ mod tests {
         fn input(&self) -> &[SampleShape] {
             &self.input
         }
-        fn batch(&self, rows: &[usize], _: Pass<'_>) -> Result<Batch, DataError> {
+        fn batch(&self, rows: &[usize], _: LoadPass<'_>) -> Result<Batch, DataError> {
             assert!(!(self.unlucky && rows.contains(&13)), "row 13");
             let values: Vec<f32> = rows.iter().map(|&r| r as f32).collect();
             Ok(Batch::new(Tensor::from_slice(&values).view([-1, 1]), Tensor::from_slice(&values)))
@@ -264,11 +267,11 @@ mod tests {
         let loader = Loader::new(numbers(1000, false), options(1, LastBatch::Drop)).unwrap();
         let mut epoch = loader.epoch(0);
         assert!(epoch.next().unwrap().is_ok());
-        // Joins the thread; would hang if it waited for room in the queue for ever.
+        // Joins the thread, which hangs if the thread waits for space in the queue forever.
         drop(epoch);
         let unlucky = Loader::new(numbers(20, true), options(20, LastBatch::Drop)).unwrap();
         let mut epoch = unlucky.epoch(0);
-        assert!(matches!(epoch.next(), Some(Err(DataError::LoaderDied))));
+        assert!(matches!(epoch.next(), Some(Err(DataError::LoaderPanicked))));
         assert!(epoch.next().is_none());
     }
 }

@@ -1,44 +1,45 @@
-//! A way through the data: what makes a row look different in another epoch, and who helps to make it.
+//! One pass over the data: the randomness of an epoch, and the threads that load its rows.
 //!
-//! Threads take the rows of a batch one after the other. What becomes of a row depends on the seed, the epoch and the
-//! row's number, never on the thread, so a batch is the same however many make it.
+//! Threads take the rows of a batch one after the other. The result for a row depends on the seed, the epoch and the row's
+//! number, never on the thread, so the batch does not depend on the number of threads.
 
 use super::DataError;
 use crate::engine::Stream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Which way through the data a batch belongs to.
+/// The pass over the data that a batch belongs to.
 #[derive(Clone, Copy, Debug)]
-pub struct Pass<'a> {
+pub struct LoadPass<'a> {
     stream: Stream,
     threads: usize,
     given_up: &'a AtomicBool,
 }
 
-impl Pass<'static> {
-    /// One epoch of a run, with nobody to help.
+impl LoadPass<'static> {
+    /// One epoch of a run, loaded by the calling thread alone.
     pub fn new(seed: u64, epoch: u64) -> Self {
         static NEVER: AtomicBool = AtomicBool::new(false);
-        Pass { stream: Stream::new(seed).named("augmentation").at(epoch), threads: 1, given_up: &NEVER }
+        LoadPass { stream: Stream::new(seed).named("augmentation").at(epoch), threads: 1, given_up: &NEVER }
     }
 }
 
-impl<'a> Pass<'a> {
-    /// With so many threads, and the flag that tells them that nobody wants the batch any more.
-    pub(super) fn shared(self, threads: usize, given_up: &'a AtomicBool) -> Pass<'a> {
-        Pass { stream: self.stream, threads, given_up }
+impl<'a> LoadPass<'a> {
+    /// The same pass with several threads, and a flag that cancels the loading.
+    pub(super) fn shared(self, threads: usize, given_up: &'a AtomicBool) -> LoadPass<'a> {
+        LoadPass { stream: self.stream, threads, given_up }
     }
 
-    /// What is random about a row in this epoch.
+    /// The random stream of a row in this epoch.
     pub fn row(&self, row: usize) -> Stream {
         self.stream.at(row as u64)
     }
 
-    /// Cuts `values` into as many equal slots as there are rows, and calls `make` for each row with its slot and with
-    /// memory that the thread keeps between its rows.
+    /// Divides `values` into one slot per row and calls `make` for each row, with its slot and with scratch memory that the
+    /// thread reuses.
     ///
-    /// The error is that of the first row that has one.
+    /// # Errors
+    /// If `make` fails: the error of the first row that failed.
     pub fn fill<T: Send, Scratch: Default>(
         &self,
         values: &mut [T],
@@ -54,7 +55,7 @@ impl<'a> Pass<'a> {
                 if self.given_up.load(Ordering::Relaxed) || lock(&first_error).is_some() {
                     return;
                 }
-                // Slots are handed out in order, so no row before a failed one is left out.
+                // Slots are assigned in order, so every row before a failed one is attempted.
                 let Some((position, (&row, slot))) = lock(&slots).next() else { return };
                 if let Err(error) = make(row, slot, &mut scratch) {
                     let mut first = lock(&first_error);
@@ -72,7 +73,7 @@ impl<'a> Pass<'a> {
         });
         match first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some((_, error)) => Err(error),
-            None if self.given_up.load(Ordering::Relaxed) => Err(DataError::GivenUp),
+            None if self.given_up.load(Ordering::Relaxed) => Err(DataError::Cancelled),
             None => Ok(()),
         }
     }
@@ -89,11 +90,11 @@ mod tests {
     #[test]
     fn every_slot_is_its_rows_whatever_the_threads_and_the_first_error_is_told() {
         let rows: Vec<usize> = (0..97).rev().collect();
-        let expected: Vec<u64> = rows.iter().flat_map(|&r| [r as u64, Pass::new(1, 2).row(r).seed()]).collect();
-        assert_ne!(Pass::new(1, 2).row(0), Pass::new(1, 2).row(1));
+        let expected: Vec<u64> = rows.iter().flat_map(|&r| [r as u64, LoadPass::new(1, 2).row(r).seed()]).collect();
+        assert_ne!(LoadPass::new(1, 2).row(0), LoadPass::new(1, 2).row(1));
         let never = AtomicBool::new(false);
         for threads in [1, 2, 7, 200] {
-            let pass = Pass::new(1, 2).shared(threads, &never);
+            let pass = LoadPass::new(1, 2).shared(threads, &never);
             let mut values = vec![0; 2 * rows.len()];
             pass.fill(&mut values, &rows, |row, slot, ()| {
                 slot.copy_from_slice(&[row as u64, pass.row(row).seed()]);
@@ -107,29 +108,29 @@ mod tests {
             });
             assert!(matches!(error, Err(DataError::NoSuchRow { got: 41, .. })), "{threads} threads: {error:?}");
         }
-        // Two rows that fail at the same time: whichever thread is first to say so, the first row's error is told.
+        // Two rows fail at the same time: the first row's error is returned, whichever thread reports first.
         let together = std::sync::Barrier::new(2);
         for _ in 0..100 {
-            let error = Pass::new(1, 2).shared(2, &never).fill(&mut [(); 2], &[41, 40], |row, _, ()| {
+            let error = LoadPass::new(1, 2).shared(2, &never).fill(&mut [(); 2], &[41, 40], |row, _, ()| {
                 together.wait();
                 Err(DataError::NoSuchRow { len: 0, got: row })
             });
             assert!(matches!(error, Err(DataError::NoSuchRow { got: 41, .. })), "{error:?}");
         }
-        assert!(Pass::new(0, 0).fill(&mut [0u8; 0], &[], |_, _, ()| Ok(())).is_ok());
+        assert!(LoadPass::new(0, 0).fill(&mut [0u8; 0], &[], |_, _, ()| Ok(())).is_ok());
     }
 
     #[test]
     fn a_batch_that_nobody_wants_is_not_finished() {
         let given_up = AtomicBool::new(false);
-        let pass = Pass::new(0, 0).shared(1, &given_up);
+        let pass = LoadPass::new(0, 0).shared(1, &given_up);
         let mut values = [0u8; 10];
         let error = pass.fill(&mut values, &(0..10).collect::<Vec<_>>(), |row, slot, ()| {
             slot[0] = 1;
             given_up.store(row == 3, Ordering::Relaxed);
             Ok(())
         });
-        assert!(matches!(error, Err(DataError::GivenUp)));
+        assert!(matches!(error, Err(DataError::Cancelled)));
         assert_eq!(values.iter().sum::<u8>(), 4);
     }
 }

@@ -1,18 +1,18 @@
-//! Fewer rows of a data set, to run small.
+//! A subset of a data set, for small runs.
 
-use super::{check, DataError, Dataset, Pass};
-use crate::layer::SampleShape;
-use crate::pipeline::Batch;
+use super::{check, DataError, Dataset, LoadPass};
+use crate::driver::pipeline::Batch;
+use crate::model::layer::SampleShape;
 use std::sync::Arc;
 
-/// So many rows of a data set, spread evenly: sets that are sorted by class keep all their classes.
+/// Some rows of a data set, spread evenly, so that a data set sorted by class keeps all its classes.
 pub struct Subset {
     data: Arc<dyn Dataset>,
     rows: usize,
 }
 
 impl Subset {
-    /// At most so many rows of a data set.
+    /// At most this many rows of a data set.
     pub fn new(data: Arc<dyn Dataset>, rows_max: usize) -> Self {
         let rows = rows_max.min(data.len());
         Subset { data, rows }
@@ -36,7 +36,7 @@ impl Dataset for Subset {
         self.data.input()
     }
 
-    fn batch(&self, rows: &[usize], pass: Pass<'_>) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
         check(rows, self.rows)?;
         self.data.batch(&rows.iter().map(|&row| self.row(row)).collect::<Vec<_>>(), pass)
     }
@@ -45,12 +45,12 @@ impl Dataset for Subset {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Digits, Part};
+    use crate::data::{Digits, Split};
 
     #[test]
     fn rows_are_spread_over_the_whole_set() {
-        let digits: Arc<dyn Dataset> = Arc::new(Digits::new(Part::Test, Default::default()).unwrap());
-        let pass = Pass::new(0, 0);
+        let digits: Arc<dyn Dataset> = Arc::new(Digits::new(Split::Test, Default::default()).unwrap());
+        let pass = LoadPass::new(0, 0);
         let few = Subset::new(digits.clone(), 4);
         assert_eq!((few.len(), few.classes()), (4, Some(10)));
         let expected = digits.batch(&[0, 90, 180, 270], pass).unwrap();

@@ -1,73 +1,73 @@
-//! Made-up data for any model's input. A row depends on the seed and its number alone.
+//! Generated data for any model's input. A row depends on the seed and its number alone.
 //!
-//! Numbers are a row of noise out of a small bank, so that making a batch costs a copy and no more: the loader shares
-//! its cores with what is being measured. To be learnable, each class adds a short pattern of its own, repeated over
-//! the whole tensor. Tokens are drawn one by one; to be learnable, half of them tell the class. Rows of tokens have
-//! different lengths, and the mask says so.
+//! A row of numbers is noise from a small bank, so that making a batch costs no more than a copy: the loader shares its
+//! cores with what is being measured. To make the data learnable, each class adds a short pattern of its own, repeated over
+//! the whole tensor. Tokens are drawn one by one; to make them learnable, half of them depend on the class. Rows of tokens
+//! have different lengths, which the mask shows.
 
-use super::{check, DataError, Dataset, Pass};
+use super::{check, DataError, Dataset, LoadPass};
+use crate::driver::pipeline::Batch;
 use crate::engine::{self, Layout, Stream};
-use crate::layer::SampleShape;
-use crate::pipeline::Batch;
+use crate::model::layer::SampleShape;
 use tch::{Kind, Tensor};
 
-/// Different rows of noise.
+/// The number of different rows of noise.
 const BANK: usize = 64;
-/// Numbers in the pattern of a class.
+/// The number of values in a class's pattern.
 const PATTERN: usize = 256;
-/// Padding, as RoBERTa numbers it; 0 starts a text.
+/// RoBERTa's padding token. Token 0 starts a text.
 const PADDING: i64 = 1;
-/// Tokens from here on have no special meaning.
+/// The first token without a special meaning.
 const WORDS: i64 = 4;
 
-/// What a row's target is.
+/// The target of a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// One of so many classes.
+    /// One of this many classes.
     Class(usize),
     /// A tensor of this shape.
     Tensor(SampleShape),
 }
 
-/// Whether there is anything to learn.
+/// Whether the target depends on the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
-    /// The input tells the target.
+    /// The input determines the target.
     Learnable,
-    /// Input and target have nothing to do with each other.
+    /// Input and target are independent.
     Random,
 }
 
-/// What to make up.
+/// Options of generated data.
 #[derive(Clone, Debug)]
 pub struct SyntheticOptions {
-    /// The model's input: one tensor of floats, or token numbers and their mask.
+    /// The model's input: one tensor of floats, or token ids and their mask.
     pub input: Vec<SampleShape>,
-    /// What is to be told.
+    /// The kind of target.
     pub target: Target,
-    /// How many rows.
+    /// The number of rows.
     pub rows: usize,
-    /// The number of the first row: data sets whose rows do not overlap share the patterns and no row.
+    /// The number of the first row. Data sets with disjoint row numbers share the class patterns but no row.
     pub first_row: usize,
-    /// Different tokens, where the input is tokens.
+    /// The size of the vocabulary, if the input is tokens.
     pub vocabulary: i64,
-    /// Whether there is anything to learn.
+    /// Whether the target depends on the input.
     pub pattern: Pattern,
-    /// Everything random comes from it.
+    /// The seed of all randomness.
     pub seed: u64,
 }
 
-/// Made-up data.
+/// A generated data set.
 #[derive(Debug)]
 pub struct Synthetic {
     options: SyntheticOptions,
     stream: Stream,
-    source: Source,
+    source: RowSource,
 }
 
 #[derive(Debug)]
-enum Source {
-    /// [`BANK`] rows of noise, and [`PATTERN`] numbers for each class.
+enum RowSource {
+    /// [`BANK`] rows of noise, and [`PATTERN`] values for each class.
     Numbers {
         noise: Vec<f32>,
         patterns: Vec<f32>,
@@ -76,7 +76,10 @@ enum Source {
 }
 
 impl Synthetic {
-    /// Prepares the bank of noise and the patterns.
+    /// Generates the bank of noise and the patterns.
+    ///
+    /// # Errors
+    /// If the input is neither one tensor of floats nor token ids and a mask.
     pub fn new(options: SyntheticOptions) -> Result<Self, DataError> {
         let stream = Stream::new(options.seed).named("synthetic data");
         let unsuitable = |expected: &str, got: String| DataError::Unsuitable {
@@ -94,7 +97,7 @@ impl Synthetic {
                 let values: i64 = dims.iter().product();
                 let noise = normal(stream.named("noise"), BANK as i64 * values)?;
                 let patterns = normal(stream.named("patterns"), (classes * PATTERN) as i64)?;
-                Source::Numbers { noise, patterns }
+                RowSource::Numbers { noise, patterns }
             }
             [SampleShape { dims, kind: Kind::Int64 }, mask]
                 if dims.len() == 1 && mask.kind == Kind::Int64 && mask.dims == *dims =>
@@ -103,17 +106,17 @@ impl Synthetic {
                     let expected = format!("at least 2 tokens and a vocabulary of at least {}", WORDS + classes as i64);
                     return Err(unsuitable(&expected, format!("{} and {}", dims[0], options.vocabulary)));
                 }
-                Source::Tokens
+                RowSource::Tokens
             }
             other => {
-                let expected = "a model that takes one tensor of floats, or token numbers and a mask";
+                let expected = "a model that takes one tensor of floats, or token ids and a mask";
                 return Err(unsuitable(expected, format!("{other:?}")));
             }
         };
         Ok(Synthetic { options, stream, source })
     }
 
-    /// A whole number below `bound` that belongs to a row and a purpose.
+    /// A random integer below `bound`, determined by a row and a purpose.
     fn draw(&self, row: usize, purpose: &str, number: u64, bound: u64) -> u64 {
         let seed = self.stream.named(purpose).at((self.options.first_row + row) as u64).at(number).seed();
         // The high half of the product: uniform enough for bounds far below 2^64.
@@ -127,13 +130,19 @@ impl Synthetic {
         }
     }
 
-    fn numbers(&self, rows: &[usize], pass: Pass<'_>, noise: &[f32], patterns: &[f32]) -> Result<Tensor, DataError> {
+    fn numbers(
+        &self,
+        rows: &[usize],
+        pass: LoadPass<'_>,
+        noise: &[f32],
+        patterns: &[f32],
+    ) -> Result<Tensor, DataError> {
         let width = noise.len() / BANK;
         let mut dims = vec![rows.len() as i64];
         dims.extend(&self.options.input[0].dims);
         let mut tensor = engine::empty(&dims, Kind::Float, Layout::Contiguous)?;
         let values = engine::floats_mut(&mut tensor).unwrap_or_default();
-        // A GPU takes large images faster than one core makes them up.
+        // A GPU consumes large images faster than one core generates them.
         pass.fill(values, rows, |row, into, ()| {
             let bank = self.draw(row, "bank", 0, BANK as u64) as usize;
             into.copy_from_slice(&noise[bank * width..][..width]);
@@ -169,7 +178,7 @@ impl Synthetic {
         Ok(vec![Tensor::f_from_slice(&ids)?.f_view(shape)?, Tensor::f_from_slice(&mask)?.f_view(shape)?])
     }
 
-    /// The targets: classes, or the mean of a row's input spread over a tensor.
+    /// The targets: classes, or the mean of a row's input as a constant tensor.
     fn target(&self, rows: &[usize], inputs: &[Tensor]) -> Result<Tensor, DataError> {
         match &self.options.target {
             Target::Class(_) => Ok(Tensor::f_from_slice(&rows.iter().map(|&row| self.class(row)).collect::<Vec<_>>())?),
@@ -212,18 +221,18 @@ impl Dataset for Synthetic {
         &self.options.input
     }
 
-    fn batch(&self, rows: &[usize], pass: Pass<'_>) -> Result<Batch, DataError> {
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
         check(rows, self.options.rows)?;
         let inputs = match &self.source {
-            Source::Numbers { noise, patterns } => vec![self.numbers(rows, pass, noise, patterns)?],
-            Source::Tokens => self.tokens(rows)?,
+            RowSource::Numbers { noise, patterns } => vec![self.numbers(rows, pass, noise, patterns)?],
+            RowSource::Tokens => self.tokens(rows)?,
         };
         let target = self.target(rows, &inputs)?;
         Ok(Batch { inputs, target, samples: Vec::new() })
     }
 }
 
-/// Adds the pattern to the values, over and over.
+/// Adds the pattern to the values, repeatedly.
 fn add_repeated(values: &mut [f32], pattern: &[f32]) {
     for piece in values.chunks_mut(pattern.len()) {
         piece.iter_mut().zip(pattern).for_each(|(value, add)| *value += add);
@@ -257,8 +266,10 @@ mod tests {
         for input in [vec![SampleShape::float(&[3, 5, 7])], vec![SampleShape::int(&[9]), SampleShape::int(&[9])]] {
             let whole = Synthetic::new(options(input.clone())).unwrap();
             let later = Synthetic::new(SyntheticOptions { first_row: 20, rows: 30, ..options(input.clone()) }).unwrap();
-            let (a, b) =
-                (whole.batch(&[3, 22, 40], Pass::new(0, 0)).unwrap(), later.batch(&[20, 2], Pass::new(0, 0)).unwrap());
+            let (a, b) = (
+                whole.batch(&[3, 22, 40], LoadPass::new(0, 0)).unwrap(),
+                later.batch(&[20, 2], LoadPass::new(0, 0)).unwrap(),
+            );
             for (a, b) in a.inputs.iter().zip(&b.inputs) {
                 assert_eq!((a.get(1), a.get(2)), (b.get(1), b.get(0)));
             }
@@ -266,14 +277,14 @@ mod tests {
                 a.inputs.iter().map(|t| t.size()[1..].to_vec()).collect::<Vec<_>>(),
                 input.iter().map(|s| s.dims.clone()).collect::<Vec<_>>()
             );
-            assert!(matches!(whole.batch(&[50], Pass::new(0, 0)), Err(DataError::NoSuchRow { .. })));
+            assert!(matches!(whole.batch(&[50], LoadPass::new(0, 0)), Err(DataError::NoSuchRow { .. })));
         }
     }
 
     #[test]
     fn padding_and_mask_agree_and_lengths_differ() {
         let data = Synthetic::new(options(vec![SampleShape::int(&[12]), SampleShape::int(&[12])])).unwrap();
-        let batch = data.batch(&(0..50).collect::<Vec<_>>(), Pass::new(0, 0)).unwrap();
+        let batch = data.batch(&(0..50).collect::<Vec<_>>(), LoadPass::new(0, 0)).unwrap();
         let [ids, mask] = &batch.inputs[..] else { panic!("two inputs") };
         assert_eq!(ids.ne(PADDING).to_kind(Kind::Int64), *mask);
         assert!(ids.max().int64_value(&[]) < 20 && ids.min().int64_value(&[]) == 0);
@@ -286,10 +297,10 @@ mod tests {
         let target = Target::Tensor(SampleShape::float(&[1, 4, 4]));
         let data =
             Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
-        assert_eq!(data.batch(&[1, 2], Pass::new(0, 0)).unwrap().target.size(), [2, 1, 4, 4]);
+        assert_eq!(data.batch(&[1, 2], LoadPass::new(0, 0)).unwrap().target.size(), [2, 1, 4, 4]);
         assert_eq!(data.classes(), None);
         let classes = Synthetic::new(options(vec![SampleShape::float(&[4])])).unwrap();
-        let targets = classes.batch(&(0..50).collect::<Vec<_>>(), Pass::new(0, 0)).unwrap().target;
+        let targets = classes.batch(&(0..50).collect::<Vec<_>>(), LoadPass::new(0, 0)).unwrap().target;
         assert_eq!((targets.min().int64_value(&[]), targets.max().int64_value(&[])), (0, 2));
     }
 }

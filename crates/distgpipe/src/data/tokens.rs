@@ -1,9 +1,9 @@
-//! Sentences to numbers, as RoBERTa takes them: `<s> a </s>`, or `<s> a </s></s> b </s>`, cut at the longer sentence and
-//! filled up with `<pad>` to one length.
+//! Tokenizes sentences for RoBERTa: `<s> a </s>` or `<s> a </s></s> b </s>`, truncated at the longer sentence and padded
+//! with `<pad>` to a fixed length.
 //!
-//! The work is Hugging Face's `tokenizers`; here is which files are read and what is asked of them.
+//! Hugging Face's `tokenizers` does the work. This module finds the files and sets the options.
 
-use super::{DataError, Place};
+use super::{DataError, FilePosition};
 use std::path::Path;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -14,27 +14,27 @@ use tokenizers::{AddedToken, EncodeInput, PaddingParams, PaddingStrategy, Tokeni
 const START: &str = "<s>";
 const END: &str = "</s>";
 const PADDING: &str = "<pad>";
-/// Shorter ones have no room for two sentences.
+/// The shortest length with room for two sentences.
 const LENGTH_MIN: usize = 8;
 const LENGTH_MAX: usize = 1 << 16;
 
-/// A tokenizer and the length of what it gives.
+/// A tokenizer with a fixed output length.
 pub struct Tokens {
     tokenizer: Tokenizer,
     length: usize,
 }
 
-/// A sentence or two as numbers, padded.
+/// The token ids of a sentence or a pair of sentences, padded.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Encoded {
-    /// As many as the length.
+pub struct TokenizedText {
+    /// The token ids, padding included.
     pub ids: Vec<u32>,
-    /// How many of them are not padding.
+    /// How many of the ids are not padding.
     pub used: usize,
 }
 
 impl Tokens {
-    /// Reads a `tokenizer.json`, or a folder that has it, or one that has `vocab.json` and `merges.txt`.
+    /// Reads a `tokenizer.json`, a folder with that file, or a folder with `vocab.json` and `merges.txt`.
     pub fn open(path: &Path, length: usize) -> Result<Self, DataError> {
         if !(LENGTH_MIN..=LENGTH_MAX).contains(&length) {
             return Err(DataError::Unsuitable {
@@ -58,7 +58,7 @@ impl Tokens {
             pad_token: PADDING.to_owned(),
             ..PaddingParams::default()
         }));
-        // The default strategy is to cut the longer sentence first.
+        // The default strategy truncates the longer sentence first.
         let truncation = TruncationParams { max_length: length, ..TruncationParams::default() };
         tokenizer
             .with_truncation(Some(truncation))
@@ -66,18 +66,18 @@ impl Tokens {
         Ok(Tokens { tokenizer, length })
     }
 
-    /// How many different tokens there are.
+    /// The size of the vocabulary.
     pub fn vocabulary(&self) -> usize {
         self.tokenizer.get_vocab_size(true)
     }
 
-    /// How many tokens every sentence becomes.
+    /// The length that every sentence is padded to.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// A sentence, or a pair of them.
-    pub fn encode(&self, a: &str, b: Option<&str>) -> Result<Encoded, String> {
+    /// Tokenizes a sentence or a pair of sentences.
+    pub fn encode(&self, a: &str, b: Option<&str>) -> Result<TokenizedText, String> {
         let input: EncodeInput<'_> = match b {
             Some(b) => (a, b).into(),
             None => a.into(),
@@ -87,7 +87,7 @@ impl Tokens {
         if encoding.len() != self.length {
             return Err(format!("{} tokens instead of {}", encoding.len(), self.length));
         }
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), used })
+        Ok(TokenizedText { ids: encoding.get_ids().to_vec(), used })
     }
 }
 
@@ -95,7 +95,7 @@ fn whole(path: &Path) -> Result<Tokenizer, DataError> {
     Tokenizer::from_file(path).map_err(|e| damaged(path, "a tokenizer.json of Hugging Face".to_owned(), e.to_string()))
 }
 
-/// As Hugging Face puts RoBERTa's tokenizer together from its two files.
+/// Builds RoBERTa's tokenizer from its two files, as Hugging Face does.
 fn from_parts(directory: &Path) -> Result<Tokenizer, DataError> {
     let (vocabulary, merges) = (directory.join("vocab.json"), directory.join("merges.txt"));
     let wrong =
@@ -120,12 +120,12 @@ fn from_parts(directory: &Path) -> Result<Tokenizer, DataError> {
 }
 
 fn damaged(path: &Path, expected: String, got: String) -> DataError {
-    DataError::Damaged {
+    DataError::Corrupt {
         file: path.to_owned(),
-        place: Place::Whole,
+        place: FilePosition::File,
         expected,
         got,
-        remedy: "take the tokenizer files that come with the model's weights".to_owned(),
+        remedy: "use the tokenizer files that come with the model's weights".to_owned(),
     }
 }
 
@@ -144,14 +144,14 @@ mod tests {
         let golden_text = std::fs::read_to_string(golden().join("tokens.json")).unwrap();
         let expected: Value = serde_json::from_str(&golden_text).unwrap();
         let length = expected["length"].as_u64().unwrap() as usize;
-        // The folder's tokenizer.json goes first, so its parts are looked at alone.
+        // A tokenizer.json in the folder takes precedence, so the two files are read from a folder without it.
         let parts = Tokens::new(from_parts(&golden().join("tokenizer")).unwrap(), length, &golden()).unwrap();
         let whole = Tokens::open(&golden().join("tokenizer"), length).unwrap();
         let file = Tokens::open(&golden().join("tokenizer/tokenizer.json"), length).unwrap();
         assert_eq!((whole.vocabulary(), parts.vocabulary()), (file.vocabulary(), file.vocabulary()));
         for case in expected["cases"].as_array().unwrap() {
             let numbers = |key: &str| case[key].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as u32);
-            let encoded = Encoded { ids: numbers("ids").collect(), used: numbers("mask").sum::<u32>() as usize };
+            let encoded = TokenizedText { ids: numbers("ids").collect(), used: numbers("mask").sum::<u32>() as usize };
             for tokens in [&whole, &file, &parts] {
                 assert_eq!(
                     tokens.encode(case["a"].as_str().unwrap(), case["b"].as_str()),

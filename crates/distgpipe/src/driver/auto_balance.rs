@@ -1,18 +1,20 @@
-//! Cuts a model by what its layers cost: from a profile, the shapes and the codecs to the search of
+//! Chooses a cut by the cost of the layers: turns a profile, the shapes and the codecs into a problem for the search in
 //! [`distgpipe_core::balance`].
 //!
-//! Times, what layers hold and of which types their outputs are is measured; what crosses a cut is computed, since shapes,
-//! types and codecs say it. The time of coding is not counted: a link codes while its worker computes.
+//! Times, held memory and output types are measured. The bytes that cross a cut are computed from shapes, types and
+//! codecs. The time of encoding is not counted, because a link encodes while its worker computes.
 
-use crate::codecs::Codecs;
-use crate::coding::dtype_of;
-use crate::layer::{Role, SampleShape, SkipShapes};
+use crate::comm::codec_policy::CodecPolicy;
+use crate::comm::link_codecs::dtype_of;
+use crate::driver::builder::BuildError;
+use crate::driver::pipeline::Batch;
+use crate::driver::profile::LayerProfile;
+use crate::failure::Fault;
+use crate::model::layer::{Role, SampleShape, SkipShapes};
 use crate::model::Model;
-use crate::optim::Optim;
-use crate::pipeline::{Batch, BuildError};
-use crate::profile::LayerCost;
+use crate::runtime::optimizer::Optim;
 use distgpipe_core::balance::{self, Link, Objective, Problem, Sent, Sizes, SkipSpan};
-use distgpipe_core::codec::{Alone, Codec, Spec};
+use distgpipe_core::codec::{Codec, CodecSpec, SerialExecutor};
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{Pass, Recompute, Request, Schedule};
 use distgpipe_core::wire::DType;
@@ -20,19 +22,21 @@ use distgpipe_core::PartitionId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The most bytes of a tensor: as many as the search, which counts in floats, counts exactly.
+/// The most bytes of a tensor. The search computes in 64-bit floats, which are exact up to this number.
 const BYTES_MAX: u64 = 1 << 53;
 
-/// How a model shall be cut by measuring it.
+/// How to choose a cut by measuring the model.
+///
+/// Fields may be added in later versions: end a literal with `..AutoBalance::new(partitions, sample)`.
 ///
 /// ```
-/// use distgpipe::core::balance::{Link, Objective};
-/// use distgpipe::models::Mlp;
-/// use distgpipe::{profile, AutoBalance, Pipeline};
+/// use distgpipe::prelude::*;
+/// use distgpipe::{AutoBalance, Link};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let model = Mlp::default().model()?;
-/// let sample = profile::sample(&model, 8, 0)?; // one micro-batch
+/// let digits = Digits::new(Split::Train, Default::default())?;
+/// let sample = digits.batch(&[0, 1, 2, 3, 4, 5, 6, 7], LoadPass::new(0, 0))?; // one micro-batch
 /// let pipeline = Pipeline::builder(model)
 ///     .auto_balance_with(AutoBalance {
 ///         link: Some(Link { bytes_per_s: 12.5e6, latency_s: 1e-3 }),
@@ -47,61 +51,62 @@ const BYTES_MAX: u64 = 1 << 53;
 /// ```
 #[derive(Debug)]
 pub struct AutoBalance {
-    /// Into how many partitions.
+    /// The number of partitions.
     pub partitions: usize,
-    /// What is measured; as large as a micro-batch, so that times, bytes and memory are those of one.
+    /// The batch to measure with. It must have as many rows as a micro-batch, because its times, bytes and memory count as
+    /// those of one.
     pub sample: Batch,
-    /// What the cut should make small.
-    pub by: Objective,
-    /// What is between any two workers; absent where that costs nothing.
+    /// What the search minimizes.
+    pub objective: Objective,
+    /// The link between any two workers; `None` if links cost nothing.
     pub link: Option<Link>,
-    /// The most that any worker may hold.
+    /// The most bytes that any worker may hold.
     pub memory_limit_bytes: Option<u64>,
 }
 
 impl AutoBalance {
-    /// By time, with links that cost nothing and as much memory as it takes.
+    /// Minimizes the time of a step, with free links and unlimited memory.
     pub fn new(partitions: usize, sample: Batch) -> Self {
-        AutoBalance { partitions, sample, by: Objective::Time, link: None, memory_limit_bytes: None }
+        AutoBalance { partitions, sample, objective: Objective::Time, link: None, memory_limit_bytes: None }
     }
 
-    /// What is to be searched, for a profile of the sample.
-    pub fn problem(&self, model: &Model, profile: &[LayerCost], run: Run<'_>) -> Result<Problem, BuildError> {
+    /// The search problem, for a profile of the sample.
+    pub fn problem(&self, model: &Model, profile: &[LayerProfile], run: RunShape<'_>) -> Result<Problem, BuildError> {
         let mut problem = problem(model, profile, self.sample.rows(), run)?;
-        problem.objective = self.by;
+        problem.objective = self.objective;
         problem.link = self.link;
         problem.memory_limit_bytes = self.memory_limit_bytes;
         Ok(problem)
     }
 }
 
-/// What of a run its cut depends on.
+/// The settings of a run that the cost of its cut depends on.
 #[derive(Clone, Debug)]
-pub struct Run<'a> {
-    /// Which worker runs which partition.
+pub struct RunShape<'a> {
+    /// The worker of each partition.
     pub placement: Placement,
-    /// The order of the work.
+    /// The order of forward and backward passes.
     pub schedule: Schedule,
-    /// Per batch.
+    /// Micro-batches per batch, in each replica.
     pub micro_batches: usize,
-    /// Which of them are computed again.
+    /// Which micro-batches are computed again in the backward pass.
     pub recompute: Recompute,
-    /// What travels in which form.
-    pub codecs: &'a Codecs,
-    /// What keeps state for each parameter.
+    /// The codecs of the links.
+    pub codecs: &'a CodecPolicy,
+    /// The optimizer, which keeps state for each parameter.
     pub optim: Optim,
 }
 
-/// What is to be searched: by time, with free links, for costs of so many rows.
-pub fn problem(model: &Model, profile: &[LayerCost], rows: usize, run: Run<'_>) -> Result<Problem, BuildError> {
-    let tensors = Tensors::of(model, profile, rows)?;
-    let inputs = model.input.iter().map(|shape| Crossing::of(shape, None, rows));
+/// The search problem that minimizes time with free links, for a profile of so many rows.
+pub fn problem(model: &Model, profile: &[LayerProfile], rows: usize, run: RunShape<'_>) -> Result<Problem, BuildError> {
+    let tensors = CutTensors::of(model, profile, rows)?;
+    let inputs = model.input.iter().map(|shape| CutTensor::of(shape, None, rows));
     let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
     let parameter_bytes = |i: usize| {
-        let learned = model.layers[i].tensors().into_iter().filter(|spec| spec.role == Role::Parameter);
-        learned.map(|spec| spec.elements() * spec.kind.elt_size_in_bytes() as u64).sum()
+        let parameters = model.layers[i].tensors().into_iter().filter(|spec| spec.role == Role::Parameter);
+        parameters.map(|spec| spec.elements() * spec.kind.elt_size_in_bytes() as u64).sum()
     };
-    let layer = |(i, cost): (usize, &LayerCost)| balance::LayerCost {
+    let layer = |(i, cost): (usize, &LayerProfile)| balance::LayerCost {
         forward_s: cost.forward_s,
         backward_s: cost.backward_s,
         held_bytes: cost.held_bytes,
@@ -113,7 +118,7 @@ pub fn problem(model: &Model, profile: &[LayerCost], rows: usize, run: Run<'_>) 
         input_bytes: inputs.iter().map(|input| input.bytes).sum(),
         in_memory: tensors.sizes(|tensor| tensor.bytes),
         sent: tensors.sent(&run)?,
-        state_factor: run.optim.remembers() as f64,
+        state_factor: model.update_rule(run.optim).state_tensors() as f64,
         placement: run.placement,
         schedule: run.schedule,
         micro_batches: run.micro_batches,
@@ -124,65 +129,65 @@ pub fn problem(model: &Model, profile: &[LayerCost], rows: usize, run: Run<'_>) 
     })
 }
 
-/// A tensor that may cross a cut.
-struct Crossing {
+/// A tensor that crosses a cut, if one is made where it passes.
+struct CutTensor {
     dims: Vec<usize>,
     dtype: DType,
-    /// As it lies in memory.
     bytes: u64,
 }
 
-impl Crossing {
-    /// Of so many rows, and of the type that a layer made if that is known.
-    fn of(shape: &SampleShape, made: Option<DType>, rows: usize) -> Result<Self, BuildError> {
-        let wrong = |text: String| BuildError::Settings(text);
-        let dtype = made.map_or_else(|| dtype_of(shape.kind), Ok).map_err(|fault| wrong(fault.to_string()))?;
+impl CutTensor {
+    /// A tensor of so many rows. `measured` is the type that the layer returned, if the profile has it.
+    fn of(shape: &SampleShape, measured: Option<DType>, rows: usize) -> Result<Self, BuildError> {
+        let dtype = measured.map_or_else(|| dtype_of(shape.kind), Ok).map_err(BuildError::CutTensor)?;
         let dims = shape.dims.iter().map(|&dim| usize::try_from(dim).unwrap_or(0));
         let dims: Vec<usize> = [rows].into_iter().chain(dims).collect();
         let bytes = dims.iter().try_fold(dtype.size_bytes() as u64, |bytes, &dim| bytes.checked_mul(dim as u64));
         let bytes = bytes.filter(|&bytes| bytes <= BYTES_MAX).ok_or_else(|| {
-            wrong(format!("expected tensors of at most {BYTES_MAX} bytes, got dimensions {dims:?}: use fewer rows"))
+            let wrong =
+                format!("expected tensors of at most {BYTES_MAX} bytes, got dimensions {dims:?}: use fewer rows");
+            BuildError::CutTensor(Fault::invalid_job("the sample", wrong))
         })?;
-        Ok(Crossing { dims, dtype, bytes })
+        Ok(CutTensor { dims, dtype, bytes })
     }
 
-    /// What it takes on a link; at most, where that depends on its numbers.
-    fn coded_bytes(&self, codec: &dyn Codec, pass: Pass) -> u64 {
+    /// Bytes on a link, or a bound on them where the size depends on the values.
+    fn encoded_bytes(&self, codec: &dyn Codec, pass: Pass) -> u64 {
         match (self.dtype, pass) {
             (DType::F32 | DType::F16 | DType::BF16, _) if !codec.refuses_shape(&self.dims) => {
                 let bytes = codec.encoded_bytes(self.dtype, &self.dims) as u64;
-                // A bound beyond the tensor itself says little of what it will take.
+                // A bound that exceeds the raw size says little about the actual size.
                 if codec.size_varies() {
                     bytes.min(self.bytes)
                 } else {
                     bytes
                 }
             }
-            // What codecs refuse goes raw.
+            // Tensors that the codec refuses are sent raw.
             (DType::F32 | DType::F16 | DType::BF16 | DType::F64, _) | (_, Pass::Forward) => self.bytes,
-            // Whole numbers have no gradient.
+            // Integers have no gradient.
             (_, Pass::Backward) => 0,
         }
     }
 }
 
-/// Everything that may cross a cut.
-struct Tensors {
-    outputs: Vec<Vec<Crossing>>,
-    skips: Vec<(SkipSpan, Crossing)>,
+/// All tensors that some cut makes cross a link: the outputs of each layer, and the skips.
+struct CutTensors {
+    outputs: Vec<Vec<CutTensor>>,
+    skips: Vec<(SkipSpan, CutTensor)>,
 }
 
-impl Tensors {
-    fn of(model: &Model, profile: &[LayerCost], rows: usize) -> Result<Self, BuildError> {
+impl CutTensors {
+    fn of(model: &Model, profile: &[LayerProfile], rows: usize) -> Result<Self, BuildError> {
         let mut shapes = model.input.clone();
-        let mut on_their_way = SkipShapes::new();
-        let mut stashed: BTreeMap<String, (usize, Crossing)> = BTreeMap::new();
+        let mut open_skips = SkipShapes::new();
+        let mut stashed: BTreeMap<String, (usize, CutTensor)> = BTreeMap::new();
         let (mut outputs, mut skips) = (Vec::new(), Vec::new());
         for (i, layer) in model.layers.iter().enumerate() {
             let made = |output: usize| profile.get(i)?.output_types.get(output).copied();
-            shapes = layer.shapes(shapes, &mut on_their_way)?;
-            let crossing = shapes.iter().enumerate().map(|(output, shape)| Crossing::of(shape, made(output), rows));
-            outputs.push(crossing.collect::<Result<_, _>>()?);
+            shapes = layer.shapes(shapes, &mut open_skips)?;
+            let tensors = shapes.iter().enumerate().map(|(output, shape)| CutTensor::of(shape, made(output), rows));
+            outputs.push(tensors.collect::<Result<_, _>>()?);
             let uses = layer.skips();
             for name in uses.pop {
                 if let Some((stash, tensor)) = stashed.remove(&name) {
@@ -190,57 +195,57 @@ impl Tensors {
                 }
             }
             for name in uses.stash {
-                if let Some(shape) = on_their_way.get(&name) {
+                if let Some(shape) = open_skips.get(&name) {
                     let made = profile.get(i).and_then(|cost| cost.stash_types.get(&name)).copied();
-                    stashed.insert(name, (i, Crossing::of(shape, made, rows)?));
+                    stashed.insert(name, (i, CutTensor::of(shape, made, rows)?));
                 }
             }
         }
-        Ok(Tensors { outputs, skips })
+        Ok(CutTensors { outputs, skips })
     }
 
-    fn sizes(&self, size: impl Fn(&Crossing) -> u64) -> Sizes {
+    fn sizes(&self, size: impl Fn(&CutTensor) -> u64) -> Sizes {
         Sizes {
             outputs: self.outputs.iter().map(|tensors| tensors.iter().map(&size).sum()).collect(),
             skips: self.skips.iter().map(|(_, tensor)| size(tensor)).collect(),
         }
     }
 
-    fn sent(&self, run: &Run<'_>) -> Result<Sent, BuildError> {
+    fn sent(&self, run: &RunShape<'_>) -> Result<Sent, BuildError> {
         let codecs = run.codecs;
         let mut links = BTreeMap::new();
         if !codecs.links.is_empty() {
-            // Which link has which codec depends on the placement alone, so any plan with it will do.
+            // The codec of a link depends on the placement alone, so any plan with this placement will do.
             let plan = Schedule::GPipe.plan(&Request::new(run.placement.clone(), 1))?;
             let ids = || (0..plan.partitions()).map(PartitionId::new);
             for (from, to) in ids().flat_map(|from| ids().map(move |to| (from, to))).filter(|(from, to)| from < to) {
                 for (a, b, pass) in [(from, to, Pass::Forward), (to, from, Pass::Backward)] {
-                    links.insert((a, b, pass), self.coded(codecs.of(&plan, pass, a, b), pass));
+                    links.insert((a, b, pass), self.encoded(codecs.of(&plan, pass, a, b), pass));
                 }
             }
         }
         Ok(Sent {
-            forward: self.coded(&codecs.forward, Pass::Forward),
-            backward: self.coded(&codecs.backward, Pass::Backward),
+            forward: self.encoded(&codecs.forward, Pass::Forward),
+            backward: self.encoded(&codecs.backward, Pass::Backward),
             links,
         })
     }
 
-    fn coded(&self, spec: &Spec, pass: Pass) -> Sizes {
-        let codec = spec.codec(Arc::new(Alone));
-        self.sizes(|tensor| tensor.coded_bytes(codec.as_ref(), pass))
+    fn encoded(&self, spec: &CodecSpec, pass: Pass) -> Sizes {
+        let codec = spec.codec(Arc::new(SerialExecutor));
+        self.sizes(|tensor| tensor.encoded_bytes(codec.as_ref(), pass))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::profile;
     use crate::engine::{Device, Precision};
-    use crate::models::{self, Mlp};
-    use crate::profile;
+    use crate::model::zoo::{self, Mlp};
 
-    fn run<'a>(codecs: &'a Codecs, place: &str) -> Run<'a> {
-        Run {
+    fn run<'a>(codecs: &'a CodecPolicy, place: &str) -> RunShape<'a> {
+        RunShape {
             placement: place.parse().unwrap(),
             schedule: Schedule::OneFOneB,
             micro_batches: 4,
@@ -250,8 +255,8 @@ mod tests {
         }
     }
 
-    fn made(model: &Model, codecs: &Codecs) -> Problem {
-        let cost = |name: &str| LayerCost {
+    fn made(model: &Model, codecs: &CodecPolicy) -> Problem {
+        let cost = |name: &str| LayerProfile {
             name: name.to_owned(),
             forward_s: 1.0,
             backward_s: 2.0,
@@ -259,14 +264,14 @@ mod tests {
             output_types: Vec::new(),
             stash_types: BTreeMap::new(),
         };
-        let profile: Vec<LayerCost> = model.layers.iter().map(|layer| cost(layer.name())).collect();
+        let profile: Vec<LayerProfile> = model.layers.iter().map(|layer| cost(layer.name())).collect();
         problem(model, &profile, 6, run(codecs, "a,b,c")).unwrap()
     }
 
     #[test]
     fn what_crosses_a_cut_is_what_the_codec_of_its_link_makes_of_it() {
         let model = Mlp { hidden: vec![32, 16], ..Mlp::default() }.model().unwrap();
-        let mut codecs = Codecs::all("uniform:8".parse().unwrap());
+        let mut codecs = CodecPolicy::all("uniform:8".parse().unwrap());
         codecs.links = vec!["0-1=raw,f16".parse().unwrap()];
         let problem = made(&model, &codecs);
         let floats: Vec<u64> = model
@@ -290,31 +295,32 @@ mod tests {
 
     #[test]
     fn skips_and_whole_numbers_are_sized_too() {
-        let unet = models::build(&crate::model::Recipe {
+        let unet = zoo::build(&crate::model::ModelSpec {
             name: "unet".to_owned(),
-            settings: models::default_settings("unet").unwrap(),
+            settings: zoo::default_settings("unet").unwrap(),
         });
-        let problem = made(&unet.unwrap(), &Codecs::default());
+        let problem = made(&unet.unwrap(), &CodecPolicy::default());
         // One at each depth, innermost first; twice as large with every step outwards.
         assert_eq!(problem.skips.len(), 5);
         assert!(problem.skips.iter().all(|skip| skip.stash < skip.pop));
         let sizes = &problem.in_memory.skips;
         assert!(sizes[0] > 0 && sizes.windows(2).all(|pair| pair[1] == 2 * pair[0]), "{sizes:?}");
         assert_eq!(problem.sent.backward, problem.in_memory);
-        let roberta = models::build(&crate::model::Recipe {
+        let roberta = zoo::build(&crate::model::ModelSpec {
             name: "roberta".to_owned(),
-            settings: models::default_settings("roberta").unwrap(),
+            settings: zoo::default_settings("roberta").unwrap(),
         });
-        let problem = made(&roberta.unwrap(), &Codecs::default());
+        let problem = made(&roberta.unwrap(), &CodecPolicy::default());
         // The mask goes along with every activation, and has no gradient.
         let (forward, backward) = (problem.sent.forward.outputs[3], problem.sent.backward.outputs[3]);
         assert_eq!((forward - backward, backward), (6 * 128 * 8, 6 * 128 * 768 * 4));
     }
 
     fn measured(model: &Model, precision: Precision, codec: &str) -> Problem {
-        let options = profile::Options { device: Device::Cpu, threads: 1, channels_last: true, precision, rounds: 1 };
+        let options =
+            profile::ProfileOptions { device: Device::Cpu, threads: 1, channels_last: true, precision, rounds: 1 };
         let costs = profile::measure(model, &profile::sample(model, 6, 0).unwrap(), &options).unwrap();
-        problem(model, &costs, 6, run(&Codecs::all(codec.parse().unwrap()), "a,b,c")).unwrap()
+        problem(model, &costs, 6, run(&CodecPolicy::all(codec.parse().unwrap()), "a,b,c")).unwrap()
     }
 
     /// Shapes promise 32 bits, and four bytes a value were counted whatever the precision.
@@ -331,7 +337,7 @@ mod tests {
         // Codes of eight bits are as many in either.
         let coded = [Precision::Fp32, Precision::Bf16].map(|precision| measured(&model, precision, "uniform:8").sent);
         assert_eq!(coded[0], coded[1]);
-        let unet = models::UNet { convolutions: 1, channels: 4, depth: 2, image: 32, dropout: 0.0 }.model().unwrap();
+        let unet = zoo::UNet { convolutions: 1, channels: 4, depth: 2, image: 32, dropout: 0.0 }.model().unwrap();
         let [wide, narrow] = [Precision::Fp32, Precision::Bf16].map(|precision| measured(&unet, precision, "raw"));
         assert!(narrow.sent.forward.skips.iter().sum::<u64>() < wide.sent.forward.skips.iter().sum::<u64>());
     }
@@ -340,12 +346,12 @@ mod tests {
     #[test]
     fn what_a_codec_makes_larger_counts_as_larger() {
         let model = Mlp { hidden: vec![32, 16], ..Mlp::default() }.model().unwrap();
-        let raw = made(&model, &Codecs::default());
-        let larger = made(&model, &Codecs::all("svd:6".parse().unwrap()));
+        let raw = made(&model, &CodecPolicy::default());
+        let larger = made(&model, &CodecPolicy::all("svd:6".parse().unwrap()));
         assert!(larger.sent.forward.outputs[1] > raw.sent.forward.outputs[1]);
         // Of 6 rows there is no factor of 7.
         for refusing in ["svd:7", "feedback(svd:7)"] {
-            assert_eq!(made(&model, &Codecs::all(refusing.parse().unwrap())).sent, raw.sent, "{refusing}");
+            assert_eq!(made(&model, &CodecPolicy::all(refusing.parse().unwrap())).sent, raw.sent, "{refusing}");
         }
     }
 
@@ -353,7 +359,7 @@ mod tests {
     fn more_rows_than_can_be_counted_are_refused() {
         let model = Mlp::default().model().unwrap();
         for rows in [usize::MAX, 1 << 52] {
-            let refused = problem(&model, &[], rows, run(&Codecs::default(), "a,b")).unwrap_err().to_string();
+            let refused = problem(&model, &[], rows, run(&CodecPolicy::default(), "a,b")).unwrap_err().to_string();
             assert!(refused.contains("at most 9007199254740992 bytes") && refused.contains("fewer rows"), "{refused}");
         }
     }

@@ -1,20 +1,20 @@
-//! From what the user says to a running pipeline.
+//! [`Builder`]: collects the settings of a pipeline, checks them, and starts it.
 
-use super::{Batch, Pipeline};
-use crate::auto_balance::{AutoBalance, Run};
-use crate::codecs::{Codecs, CodecsError};
-use crate::engine::{self, Devices, Precision};
-use crate::failure::Failure;
-use crate::job::{Job, REPLICAS_MAX};
-use crate::launch::{self, Workers};
-use crate::layer::ShapeError;
-use crate::loss::Loss;
+use crate::comm::codec_policy::{CodecPolicy, CodecPolicyError};
+use crate::comm::protocol::{Job, REPLICAS_MAX};
+use crate::comm::timeouts::Timeouts;
+use crate::comm::topology::Topology;
+use crate::comm::transport::faulty::{Scenario, ScenarioError};
+use crate::driver::auto_balance::{AutoBalance, RunShape};
+use crate::driver::launch::Workers;
+use crate::driver::pipeline::{Batch, Pipeline, Setup};
+use crate::driver::profile;
+use crate::engine::{self, Device, Devices, Precision, ThreadCountError};
+use crate::failure::{Failure, Fault};
+use crate::model::layer::ShapeError;
+use crate::model::loss::Loss;
 use crate::model::Model;
-use crate::optim::Optim;
-use crate::profile;
-use crate::roster::Roster;
-use crate::transport::faulty::{Scenario, ScenarioError};
-use crate::transport::Timeouts;
+use crate::runtime::optimizer::Optim;
 use distgpipe_core::balance::{BalanceError, Found};
 use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::{Placement, PlacementError};
@@ -24,6 +24,9 @@ use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+/// The learning rate of a pipeline whose builder sets none.
+const LEARNING_RATE: f64 = 0.01;
+
 /// Why a pipeline cannot be built.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -31,39 +34,88 @@ pub enum BuildError {
     /// The balance does not fit the model.
     #[error("balance: {0}")]
     Balance(#[from] PartitionError),
-    /// No cut can be found by measuring.
+    /// Auto-balancing found no cut.
     #[error("auto-balance: {0}")]
     AutoBalance(#[from] Box<BalanceError>),
-    /// The placement is not one.
+    /// The placement's text is not valid.
     #[error("placement: {0}")]
     Placement(#[from] PlacementError),
-    /// The schedule cannot be made.
+    /// The schedule has no plan for these settings.
     #[error("schedule: {0}")]
     Schedule(#[from] ScheduleError),
-    /// A given plan is unsound.
+    /// [`Builder::plan`] was given an unsound plan.
     #[error("plan: {0}")]
     Plan(#[from] CheckError),
-    /// Stashes and pops do not match.
+    /// Stashed and popped skips do not match.
     #[error("skips: {0}")]
     Skips(#[from] SkipError),
-    /// The layers do not fit each other.
+    /// The shapes of two layers do not fit together.
     #[error(transparent)]
     Shapes(#[from] ShapeError),
-    /// The fault scenario is not one.
+    /// The fault scenario's text is not valid.
     #[error(transparent)]
     Scenario(#[from] ScenarioError),
-    /// The codecs do not fit the links.
+    /// The codec policy names links that the plan does not have.
     #[error("codecs: {0}")]
-    Codecs(#[from] CodecsError),
-    /// Two settings contradict each other.
-    #[error("{0}")]
-    Settings(String),
+    CodecPolicy(#[from] CodecPolicyError),
+    /// The number of threads is out of range.
+    #[error("`Builder::threads`: {0}")]
+    Threads(#[from] ThreadCountError),
+    /// The number of replicas is out of range.
+    #[error("`Builder::replicas`: expected 1 to {REPLICAS_MAX}, got {got}")]
+    Replicas {
+        /// The number asked for.
+        got: usize,
+    },
+    /// The placement or plan and the balance have different numbers of partitions.
+    #[error("the placement has {placement} partitions and the balance {balance}: give both the same number")]
+    PartitionCount {
+        /// Partitions of the placement or plan.
+        placement: usize,
+        /// Partitions of the balance.
+        balance: usize,
+    },
+    /// Two layers, or two tensors, have one name.
+    #[error("the model has two of {name}: give each its own name")]
+    DuplicateName {
+        /// `layer NAME` or `tensor NAME`.
+        name: String,
+    },
+    /// The model has no specification from which another process could build it.
+    #[error("the model has no `Model::spec` from which another process could build it: run the workers as threads, or set the spec and give the server a function that builds it")]
+    NoModelSpec,
+    /// [`Builder::plan`] was given a plan without backward passes.
+    #[error("the plan is for evaluation: give `Builder::plan` one for training")]
+    EvaluationPlan,
+    /// [`Builder::plan`] was given a plan for a model with other skips.
+    #[error(
+        "the plan carries skips {got}, the model's cut needs {expected}: make the plan for this model and balance"
+    )]
+    PlanSkips {
+        /// The skips between partitions that are not neighbours.
+        expected: String,
+        /// The skips that the plan carries.
+        got: String,
+    },
+    /// The model has its own loss or optimizer, and the builder was given another.
+    #[error("the {what} is set twice: by `{of_model}` and by `{of_builder}`; use one of them")]
+    SetTwice {
+        /// `loss` or `optimizer`.
+        what: &'static str,
+        /// The method of the model that sets it.
+        of_model: &'static str,
+        /// The method of the builder that sets it.
+        of_builder: &'static str,
+    },
+    /// A tensor that may cross a cut is too large, or of a type that links do not carry.
+    #[error("auto-balance: {0}")]
+    CutTensor(#[source] Fault),
     /// A worker could not be started.
     #[error(transparent)]
     Failed(#[from] Failure),
 }
 
-enum Cut {
+enum BalanceSource {
     Even,
     Given(Vec<usize>),
     Measured(Box<AutoBalance>),
@@ -72,14 +124,19 @@ enum Cut {
 /// Describes a pipeline; see [`Pipeline::builder`].
 pub struct Builder {
     model: Model,
-    cut: Cut,
+    balance: BalanceSource,
     placement: Option<String>,
     plan: Option<Plan>,
     micro_batches: usize,
     schedule: Schedule,
     recompute: Recompute,
     workers: Workers,
+    threads: Option<usize>,
     learning_rate: f64,
+    clip_norm: Option<f64>,
+    /// What the user chose, to tell it from the defaults in the job.
+    optim: Option<Optim>,
+    loss: Option<Loss>,
     job: Job,
 }
 
@@ -87,15 +144,15 @@ impl Builder {
     pub(super) fn new(model: Model) -> Self {
         let job = Job {
             worker: WorkerId(0),
-            recipe: model.recipe.clone(),
+            model: model.spec.clone(),
             balance: Balance::even(1, 1).expect("one layer in one partition"),
             plan: String::new(),
             replicas: 1,
             seed: 0,
             optim: Optim::default(),
             loss: Loss::default(),
-            codecs: Codecs::default(),
-            devices: Devices::default(),
+            codecs: CodecPolicy::default(),
+            devices: Device::Auto.into(),
             threads: 1,
             channels_last: true,
             precision: Precision::default(),
@@ -106,235 +163,233 @@ impl Builder {
         };
         Builder {
             model,
-            cut: Cut::Even,
+            balance: BalanceSource::Even,
             placement: None,
             plan: None,
             micro_batches: 1,
             schedule: Schedule::OneFOneB,
             recompute: Recompute::Never,
             workers: Workers::Threads,
-            learning_rate: 0.01,
+            threads: None,
+            learning_rate: LEARNING_RATE,
+            clip_norm: None,
+            optim: None,
+            loss: None,
             job,
         }
     }
 
-    /// How many layers each partition has.
+    /// The number of layers in each partition. By default all partitions have about as many.
     pub fn balance(mut self, layers: impl Into<Vec<usize>>) -> Self {
-        self.cut = Cut::Given(layers.into());
+        self.balance = BalanceSource::Given(layers.into());
         self
     }
 
-    /// Cuts into so many partitions with which a step is quick, measured on this sample of one micro-batch. Links count
-    /// as free; see [`auto_balance_with`](Self::auto_balance_with).
+    /// Measures the layers on this sample of one micro-batch, and chooses the cut into so many partitions with the
+    /// shortest step. Links count as free; see [`auto_balance_with`](Self::auto_balance_with).
     pub fn auto_balance(self, partitions: usize, sample: Batch) -> Self {
         self.auto_balance_with(AutoBalance::new(partitions, sample))
     }
 
-    /// The same, by time or by memory, with what links cost and how much memory there is.
-    pub fn auto_balance_with(mut self, how: AutoBalance) -> Self {
-        self.cut = Cut::Measured(Box::new(how));
+    /// The same by time or by memory, with the speed of links and a limit on memory.
+    pub fn auto_balance_with(mut self, options: AutoBalance) -> Self {
+        self.balance = BalanceSource::Measured(Box::new(options));
         self
     }
 
-    /// Which worker runs each partition, such as `client,server,client`; by default each has a worker of its own.
+    /// The worker that runs each partition, such as `client,server,client`. By default each partition has its own worker.
     pub fn place(mut self, workers: impl Into<String>) -> Self {
         self.placement = Some(workers.into());
         self
     }
 
-    /// Into how many micro-batches a batch is cut.
+    /// Micro-batches per batch, in each replica; 1 by default. A training batch needs at least as many rows.
     pub fn micro_batches(mut self, count: usize) -> Self {
         self.micro_batches = count;
         self
     }
 
-    /// The order of the work.
+    /// The order in which each worker runs its forward and backward passes; 1F1B by default.
     pub fn schedule(mut self, schedule: Schedule) -> Self {
         self.schedule = schedule;
         self
     }
 
-    /// Which activations are computed again instead of kept.
+    /// Which micro-batches' activations are computed again in the backward pass instead of kept; none by default.
     pub fn recompute(mut self, recompute: Recompute) -> Self {
         self.recompute = recompute;
         self
     }
 
-    /// A plan of your own instead of a schedule; it is checked first, and brings its placement and micro-batches.
+    /// A plan of your own instead of a schedule. [`build`](Self::build) checks it. It replaces the placement, the number
+    /// of micro-batches and the recomputation.
     pub fn plan(mut self, plan: Plan) -> Self {
         self.plan = Some(plan);
         self
     }
 
-    /// Whether workers are threads, processes or elsewhere.
+    /// Where workers run: threads of this process by default.
     pub fn workers(mut self, workers: Workers) -> Self {
         self.workers = workers;
         self
     }
 
-    /// How many replicas of all workers share each batch. Each has the whole model, cut in the same way, and its own part
-    /// of the rows; before an update they add up their gradients. Remote workers are those of the first replica beside
-    /// worker 0, then those of the second, and so on.
+    /// Runs so many data-parallel copies of the pipeline; 1 by default. Each has the whole model with the same cut, and
+    /// processes its part of each batch's rows. Before an update the replicas add up their gradients. The addresses of
+    /// [`Workers::Remote`] list the workers of the first replica (without worker 0), then those of the second, and so on.
     pub fn replicas(mut self, count: usize) -> Self {
         self.job.replicas = count;
         self
     }
 
-    /// How parameters are stepped.
-    pub fn optimizer(mut self, optim: Optim, learning_rate: f64) -> Self {
+    /// The optimizer that updates the parameters; SGD with momentum 0.9 by default. Its learning rate is
+    /// [`learning_rate`](Self::learning_rate). For an optimizer of your own, see [`Model::with_optimizer`].
+    pub fn optimizer(mut self, optim: Optim) -> Self {
+        self.optim = Some(optim);
         self.job.optim = optim;
+        self
+    }
+
+    /// The learning rate of every update; 0.01 by default. A [`Trainer`](crate::train::Trainer) multiplies it by the factor
+    /// of its schedule. [`Pipeline::set_learning_rate`] changes it between steps.
+    pub fn learning_rate(mut self, learning_rate: f64) -> Self {
         self.learning_rate = learning_rate;
         self
     }
 
-    /// What is made small.
+    /// Scales the gradients of an update down to this norm over all parameters, where theirs is larger. No clipping by
+    /// default. [`Pipeline::set_clip_norm`] changes it between steps.
+    pub fn clip_norm(mut self, norm_max: f64) -> Self {
+        self.clip_norm = Some(norm_max);
+        self
+    }
+
+    /// The loss that training minimizes; cross-entropy by default. For a loss of your own, see [`Model::with_loss`].
     pub fn loss(mut self, loss: Loss) -> Self {
+        self.loss = Some(loss);
         self.job.loss = loss;
         self
     }
 
-    /// How tensors are encoded on their way between workers; raw unless said otherwise.
-    pub fn codecs(mut self, codecs: Codecs) -> Self {
+    /// The codecs that encode tensors on links between workers; raw by default.
+    pub fn codecs(mut self, codecs: CodecPolicy) -> Self {
         self.job.codecs = codecs;
         self
     }
 
-    /// The seed of weights and dropout.
+    /// The seed of initial weights and dropout; 0 by default.
     pub fn seed(mut self, seed: u64) -> Self {
         self.job.seed = seed;
         self
     }
 
-    /// Where workers compute: all on one device, or on several in turn, those of the first replica first.
+    /// The device that all workers compute on, or several that they take in turn, the workers of the first replica first.
+    /// By default [`Device::Auto`]: each worker uses the first GPU of its host, or the CPU if there is none.
+    /// [`Pipeline::devices`] says what they took.
     pub fn device(mut self, devices: impl Into<Devices>) -> Self {
         self.job.devices = devices.into();
         self
     }
 
-    /// libtorch threads per worker.
+    /// libtorch threads per worker, from 1 to [`engine::THREADS_MAX`]. The same number goes to all workers, because the
+    /// last bits of sums depend on it.
+    ///
+    /// By default it is the number of cores of this host divided by the number of workers on one host. With
+    /// [`Workers::Remote`] that is the largest number of workers at one address; loopback addresses count as this host. The
+    /// driver does not know the cores of other hosts, so set the number where theirs differ. [`Pipeline::threads`] says
+    /// what was taken.
     pub fn threads(mut self, threads: usize) -> Self {
-        self.job.threads = threads;
+        self.threads = Some(threads);
         self
     }
 
-    /// Whether images lie channels-last, which is faster; on by default.
+    /// Whether images and convolution weights lie channels-last, which is faster; on by default.
     pub fn channels_last(mut self, channels_last: bool) -> Self {
         self.job.channels_last = channels_last;
         self
     }
 
-    /// What the workers compute in; 32-bit floats by default. With [`Precision::Bf16`] every forward pass is under libtorch's
-    /// autocast: what crosses between partitions, and what [`Pipeline::predict`] gives, is of the type the layers make.
+    /// The precision of the forward pass; 32-bit floats by default. With [`Precision::Bf16`] it runs under libtorch's
+    /// autocast: tensors between partitions, and the result of [`Pipeline::predict`], have the type that the layers return.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.job.precision = precision;
         self
     }
 
-    /// Whether each step reports its single events.
+    /// Whether each step reports its trace events in [`StepOutcome::spans`](crate::StepOutcome::spans); off by default.
     pub fn trace(mut self, trace: bool) -> Self {
         self.job.trace = trace;
         self
     }
 
-    /// When silence counts as failure.
+    /// After how long a stalled worker or a silent peer fails the run.
     pub fn timeouts(mut self, timeouts: Timeouts) -> Self {
         self.job.timeouts = timeouts;
         self
     }
 
-    /// What shall go wrong, in the form of [`crate::transport::faulty`]; for tests.
+    /// A scenario of faults to inject, for tests; see [`crate::comm::transport::faulty`].
     pub fn faults(mut self, scenario: impl Into<String>) -> Self {
         self.job.faults = scenario.into();
         self
     }
 
-    /// Checks everything and starts the workers.
+    /// Checks the settings, starts the workers, and returns when they have built their partitions.
     pub fn build(mut self) -> Result<Pipeline, BuildError> {
-        let _: Scenario = self.job.faults.parse()?;
-        if self.job.threads == 0 {
-            return Err(BuildError::Settings("threads: a worker needs at least 1".to_owned()));
-        }
-        if !(1..=REPLICAS_MAX).contains(&self.job.replicas) {
-            let text = format!("replicas: expected 1 to {REPLICAS_MAX}, got {}", self.job.replicas);
-            return Err(BuildError::Settings(text));
-        }
-        if !matches!(self.workers, Workers::Threads) && self.model.recipe.is_none() {
-            let text =
-                "a model of your own layers has no recipe by which another process could make it: run the workers \
-                        as threads, or give the model a `recipe` and serve it from a worker program that knows it";
-            return Err(BuildError::Settings(text.to_owned()));
-        }
-        self.model.summary()?;
-        self.check_names()?;
+        self.check_settings()?;
         engine::start();
         let placement = self.placement.as_deref().map(str::parse::<Placement>).transpose()?;
-        let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.as_ref().map(Placement::partitions));
-        let (balance, auto_balanced) = self.cut(partitions, placement.as_ref())?;
-        let uses: Vec<SkipUse> = self.model.layers.iter().map(|l| l.skips()).collect();
-        let skips = SkipLayout::new(&uses, &balance)?.edges();
-        let beyond_neighbours: Vec<_> = skips.into_iter().filter(|(from, to)| to.0 > from.0 + 1).collect();
-        let plan = match self.plan.take() {
-            Some(plan) => {
-                check(&plan)?;
-                if plan.mode() != Mode::Train {
-                    let text = "the plan is one for evaluation: a pipeline is built from one for training";
-                    return Err(BuildError::Settings(text.to_owned()));
-                }
-                if plan.skips() != beyond_neighbours {
-                    return Err(BuildError::Settings(format!(
-                        "the plan carries skips {:?}, the model's cut needs {beyond_neighbours:?}",
-                        plan.skips()
-                    )));
-                }
-                plan
-            }
-            None => {
-                let placement = placement.unwrap_or_else(|| Placement::one_worker_each(balance.partitions()));
-                let mut request = Request::new(placement, self.micro_batches);
-                request.recompute = self.recompute;
-                request.skips = beyond_neighbours;
-                self.schedule.plan(&request)?
-            }
-        };
+        // The profiler computes with as many threads as the workers will.
+        self.job.threads = self.resolve_threads(placement.as_ref())?;
+        let (balance, auto_balanced) = self.resolve_balance(placement.as_ref())?;
+        let plan = self.resolve_plan(&balance, placement)?;
         if plan.partitions() != balance.partitions() {
-            let text = format!(
-                "the placement has {} partitions and the balance {}: give both the same number",
-                plan.partitions(),
-                balance.partitions()
-            );
-            return Err(BuildError::Settings(text));
+            return Err(BuildError::PartitionCount { placement: plan.partitions(), balance: balance.partitions() });
         }
         self.job.codecs.check(&plan)?;
         self.job.balance = balance.clone();
         self.job.plan = plan.to_string();
-        let roster = Arc::new(Roster::new(plan, self.job.replicas));
-        let team = launch::start(&self.job, &roster, &self.model, &self.workers)?;
-        let mut pipeline = Pipeline {
-            team,
-            roster,
+        let setup = Setup {
+            topology: Arc::new(Topology::new(plan, self.job.replicas)),
             balance,
             auto_balanced,
             model: self.model,
-            timeouts: self.job.timeouts,
-            command: 0,
-            step: 0,
-            learned: 0,
-            evaluating: None,
+            job: self.job,
             learning_rate: self.learning_rate,
-            clip_norm: None,
-            begun: None,
-            optim: self.job.optim,
-            seed: self.job.seed,
-            wants_samples: self.job.codecs.want_samples(),
-            codecs: self.job.codecs,
-            capture: false,
+            clip_norm: self.clip_norm,
         };
-        pipeline.wait_ready()?;
-        pipeline.agree()?;
-        Ok(pipeline)
+        Ok(Pipeline::start(setup, &self.workers)?)
     }
 
-    /// Layers and tensors go by their names, so no two may share one.
+    /// Checks what needs neither a placement nor a balance.
+    fn check_settings(&self) -> Result<(), BuildError> {
+        let _: Scenario = self.job.faults.parse()?;
+        self.threads.map(engine::check_threads).transpose()?;
+        if !(1..=REPLICAS_MAX).contains(&self.job.replicas) {
+            return Err(BuildError::Replicas { got: self.job.replicas });
+        }
+        if !matches!(self.workers, Workers::Threads) && self.model.spec.is_none() {
+            return Err(BuildError::NoModelSpec);
+        }
+        if self.model.loss.is_some() && self.loss.is_some() {
+            return Err(BuildError::SetTwice {
+                what: "loss",
+                of_model: "Model::with_loss",
+                of_builder: "Builder::loss",
+            });
+        }
+        if self.model.update_rule.is_some() && self.optim.is_some() {
+            return Err(BuildError::SetTwice {
+                what: "optimizer",
+                of_model: "Model::with_optimizer",
+                of_builder: "Builder::optimizer",
+            });
+        }
+        self.model.summary()?;
+        self.check_names()
+    }
+
+    /// Tensors and layers are addressed by name, so names must be unique.
     fn check_names(&self) -> Result<(), BuildError> {
         let mut names = BTreeSet::new();
         for layer in &self.model.layers {
@@ -342,27 +397,41 @@ impl Builder {
             let tensors = layer.tensors().into_iter().map(|spec| format!("tensor {}", spec.name));
             for name in std::iter::once(layer_name).chain(tensors) {
                 if let Some(name) = names.replace(name) {
-                    return Err(BuildError::Settings(format!(
-                        "the model has two of {name}: each needs a name of its own"
-                    )));
+                    return Err(BuildError::DuplicateName { name });
                 }
             }
         }
         Ok(())
     }
 
-    /// The cut, and what was found with it if it is a measured one.
-    fn cut(
-        &self,
-        partitions: Option<usize>,
-        placement: Option<&Placement>,
-    ) -> Result<(Balance, Option<Found>), BuildError> {
+    /// The number of threads that was set, or the default for the workers of this placement.
+    fn resolve_threads(&self, placement: Option<&Placement>) -> Result<usize, BuildError> {
+        if let Some(threads) = self.threads {
+            return Ok(engine::check_threads(threads)?);
+        }
+        let placement = self.plan.as_ref().map(Plan::placement).or(placement);
+        // Without a placement each partition has its own worker.
+        let workers = placement.map_or_else(
+            || match &self.balance {
+                BalanceSource::Even => 1,
+                BalanceSource::Given(sizes) => sizes.len(),
+                BalanceSource::Measured(options) => options.partitions,
+            },
+            Placement::workers,
+        );
+        let members = workers.saturating_mul(self.job.replicas);
+        Ok(engine::default_threads(self.workers.most_on_one_host(members)))
+    }
+
+    /// The balance, and the estimate of its cost if it was measured.
+    fn resolve_balance(&self, placement: Option<&Placement>) -> Result<(Balance, Option<Found>), BuildError> {
         let layers = self.model.layers.len();
-        let (balance, found) = match &self.cut {
-            Cut::Even => (Balance::even(layers, partitions.unwrap_or(1))?, None),
-            Cut::Given(sizes) => (Balance::new(sizes.clone())?, None),
-            Cut::Measured(how) => {
-                let found = self.measured_cut(how, placement)?;
+        let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.map(Placement::partitions));
+        let (balance, found) = match &self.balance {
+            BalanceSource::Even => (Balance::even(layers, partitions.unwrap_or(1))?, None),
+            BalanceSource::Given(sizes) => (Balance::new(sizes.clone())?, None),
+            BalanceSource::Measured(options) => {
+                let found = self.measure_balance(options, placement)?;
                 (found.balance.clone(), Some(found))
             }
         };
@@ -370,10 +439,11 @@ impl Builder {
         Ok((balance, found))
     }
 
-    /// Measures the layers and finds the cut.
-    fn measured_cut(&self, how: &AutoBalance, placement: Option<&Placement>) -> Result<Found, BuildError> {
+    /// Measures the layers and searches for the best cut.
+    fn measure_balance(&self, options: &AutoBalance, placement: Option<&Placement>) -> Result<Found, BuildError> {
         let placement = self.plan.as_ref().map(Plan::placement).or(placement);
-        // A given plan fits the skips of one cut only. Others are judged by the schedule, as far as the plan says how.
+        // A given plan fits the skips of one cut only. Other cuts are estimated with the schedule, and with the plan's
+        // recomputation as far as `Recompute` can express it.
         let recompute = self.plan.as_ref().map_or(self.recompute, |plan| {
             let last = MicroBatchId::new(plan.micro_batches() - 1);
             match [MicroBatchId(0), last].map(|micro_batch| plan.recomputes(PartitionId(0), micro_batch)) {
@@ -382,25 +452,75 @@ impl Builder {
                 [false, false] => Recompute::Never,
             }
         });
-        let run = Run {
-            placement: placement.cloned().unwrap_or_else(|| Placement::one_worker_each(how.partitions.max(1))),
+        let run = RunShape {
+            placement: placement.cloned().unwrap_or_else(|| Placement::one_worker_each(options.partitions.max(1))),
             schedule: self.schedule,
             micro_batches: self.plan.as_ref().map_or(self.micro_batches, Plan::micro_batches),
             recompute,
             codecs: &self.job.codecs,
             optim: self.job.optim,
         };
-        // Before the measuring, which takes a while.
-        Balance::even(self.model.layers.len(), how.partitions)?;
-        if run.placement.partitions() != how.partitions {
-            return Err(BuildError::Settings(format!(
-                "the placement has {} partitions and the balance {}: give both the same number",
-                run.placement.partitions(),
-                how.partitions
-            )));
+        // Checked before measuring, which takes a while.
+        Balance::even(self.model.layers.len(), options.partitions)?;
+        if run.placement.partitions() != options.partitions {
+            let placement = run.placement.partitions();
+            return Err(BuildError::PartitionCount { placement, balance: options.partitions });
         }
-        let profile = profile::measure(&self.model, &how.sample, &profile::Options::of(&self.job))?;
-        let problem = how.problem(&self.model, &profile, run)?;
+        let profile = profile::measure(&self.model, &options.sample, &profile::ProfileOptions::of(&self.job))?;
+        let problem = options.problem(&self.model, &profile, run)?;
         Ok(problem.search().map_err(Box::new)?)
+    }
+
+    /// The given plan, checked, or that of the schedule.
+    fn resolve_plan(&mut self, balance: &Balance, placement: Option<Placement>) -> Result<Plan, BuildError> {
+        let uses: Vec<SkipUse> = self.model.layers.iter().map(|l| l.skips()).collect();
+        let skips = SkipLayout::new(&uses, balance)?.edges();
+        // Skips to the next partition travel with its activations.
+        let skips: Vec<_> = skips.into_iter().filter(|(from, to)| to.0 > from.0 + 1).collect();
+        let Some(plan) = self.plan.take() else {
+            let placement = placement.unwrap_or_else(|| Placement::one_worker_each(balance.partitions()));
+            let mut request = Request::new(placement, self.micro_batches);
+            request.recompute = self.recompute;
+            request.skips = skips;
+            return Ok(self.schedule.plan(&request)?);
+        };
+        check(&plan)?;
+        if plan.mode() != Mode::Train {
+            return Err(BuildError::EvaluationPlan);
+        }
+        if plan.skips() != skips {
+            let [expected, got] = [&skips[..], plan.skips()].map(|skips| format!("{skips:?}"));
+            return Err(BuildError::PlanSkips { expected, got });
+        }
+        Ok(plan)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::zoo::Mlp;
+
+    #[test]
+    fn threads_default_to_the_cores_divided_by_the_workers() {
+        let builder = || Pipeline::builder(Mlp::default().model().unwrap()).device(Device::Cpu);
+        for (builder, workers) in [
+            (builder(), 1),
+            (builder().place("a,b,a"), 2),
+            (builder().balance([1, 1, 2]), 3),
+            (builder().place("a,b").replicas(2), 4),
+        ] {
+            let pipeline = builder.build().unwrap();
+            assert_eq!(pipeline.topology().size(), workers);
+            assert_eq!(pipeline.threads(), engine::default_threads(workers));
+            assert_eq!(pipeline.devices(), vec![Device::Cpu; workers]);
+        }
+        assert_eq!(builder().threads(3).build().unwrap().threads(), 3);
+    }
+
+    #[test]
+    fn the_default_device_is_what_auto_finds() {
+        let pipeline = Pipeline::builder(Mlp::default().model().unwrap()).build().unwrap();
+        assert_eq!(pipeline.devices(), [Device::Auto.resolved()]);
     }
 }

@@ -1,176 +1,181 @@
-//! Starts a run's workers, as threads, as processes, or on machines where one is waiting, and ends them.
+//! Starts a run's workers, as threads, as processes, or on hosts where one is listening, and ends them.
 
-use crate::coding::{Coding, Decoder, Encoder};
+use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::admission::Peer;
+use crate::comm::handshake;
+use crate::comm::handshake::{Credentials, Token};
+use crate::comm::link_codecs::{Decoder, Encoder};
+use crate::comm::mailbox::Mailbox;
+use crate::comm::protocol::Job;
+use crate::comm::status::SharedStatus;
+use crate::comm::topology::Topology;
+use crate::comm::traffic::Counters;
+use crate::comm::transport::loopback::{Loopback, LoopbackOptions};
+use crate::comm::transport::memory::Memory;
+use crate::comm::transport::tcp::{join_until, Connection};
+use crate::comm::transport::Outgoing;
+use crate::driver::wiring::{Links, LocalWorker, Remote};
 use crate::engine;
-use crate::failure::{Failure, Fate, Fault, POLL};
-use crate::job::Job;
-use crate::link::{self, Credentials, Delivery, Peer, Token};
-use crate::mailbox::Mailbox;
+use crate::failure::{Failure, Fault};
 use crate::model::Model;
-use crate::roster::Roster;
-use crate::status::Status;
-use crate::transport::faulty::Scenario;
-use crate::transport::memory::Memory;
-use crate::transport::recoded::{self, Recoded};
-use crate::transport::tcp::{join_until, Connection, Options};
-use crate::transport::{Counters, Outgoing};
-use crate::worker::{meter, Worker};
+use crate::runtime::worker::meter;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{mpsc, Arc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long ending may take before what is left is killed.
-const GRACE: Duration = Duration::from_secs(3);
+/// How long threads, connections and processes may take to end before processes are killed.
+const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
-/// What the workers are. Worker 0 is always a thread of this process: it is the client, next to the data.
+/// Where the workers of a run are. Worker 0, which has the first partition, is always a thread of this process.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub enum Workers {
     /// Threads of this process.
     #[default]
     Threads,
-    /// Processes on this host, started and ended with the run.
+    /// Processes on this host, which start and end with the run.
     Processes(WorkerProgram),
-    /// Workers that already listen, here or elsewhere: the addresses of workers 1, 2, ….
+    /// Workers that already listen, on this host or others: a [`Server`](crate::driver::serve::Server) each.
     Remote {
-        /// Such as `10.0.0.2:7000`.
+        /// The addresses of workers 1, 2, …, such as `10.0.0.2:7000`.
         addresses: Vec<String>,
-        /// What they were started with.
+        /// The token that these workers were started with.
         token: Token,
     },
 }
 
-/// The command that starts a worker process: it must listen on a loopback port, say `listening ADDRESS` on its
-/// standard output, and read the token from its standard input, as `distgpipe worker --child` does.
+impl Workers {
+    /// The largest number of a run's workers on one host. Remote hosts are distinguished by their addresses; a loopback
+    /// address is the driver's host, where worker 0 is.
+    pub fn most_on_one_host(&self, members: usize) -> usize {
+        let Workers::Remote { addresses, .. } = self else { return members };
+        let mut counts = BTreeMap::from([(None, 1)]);
+        for address in addresses {
+            let host = address.rsplit_once(':').map_or(&address[..], |(host, _)| host);
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            let loopback = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+            *counts.entry((!loopback).then_some(host)).or_insert(0) += 1;
+        }
+        counts.into_values().max().unwrap_or(1)
+    }
+}
+
+/// The command that starts a worker process. The process must listen on a loopback port, print `listening ADDRESS` as the
+/// first line of its standard output, and read the token from its standard input, as `distgpipe worker --child` does.
 #[derive(Clone, Debug)]
 pub struct WorkerProgram {
-    /// The program.
+    /// The program's path, or a name that is looked up in `PATH`.
     pub program: PathBuf,
-    /// Its arguments.
+    /// The arguments that the program is started with.
     pub arguments: Vec<String>,
 }
 
-static IN_WORKER_PROCESS: AtomicBool = AtomicBool::new(false);
+pub use crate::engine::declare_worker_process;
 
-/// Says that this process is a worker's, so that a fault scenario may kill it.
-pub fn this_is_a_worker_process() {
-    IN_WORKER_PROCESS.store(true, Ordering::Relaxed);
-}
-
-/// Dies as by SIGKILL; a thread of the driver's process panics instead.
-pub(crate) fn kill_self() -> ! {
-    if IN_WORKER_PROCESS.load(Ordering::Relaxed) {
-        engine::die_at_once();
-    }
-    panic!("injected kill of a worker that is a thread");
-}
-
-/// A run's workers, and the driver's ways to them.
-pub struct Team {
-    /// Where reports arrive.
+/// A run's workers, and the driver's links to them. Dropping it ends them.
+pub(super) struct WorkerSet {
+    /// Receives the workers' reports.
     pub mailbox: Arc<Mailbox>,
-    /// The ways to the workers.
+    /// The sending end of the driver's link to each worker.
     pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
-    /// The run's fate in this process.
-    pub fate: Fate,
-    /// What each worker does.
-    pub statuses: Vec<Arc<Status>>,
+    /// The run's abort flag in this process.
+    pub abort: AbortFlag,
+    /// What each worker is doing, by worker number.
+    pub statuses: Vec<Arc<SharedStatus>>,
     threads: Vec<JoinHandle<()>>,
     connections: BTreeMap<WorkerId, Connection>,
     children: Vec<Child>,
 }
 
-/// Starts the workers of a job.
-pub fn start(job: &Job, roster: &Arc<Roster>, model: &Model, workers: &Workers) -> Result<Team, Failure> {
+/// Starts the workers of a job. If any cannot be started, all that were are ended.
+pub(super) fn start(
+    job: &Job,
+    topology: &Arc<Topology>,
+    model: &Model,
+    workers: &Workers,
+) -> Result<WorkerSet, Failure> {
     engine::start();
-    let fate = Fate::default();
-    let outputs = roster.replicas() * roster.plan().micro_batches();
-    let mailbox = Mailbox::new(fate.clone(), roster.size() * 4 + outputs + 64);
-    let statuses = roster.members().map(|_| Arc::new(Status::default())).collect();
-    let mut team = Team {
+    let abort = AbortFlag::default();
+    let outputs = topology.replicas() * topology.plan().micro_batches();
+    let mailbox = Mailbox::new(abort.clone(), topology.size() * 4 + outputs + 64);
+    let statuses = topology.members().map(|_| Arc::new(SharedStatus::default())).collect();
+    let mut set = WorkerSet {
         mailbox,
         ports: BTreeMap::new(),
-        fate,
+        abort,
         statuses,
         threads: vec![],
         connections: BTreeMap::new(),
         children: vec![],
     };
-    // On failure the team is dropped, which ends whatever has started.
-    match team.assemble(job, roster, model, workers) {
-        Ok(()) => Ok(team),
-        Err(failure) => Err(team.fate.fail(failure)),
+    match set.start_all(job, topology, model, workers) {
+        Ok(()) => Ok(set),
+        Err(failure) => Err(set.abort.fail(failure)),
     }
 }
 
 /// What all steps of starting share.
-struct Assembly<'a> {
+struct Launch<'a> {
     job: Job,
-    roster: &'a Arc<Roster>,
+    topology: &'a Arc<Topology>,
     model: &'a Model,
-    /// The workers that are threads of this process.
-    locals: BTreeMap<WorkerId, Local>,
-    scenario: Scenario,
+    /// The workers that are threads of this process, and the counters of their links to each other.
+    locals: BTreeMap<WorkerId, LocalThread>,
 }
 
-/// A worker that is a thread of this process.
-struct Local {
-    mailbox: Arc<Mailbox>,
-    coding: Coding,
-    /// Of its links to the other workers of this process.
+struct LocalThread {
+    worker: LocalWorker,
     counters: BTreeMap<WorkerId, Counters>,
 }
 
-impl Assembly<'_> {
-    fn name(&self, worker: WorkerId) -> String {
-        self.roster.name(worker)
-    }
-
-    /// The way from one worker of this process to another.
-    fn link(&self, from: WorkerId, to: WorkerId, fate: &Fate) -> Result<(Box<dyn Outgoing>, Counters), Fault> {
+impl Launch<'_> {
+    /// The link from one worker of this process to another.
+    fn link(&self, from: WorkerId, to: WorkerId, abort: &AbortFlag) -> Result<(Box<dyn Outgoing>, Counters), Fault> {
         let (sender, receiver) = (&self.locals[&from], &self.locals[&to]);
         let (counters, received) = (sender.counters[&to].clone(), receiver.counters[&from].clone());
-        let mailbox = receiver.mailbox.clone();
-        let encodes = |(from, to)| self.job.codecs.encode_between(self.roster.plan(), from, to);
-        let link: Box<dyn Outgoing> = if self.roster.roles_within(from, to).is_some_and(encodes) {
-            Box::new(Recoded::start(recoded::Options {
-                here: self.name(from),
+        let mailbox = receiver.worker.mailbox.clone();
+        let encodes = |(from, to)| self.job.codecs.encodes_between(self.topology.plan(), from, to);
+        let link: Box<dyn Outgoing> = if self.topology.roles_within(from, to).is_some_and(encodes) {
+            Box::new(Loopback::start(LoopbackOptions {
+                here: sender.worker.name(),
                 to: mailbox,
-                queue: self.roster.queue_capacity(from, to),
+                queue: self.topology.queue_capacity(from, to),
                 meter: meter(to),
-                encoder: Encoder::new(sender.coding.clone(), counters.clone()),
-                decoder: Decoder::new(receiver.coding.clone(), received),
+                encoder: Encoder::new(sender.worker.link_codecs.clone(), counters.clone()),
+                decoder: Decoder::new(receiver.worker.link_codecs.clone(), received),
                 counters: counters.clone(),
-                fate: fate.clone(),
+                abort: abort.clone(),
             })?)
         } else {
             Box::new(Memory::new(mailbox, counters.clone()))
         };
-        Ok((self.scenario.wrap(&self.name(from), &self.name(to), fate, link), counters))
+        let scenario = &sender.worker.scenario;
+        Ok((scenario.wrap(&sender.worker.name(), &receiver.worker.name(), abort, link), counters))
     }
 
-    /// Dials every remote worker, then sends every job: peers find each other only once all have theirs.
-    fn dial_all(
+    /// Connects to every remote worker, then sends every job: workers connect to each other once they have theirs.
+    fn connect_all(
         &self,
         remote: &[WorkerId],
         addresses: &[String],
         credentials: &Credentials,
-    ) -> Result<Vec<std::net::TcpStream>, Failure> {
+    ) -> Result<Vec<TcpStream>, Failure> {
         let limit = self.job.timeouts.connect();
         let at = |worker: WorkerId| {
-            let name = self.name(worker);
+            let name = self.topology.name(worker);
             move |fault| Failure::new(name, "joining the run", fault)
         };
         let mut streams = Vec::new();
         for (&worker, address) in remote.iter().zip(addresses) {
-            // A worker that has a run lets the next one wait, and does not answer meanwhile.
-            let dialed = link::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
+            // A worker that is in a run does not answer the next driver until that run is over.
+            let dialed = handshake::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
                 Fault::TimedOut { limit_s, .. } => Fault::NoAnswer { limit_s },
                 other => other,
             });
@@ -178,73 +183,115 @@ impl Assembly<'_> {
         }
         for (&worker, stream) in remote.iter().zip(&mut streams) {
             let text = serde_json::to_vec(&Job { worker, ..self.job.clone() })
-                .map_err(|e| at(worker)(Fault::protocol("a job that can be sent", e.to_string())))?;
-            link::send_text(stream, Kind::Job, &text, limit).map_err(at(worker))?;
+                .map_err(|e| at(worker)(Fault::internal("a job that serializes", e.to_string())))?;
+            handshake::send_text(stream, Kind::Job, &text, limit).map_err(at(worker))?;
         }
         Ok(streams)
     }
 }
 
-impl Team {
-    fn assemble(&mut self, job: &Job, roster: &Arc<Roster>, model: &Model, workers: &Workers) -> Result<(), Failure> {
-        let driver = |phase: &'static str| move |fault| Failure::new("the driver", phase, fault);
+fn failed_in(phase: &'static str) -> impl FnOnce(Fault) -> Failure {
+    move |fault| Failure::new("the driver", phase, fault)
+}
+
+impl WorkerSet {
+    fn start_all(
+        &mut self,
+        job: &Job,
+        topology: &Arc<Topology>,
+        model: &Model,
+        workers: &Workers,
+    ) -> Result<(), Failure> {
         let remote: Vec<WorkerId> = match workers {
             Workers::Threads => Vec::new(),
-            _ => roster.members().skip(1).collect(),
+            Workers::Processes(_) | Workers::Remote { .. } => topology.members().skip(1).collect(),
         };
-        let mut job = job.clone();
-        let (addresses, token) = match workers {
-            Workers::Threads => (Vec::new(), None),
-            Workers::Processes(program) => {
-                let token = Token::random().map_err(driver("starting worker processes"))?;
-                let mut addresses = Vec::new();
-                for &worker in &remote {
-                    let name = roster.name(worker);
-                    let address = self.spawn(program, &token, job.timeouts.connect());
-                    addresses.push(address.map_err(|fault| Failure::new(name, "starting its process", fault))?);
-                }
-                (addresses, Some(token))
-            }
-            Workers::Remote { addresses, token } => (addresses.clone(), Some(*token)),
-        };
+        let (addresses, token) = self.addresses(workers, topology, &remote, job.timeouts.connect())?;
         if addresses.len() != remote.len() {
-            let expected = format!("{} worker addresses (worker 0 is this process)", remote.len());
-            return Err(driver("starting workers")(Fault::protocol(expected, addresses.len().to_string())));
+            let wrong = format!(
+                "expected {} addresses in `Workers::Remote` (worker 0 is this process), got {}",
+                remote.len(),
+                addresses.len()
+            );
+            return Err(failed_in("starting workers")(Fault::invalid_job("the list of workers", wrong)));
         }
-        job.addresses = std::iter::repeat_n(None, roster.size() - remote.len())
+        let mut job = job.clone();
+        job.addresses = std::iter::repeat_n(None, topology.size() - remote.len())
             .chain(addresses.iter().cloned().map(Some))
             .collect();
-
-        let local = |worker: WorkerId| Local {
-            mailbox: Mailbox::new(self.fate.clone(), roster.mailbox_capacity(worker)),
-            coding: Coding::new(&Job { worker, ..job.clone() }, roster.plan()),
-            counters: roster.members().map(|other| (other, Counters::default())).collect(),
-        };
-        let locals: BTreeMap<WorkerId, Local> =
-            roster.members().filter(|w| !remote.contains(w)).map(|w| (w, local(w))).collect();
-        let scenario: Scenario = job
-            .faults
-            .parse()
-            .map_err(|e| driver("reading the fault scenario")(Fault::protocol("a scenario", format!("{e}"))))?;
-
-        let assembly = Assembly { job, roster, model, locals, scenario };
+        let mut locals = BTreeMap::new();
+        for worker in topology.members().filter(|w| !remote.contains(w)) {
+            let (own, status) = (Job { worker, ..job.clone() }, self.statuses[worker.index()].clone());
+            let local = LocalWorker::new(own, topology.clone(), self.abort.clone(), status);
+            let counters = topology.members().map(|other| (other, Counters::default())).collect();
+            let worker = local.map_err(failed_in("starting workers"))?;
+            locals.insert(worker.id(), LocalThread { worker, counters });
+        }
+        let launch = Launch { job, topology, model, locals };
         if let Some(token) = token {
-            let run = link::random().map_err(driver("starting"))?;
-            let streams = assembly.dial_all(&remote, &addresses, &Credentials { run, token })?;
+            let run = handshake::random().map_err(failed_in("starting workers"))?;
+            let streams = launch.connect_all(&remote, &addresses, &Credentials { run, token })?;
             for (&worker, stream) in remote.iter().zip(streams) {
-                let name = roster.name(worker);
-                let connection = self.connect(&assembly, stream, worker);
-                let connection = connection.map_err(|fault| Failure::new(name, "connecting", fault))?;
-                // Kept at once, so that whatever fails after this is told to the worker.
+                let connection = self.connect(&launch, stream, worker);
+                let connection =
+                    connection.map_err(|fault| Failure::new(topology.name(worker), "connecting", fault))?;
+                // Inserted at once: from here on the worker is notified of any failure.
                 self.connections.insert(worker, connection);
             }
         }
-        for (&worker, local) in &assembly.locals {
-            let thread = self.start_thread(&assembly, worker, local);
-            self.threads.push(thread.map_err(driver("starting a worker thread"))?);
+        self.start_threads(&launch)
+    }
+
+    /// The addresses of the remote workers and their token. Starts the processes if there are any to start.
+    fn addresses(
+        &mut self,
+        workers: &Workers,
+        topology: &Topology,
+        remote: &[WorkerId],
+        limit: Duration,
+    ) -> Result<(Vec<String>, Option<Token>), Failure> {
+        match workers {
+            Workers::Threads => Ok((Vec::new(), None)),
+            Workers::Processes(program) => {
+                let token = Token::random().map_err(failed_in("starting worker processes"))?;
+                let mut addresses = Vec::new();
+                for &worker in remote {
+                    let address = self.spawn_process(program, &token, limit);
+                    let failed = |fault| Failure::new(topology.name(worker), "starting its process", fault);
+                    addresses.push(address.map_err(failed)?);
+                }
+                Ok((addresses, Some(token)))
+            }
+            Workers::Remote { addresses, token } => Ok((addresses.clone(), Some(*token))),
         }
-        for (&worker, local) in &assembly.locals {
-            self.ports.insert(worker, Box::new(Memory::new(local.mailbox.clone(), Counters::default())));
+    }
+
+    /// Starts the threads of the connection to a remote worker, which serves the driver and worker 0.
+    fn connect(&self, launch: &Launch<'_>, stream: TcpStream, worker: WorkerId) -> Result<Connection, Fault> {
+        let status = self.statuses[worker.index()].clone();
+        let remote = Remote {
+            peer: Peer::Worker(worker),
+            mailboxes: launch.locals.iter().map(|(&id, local)| (id, local.worker.mailbox.clone())).collect(),
+            driver: Some(self.mailbox.clone()),
+            heartbeat: Box::new(String::new),
+            alive: Box::new(move |text| {
+                if let Ok(state) = text.parse() {
+                    status.set(state);
+                }
+            }),
+        };
+        launch.locals[&WorkerId(0)].worker.connect(stream, remote)
+    }
+
+    /// Starts the workers that are threads, and opens the driver's links to all workers.
+    fn start_threads(&mut self, launch: &Launch<'_>) -> Result<(), Failure> {
+        for local in launch.locals.values() {
+            let links = self.links(launch, local.worker.id());
+            let thread = links.and_then(|links| local.worker.spawn(launch.model.clone(), links));
+            self.threads.push(thread.map_err(failed_in("starting a worker thread"))?);
+        }
+        for (&worker, local) in &launch.locals {
+            self.ports.insert(worker, Box::new(Memory::new(local.worker.mailbox.clone(), Counters::default())));
         }
         for (&worker, connection) in &self.connections {
             if let Some(port) = connection.port() {
@@ -254,83 +301,28 @@ impl Team {
         Ok(())
     }
 
-    fn connect(
-        &self,
-        assembly: &Assembly<'_>,
-        stream: std::net::TcpStream,
-        worker: WorkerId,
-    ) -> Result<Connection, Fault> {
-        let Assembly { job, roster, locals, scenario, .. } = assembly;
-        let delivery = Arc::new(Delivery {
-            roster: (*roster).clone(),
-            peer: Peer::Worker(worker),
-            workers: locals.iter().map(|(&worker, local)| (worker, local.mailbox.clone())).collect(),
-            driver: Some(self.mailbox.clone()),
-        });
-        let admission = delivery.clone();
-        let (here, there) = (roster.name(WorkerId(0)), roster.name(worker));
-        let (scenario, fate, status) = (scenario.clone(), self.fate.clone(), self.statuses[worker.index()].clone());
-        let options = Options {
-            here: here.clone(),
-            peer: there.clone(),
-            fate: self.fate.clone(),
-            timeouts: job.timeouts,
-            queue: roster.queue_capacity(WorkerId(0), worker),
-            meter: meter(WorkerId(0)),
-            coding: locals[&WorkerId(0)].coding.clone(),
-            heartbeat: Box::new(String::new),
-            wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
-            admit: Box::new(move |header| admission.admit(header)),
-            deliver: Box::new(move |message| delivery.deliver(message)),
-            alive: Box::new(move |text| {
-                if let Ok(state) = text.parse() {
-                    status.set(state);
-                }
-            }),
-        };
-        Connection::start(stream, options)
-    }
-
-    fn start_thread(&self, assembly: &Assembly<'_>, worker: WorkerId, local: &Local) -> Result<JoinHandle<()>, Fault> {
-        let Assembly { job, roster, model, locals, .. } = assembly;
-        let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
-        let mut links = Vec::new();
-        for other in roster.members().filter(|&w| roster.linked(worker, w)) {
-            if locals.contains_key(&other) {
-                let (port, counters) = assembly.link(worker, other, &self.fate)?;
-                ports.insert(other, port);
-                links.push((other, counters));
+    /// The outgoing links of a worker of this process.
+    fn links(&self, launch: &Launch<'_>, worker: WorkerId) -> Result<Links, Fault> {
+        let topology = launch.topology;
+        let mut links = Links::new(Box::new(Memory::new(self.mailbox.clone(), Counters::default())));
+        for other in topology.members().filter(|&w| topology.linked(worker, w)) {
+            if launch.locals.contains_key(&other) {
+                let (port, counters) = launch.link(worker, other, &self.abort)?;
+                links.add(other, port, counters);
             } else if let Some(connection) = self.connections.get(&other) {
-                ports.insert(other, Box::new(connection.port().ok_or(Fault::Lost)?));
-                links.push((other, connection.counters().clone()));
+                links.add_connection(other, connection)?;
             }
         }
         if worker == WorkerId(0) {
-            // What the driver hands out goes with what this worker sends, also to those whom it has nothing to say.
-            let others = self.connections.iter().filter(|(other, _)| !roster.linked(worker, **other));
-            links.extend(others.map(|(other, connection)| (*other, connection.counters().clone())));
+            // What the driver sends is counted as sent by worker 0, also to workers that have no link with it.
+            let others = self.connections.iter().filter(|(other, _)| !topology.linked(worker, **other));
+            links.counters.extend(others.map(|(other, connection)| (*other, connection.counters().clone())));
         }
-        let thread = Worker {
-            job: Job { worker, ..job.clone() },
-            roster: (*roster).clone(),
-            model: (*model).clone(),
-            mailbox: local.mailbox.clone(),
-            ports,
-            driver: Box::new(Memory::new(self.mailbox.clone(), Counters::default())),
-            links,
-            coding: local.coding.clone(),
-            fate: self.fate.clone(),
-            status: self.statuses[worker.index()].clone(),
-        };
-        std::thread::Builder::new()
-            .name(format!("stage {}", assembly.name(worker)))
-            // The failure, if any, is in the run's fate.
-            .spawn(move || drop(thread.run()))
-            .map_err(|e| Fault::io("starting a thread", e))
+        Ok(links)
     }
 
-    /// Starts a worker process and learns its address.
-    fn spawn(&mut self, program: &WorkerProgram, token: &Token, limit: Duration) -> Result<String, Fault> {
+    /// Starts a worker process and reads the address that it listens on.
+    fn spawn_process(&mut self, program: &WorkerProgram, token: &Token, limit: Duration) -> Result<String, Fault> {
         let mut child = Command::new(&program.program)
             .args(&program.arguments)
             .stdin(Stdio::piped())
@@ -338,36 +330,39 @@ impl Team {
             .spawn()
             .map_err(|e| Fault::io(format!("starting {}", program.program.display()), e))?;
         let output = child.stdout.take();
-        // Its end of input tells the child that this process is gone, so the pipe stays open with the child's handle.
+        // The pipe stays open with the child's handle: its end signals that this process has ended.
         if let Some(pipe) = child.stdin.as_mut() {
-            // A child that is gone already says more by the end of its output than by a broken pipe.
+            // Ignored, because the end of the output says more about a child that has ended than a broken pipe.
             let _ = writeln!(pipe, "{token}").and_then(|()| pipe.flush());
         }
         self.children.push(child);
-        let output = output.ok_or_else(|| Fault::protocol("a standard output", "none"))?;
-        let (tell, told) = mpsc::sync_channel(1);
+        let output = output.ok_or_else(|| Fault::internal("a pipe from the child", "none"))?;
+        let (sender, first_line) = mpsc::sync_channel(1);
         std::thread::spawn(move || {
             let mut lines = BufReader::new(output).lines();
-            let _ = tell.send(lines.next());
-            // Read on, so that the child never blocks on a full pipe.
+            let _ = sender.send(lines.next());
+            // Reads on, so that the child never blocks on a full pipe.
             lines.for_each(drop);
         });
-        match told.recv_timeout(limit) {
+        match first_line.recv_timeout(limit) {
             Ok(Some(Ok(line))) => match line.strip_prefix("listening ") {
                 Some(address) => Ok(address.to_owned()),
-                None => Err(Fault::protocol("`listening ADDRESS`", line)),
+                None => Err(Fault::protocol("`listening ADDRESS` on its standard output", format!("`{line}`"))),
             },
-            Ok(_) => Err(Fault::protocol("`listening ADDRESS`", "the end of its output: see what it said above")),
+            Ok(_) => Err(Fault::protocol(
+                "`listening ADDRESS` on its standard output",
+                "the end of the output; see what it wrote to its standard error",
+            )),
             Err(_) => {
                 Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() })
             }
         }
     }
 
-    /// Ends everything, by force what does not end by itself.
+    /// Ends threads, connections and processes. Kills processes that do not end in time.
     fn end(&mut self) {
         self.ports.clear();
-        let deadline = Instant::now() + GRACE;
+        let deadline = Instant::now() + SHUTDOWN_LIMIT;
         for thread in self.threads.drain(..) {
             join_until(thread, deadline);
         }
@@ -379,15 +374,37 @@ impl Team {
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // No-ops on a child that has ended; otherwise nobody outlives the run.
+            // Both do nothing to a child that has ended.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-impl Drop for Team {
+impl Drop for WorkerSet {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_are_counted_by_host() {
+        let remote = |addresses: &[&str]| Workers::Remote {
+            addresses: addresses.iter().map(|&address| address.to_owned()).collect(),
+            token: Token([0; 32]),
+        };
+        for (addresses, expected) in [
+            (&["10.0.0.2:7000"][..], 1),
+            (&["10.0.0.2:7000", "10.0.0.2:7001", "10.0.0.3:7000"], 2),
+            (&["127.0.0.1:7000", "localhost:7001", "[::1]:7002"], 4),
+            (&["server:7000", "other:7000"], 1),
+        ] {
+            assert_eq!(remote(addresses).most_on_one_host(9), expected, "{addresses:?}");
+        }
+        assert_eq!(Workers::Threads.most_on_one_host(6), 6);
     }
 }

@@ -1,15 +1,15 @@
-//! What each layer costs, measured on a sample: the ground on which a balance stands.
+//! Measures the cost of each layer on a sample. Auto-balancing searches a cut with these costs.
 
-use crate::coding::dtype_of;
+use crate::comm::link_codecs::dtype_of;
+use crate::comm::protocol::Job;
+use crate::driver::pipeline::Batch;
 use crate::engine::{self, Device, Precision, Stream};
 use crate::failure::{Failure, Fault};
-use crate::job::Job;
-use crate::layer::Passing;
+use crate::model::layer::PassMode;
 use crate::model::Model;
-use crate::partition::{Building, Partition};
-use crate::pipeline::Batch;
-use crate::portal::Parcel;
-use crate::recompute::for_convolutions;
+use crate::runtime::micro_batch_pass::for_convolutions;
+use crate::runtime::partition::{Partition, PartitionOptions};
+use crate::runtime::portal::Parcel;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
 use distgpipe_core::wire::DType;
@@ -18,42 +18,42 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 use tch::Tensor;
 
-/// What a layer costs for the whole sample.
+/// The cost of a layer for the whole sample.
 #[derive(Clone, Debug, PartialEq)]
-pub struct LayerCost {
-    /// The layer's name.
+pub struct LayerProfile {
+    /// The name that the layer has in its model.
     pub name: String,
-    /// Forward pass.
+    /// Seconds of the forward pass.
     pub forward_s: f64,
-    /// Backward pass.
+    /// Seconds of the backward pass.
     pub backward_s: f64,
-    /// The most bytes its forward pass holds for the backward pass, its output included.
+    /// The most bytes that the forward pass holds for the backward pass, output included.
     pub held_bytes: u64,
-    /// The element types of its outputs. They depend on the precision, which shapes do not know of. Where one is missing,
-    /// it is what the layer's shapes promise.
+    /// The element type of each output, which depends on the precision. Where one is missing, the type in the layer's
+    /// shapes counts.
     pub output_types: Vec<DType>,
-    /// The same of the skips that it stashes, by name.
+    /// The element type of each skip that the layer stashes, by name.
     pub stash_types: BTreeMap<String, DType>,
 }
 
-/// How to measure.
-pub struct Options {
-    /// Where.
+/// What to measure layers with, and how often.
+pub struct ProfileOptions {
+    /// The device that computes.
     pub device: Device,
-    /// libtorch threads.
+    /// The number of libtorch threads that compute.
     pub threads: usize,
-    /// Whether images lie channels-last.
+    /// Whether images and convolution weights lie channels-last.
     pub channels_last: bool,
-    /// In what.
+    /// The precision of the forward pass.
     pub precision: Precision,
-    /// How often; the quickest time counts, since everything else is noise from outside.
+    /// Measured rounds. The shortest time counts, because other processes can only make it longer.
     pub rounds: usize,
 }
 
-impl Options {
-    /// As a job will run.
+impl ProfileOptions {
+    /// Measures as the workers of a job will compute.
     pub fn of(job: &Job) -> Self {
-        Options {
+        ProfileOptions {
             device: job.device(),
             threads: job.threads,
             channels_last: job.channels_last,
@@ -63,16 +63,16 @@ impl Options {
     }
 }
 
-/// Measures every layer on a sample, one after the other, on a thread of its own.
-pub fn measure(model: &Model, sample: &Batch, options: &Options) -> Result<Vec<LayerCost>, Failure> {
+/// Measures every layer on a sample, one after the other. Returns the costs in the order of layers.
+pub fn measure(model: &Model, sample: &Batch, options: &ProfileOptions) -> Result<Vec<LayerProfile>, Failure> {
     engine::start();
     let measured = measure_all(model, sample, options);
-    // Training would find the heap in pieces that fit single layers.
+    // The heap is now split into blocks that fit single layers, which would slow training down.
     engine::release_memory();
     measured
 }
 
-fn measure_all(model: &Model, sample: &Batch, options: &Options) -> Result<Vec<LayerCost>, Failure> {
+fn measure_all(model: &Model, sample: &Batch, options: &ProfileOptions) -> Result<Vec<LayerProfile>, Failure> {
     let inputs: Vec<Tensor> = sample.inputs.iter().map(Tensor::shallow_clone).collect();
     std::thread::scope(|scope| {
         let thread = scope.spawn(move || {
@@ -84,7 +84,7 @@ fn measure_all(model: &Model, sample: &Batch, options: &Options) -> Result<Vec<L
     .map_err(|fault| Failure::new("the profiler", "measuring the layers", fault))
 }
 
-/// The last meter: no run has that many workers in one process.
+/// The memory meter of the profiler: the last one, which no worker uses.
 const METER: usize = 255;
 
 struct Profiler<'a> {
@@ -95,14 +95,14 @@ struct Profiler<'a> {
 }
 
 impl<'a> Profiler<'a> {
-    fn new(model: &'a Model, options: &Options) -> Result<Self, Fault> {
-        let wrong = |e: String| Fault::protocol("a model that fits together", e);
-        let device = options.device.open().map_err(|e| Fault::protocol("a device that works", e.to_string()))?;
-        // Every layer a partition of its own: then a partition's cost is the layer's.
-        let balance = Balance::even(model.layers.len(), model.layers.len()).map_err(|e| wrong(e.to_string()))?;
+    fn new(model: &'a Model, options: &ProfileOptions) -> Result<Self, Fault> {
+        let device = options.device.open();
+        let device = device.map_err(|e| Fault::Device { device: options.device.to_string(), source: e.into() })?;
+        // One layer per partition, so that the cost of a partition is that of its layer.
+        let balance = Balance::even(model.layers.len(), model.layers.len()).map_err(Fault::invalid_model)?;
         let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
-        let skips = SkipLayout::new(&uses, &balance).map_err(|e| wrong(e.to_string()))?;
-        let how = Building {
+        let skips = SkipLayout::new(&uses, &balance).map_err(Fault::invalid_model)?;
+        let partition_options = PartitionOptions {
             balance: &balance,
             skips: &skips,
             seed: Stream::new(0),
@@ -111,14 +111,14 @@ impl<'a> Profiler<'a> {
             precision: options.precision,
         };
         let partitions = (0..model.layers.len())
-            .map(|i| Partition::build(model, PartitionId::new(i), &how))
+            .map(|i| Partition::build(model, PartitionId::new(i), &partition_options))
             .collect::<Result<_, _>>()?;
         Ok(Profiler { model, partitions, device, channels_last: options.channels_last })
     }
 
-    fn run(mut self, inputs: Vec<Tensor>, rounds: usize) -> Result<Vec<LayerCost>, Fault> {
-        let mut best: Vec<LayerCost> = Vec::new();
-        // The first round warms caches and allocators up.
+    fn run(mut self, inputs: Vec<Tensor>, rounds: usize) -> Result<Vec<LayerProfile>, Fault> {
+        let mut best: Vec<LayerProfile> = Vec::new();
+        // The first round warms up caches and allocators, and is not counted.
         for round in 0..=rounds.max(1) {
             let costs = self.round(&inputs)?;
             if round <= 1 {
@@ -133,7 +133,7 @@ impl<'a> Profiler<'a> {
         Ok(best)
     }
 
-    fn round(&mut self, inputs: &[Tensor]) -> Result<Vec<LayerCost>, Fault> {
+    fn round(&mut self, inputs: &[Tensor]) -> Result<Vec<LayerProfile>, Fault> {
         let mut waiting: HashMap<(PartitionId, PartitionId), Vec<Tensor>> = HashMap::new();
         let first = inputs.iter().map(|t| {
             let t = t.f_to_device(self.device)?;
@@ -168,9 +168,9 @@ fn measure_one(
     arrived: &[Parcel],
     device: tch::Device,
     name: &str,
-) -> Result<(LayerCost, Vec<Parcel>), Fault> {
+) -> Result<(LayerProfile, Vec<Parcel>), Fault> {
     let leaf = |t: &Tensor| -> Result<Tensor, Fault> {
-        // As in a run: the gradient of the data itself is not computed.
+        // As in a run: the gradient of the input data is not computed.
         let float = engine::is_float(t) && !partition.is_first();
         Ok(t.f_detach()?.f_set_requires_grad(float)?)
     };
@@ -183,7 +183,7 @@ fn measure_one(
     let before = engine::peak_bytes(device, METER);
     let casting = partition.autocast()?;
     let start = Instant::now();
-    let (output, skips) = partition.forward(Passing::Train, MicroBatchId(0), Stream::new(0), input, skips)?;
+    let (output, skips) = partition.forward(PassMode::Train, MicroBatchId(0), Stream::new(0), input, skips)?;
     synchronize(device);
     let forward_s = start.elapsed().as_secs_f64();
     drop(casting);
@@ -206,7 +206,7 @@ fn measure_one(
     let detached = |(to, tensors): &Parcel| Ok((*to, tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?));
     let parcels = parcels.iter().map(detached).collect::<Result<_, Fault>>()?;
     let name = name.to_owned();
-    Ok((LayerCost { name, forward_s, backward_s, held_bytes, output_types, stash_types }, parcels))
+    Ok((LayerProfile { name, forward_s, backward_s, held_bytes, output_types, stash_types }, parcels))
 }
 
 fn synchronize(device: tch::Device) {
@@ -215,7 +215,8 @@ fn synchronize(device: tch::Device) {
     }
 }
 
-/// A batch of random numbers (or tokens) of a model's input, for measuring.
+/// A batch of random inputs for a model, to measure with. Integer inputs are all 1, which every model accepts as a token and
+/// as a mask.
 pub fn sample(model: &Model, rows: usize, seed: u64) -> Result<Batch, Fault> {
     let mut inputs = Vec::new();
     for (i, spec) in model.input.iter().enumerate() {
@@ -225,7 +226,6 @@ pub fn sample(model: &Model, rows: usize, seed: u64) -> Result<Batch, Fault> {
         Stream::new(seed).at(i as u64).normal(&mut tensor, 0.0, 1.0)?;
         inputs.push(match spec.kind {
             tch::Kind::Float => tensor,
-            // Token 1 and mask 1 are valid for every model that takes whole numbers.
             kind => tensor.f_ones_like()?.f_to_kind(kind)?,
         });
     }

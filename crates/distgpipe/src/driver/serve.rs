@@ -1,19 +1,16 @@
-//! A worker in a process of its own. It needs no configuration: who connects with the right token sends the job.
+//! A worker in a process of its own. It needs no configuration: a driver that shows the right token sends the job.
 
-use crate::coding::Coding;
+use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::admission::Peer;
+use crate::comm::handshake;
+use crate::comm::handshake::{Credentials, Token};
+use crate::comm::protocol::Job;
+use crate::comm::transport::tcp::{join_until, Connection};
+use crate::driver::wiring::{Links, LocalWorker, Remote};
 use crate::engine;
-use crate::failure::{Failure, Fate, Fault, POLL};
-use crate::job::Job;
-use crate::link::{self, Credentials, Delivery, Peer, Token};
-use crate::mailbox::Mailbox;
-use crate::model::{Model, Recipe};
-use crate::models::ModelError;
-use crate::roster::Roster;
-use crate::status::Status;
-use crate::transport::faulty::Scenario;
-use crate::transport::tcp::{join_until, Connection, Options};
-use crate::transport::Outgoing;
-use crate::worker::{meter, Worker};
+use crate::failure::{Failure, Fault};
+use crate::model::zoo::{self, ModelError};
+use crate::model::{Model, ModelSpec};
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::{BTreeMap, VecDeque};
@@ -22,27 +19,71 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long a first frame may take to come.
-const HANDSHAKE: Duration = Duration::from_secs(5);
+/// How long a new connection may take to send its first frame.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a driver with the right token may take to send the job: it dials all workers first.
-const JOB: Duration = Duration::from_secs(60);
+/// How long a driver may take from the handshake to the job: it connects to all workers first.
+const JOB_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long threads may take to end after a run.
-const GRACE: Duration = Duration::from_secs(3);
+/// How long the worker's thread and the connections may take to end after a run.
+const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
 /// How a worker process serves.
+///
+/// Fields may be added in later versions: end a literal with `..ServeOptions::new(listen, token)`.
+#[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// Where it listens. Other addresses than loopback need `expose`.
+    /// The address to listen on. One that other machines can reach needs `expose`.
     pub listen: SocketAddr,
-    /// Whether it may be reached from other machines. There is no encryption yet.
+    /// Whether to listen on an address that other machines can reach. Traffic is not encrypted.
     pub expose: bool,
-    /// Who knows this may send jobs.
+    /// Whoever shows this token may send jobs.
     pub token: Token,
-    /// Whether it ends after the first job.
+    /// Whether to return after the first job.
     pub once: bool,
-    /// Makes models; [`crate::models::build`] knows the built-in ones.
-    pub models: fn(&Recipe) -> Result<Model, ModelError>,
+    /// Builds the model of a job. [`zoo::build`] knows the built-in ones.
+    pub models: fn(&ModelSpec) -> Result<Model, ModelError>,
+    /// What to do when a run is over and the worker's thread does not end.
+    pub on_stuck: StuckPolicy,
+}
+
+impl ServeOptions {
+    /// Serves the built-in models until stopped, on a loopback address, and never ends the process.
+    pub fn new(listen: SocketAddr, token: Token) -> Self {
+        ServeOptions {
+            listen,
+            expose: false,
+            token,
+            once: false,
+            models: zoo::build,
+            on_stuck: StuckPolicy::ReturnError,
+        }
+    }
+}
+
+/// What a server does with a worker thread that does not end within three seconds after its run, because a layer of it
+/// computes or waits forever. A thread cannot be killed, and it would compete with the next job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StuckPolicy {
+    /// [`Server::run`] returns the run's failure, whatever [`ServeOptions::once`] says. The thread keeps running.
+    #[default]
+    ReturnError,
+    /// Ends the process with status 1, without destructors: libtorch's would crash the thread. For a program that is
+    /// nothing but a worker.
+    ExitProcess,
+}
+
+/// Something that [`Server::run`] reports to its caller.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ServeEvent<'a> {
+    /// A connection was dropped because its handshake failed. The server keeps listening.
+    Rejected(&'a Failure),
+    /// A job failed. The server waits for the next one.
+    JobFailed(&'a Failure),
+    /// A job is over but its thread does not end; [`ServeOptions::on_stuck`] decides what happens next.
+    Stuck(&'a Failure),
 }
 
 /// A worker process that listens.
@@ -51,17 +92,24 @@ pub struct Server {
     options: ServeOptions,
 }
 
+/// How a job ended.
+enum JobEnd {
+    Done,
+    Failed(Failure),
+    /// The worker's thread does not end.
+    Stuck(Failure),
+}
+
 impl Server {
-    /// Opens the port.
+    /// Opens the port. Fails if it is taken, or if the address is not loopback and [`ServeOptions::expose`] is off.
     pub fn bind(options: ServeOptions) -> Result<Self, Fault> {
         if !options.listen.ip().is_loopback() && !options.expose {
-            return Err(Fault::protocol(
-                "a loopback address such as 127.0.0.1:7000",
-                format!(
-                    "{}: to let other machines in, say so (--expose); what crosses the network is not encrypted",
-                    options.listen
-                ),
-            ));
+            let wrong = format!(
+                "expected a loopback address such as 127.0.0.1:7000, got {}: set `ServeOptions::expose` to let other \
+                 machines connect; traffic is not encrypted",
+                options.listen
+            );
+            return Err(Fault::invalid_job("`ServeOptions::listen`", wrong));
         }
         let listener =
             TcpListener::bind(options.listen).map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?;
@@ -69,84 +117,90 @@ impl Server {
         Ok(Server { listener, options })
     }
 
-    /// Where it listens, with the port that the system chose.
+    /// The address it listens on, with the port that the system chose.
     pub fn address(&self) -> Result<SocketAddr, Fault> {
-        self.listener.local_addr().map_err(|e| Fault::io("asking for the port", e))
+        self.listener.local_addr().map_err(|e| Fault::io("reading the listener's address", e))
     }
 
-    /// Serves jobs, one after the other, until `stop` says so. A job that fails ends the loop only with
-    /// [`ServeOptions::once`]; otherwise `tell` is given the failure and the next job is waited for.
-    pub fn run(&self, stop: impl Fn() -> bool, tell: impl Fn(&Failure)) -> Result<(), Failure> {
+    /// Serves jobs, one after the other, until `stop` returns true, or until the first job is over with
+    /// [`ServeOptions::once`], whose failure it then returns. It passes everything else to `report`, and prints nothing.
+    pub fn run(&self, stop: impl Fn() -> bool, report: impl Fn(&ServeEvent<'_>)) -> Result<(), Failure> {
         engine::start();
-        let mut lobby = Lobby::default();
-        while let Some((mut stream, from)) = lobby.next(&self.listener, &stop) {
-            // Whoever cannot introduce himself is no reason to stop serving others.
-            let hello = match link::answer(&mut stream, &self.options.token, None, HANDSHAKE) {
-                Ok(hello) if hello.role == Role::Driver => hello,
-                Ok(hello) => {
-                    let fault = Fault::protocol("a driver first", format!("{:?}", hello.role));
-                    tell(&Failure::new(from.to_string(), "introducing itself", fault));
-                    continue;
-                }
+        let mut pending = PendingConnections::default();
+        while let Some((mut stream, from)) = pending.next(&self.listener, &stop) {
+            let hello = handshake::answer(&mut stream, &self.options.token, None, HANDSHAKE_LIMIT);
+            let hello = hello.and_then(|hello| match hello.role {
+                Role::Driver => Ok(hello),
+                role => Err(Fault::protocol("a driver", format!("{role:?}"))),
+            });
+            let end = match hello {
+                Ok(hello) => self.serve_job(stream, hello.run),
                 Err(fault) => {
-                    tell(&Failure::new(from.to_string(), "introducing itself", fault));
+                    report(&ServeEvent::Rejected(&Failure::new(from.to_string(), "the handshake", fault)));
                     continue;
                 }
             };
-            let result = self.session(stream, hello.run);
-            match result {
-                Err(failure) if self.options.once => return Err(failure),
-                Err(failure) => tell(&failure),
-                Ok(()) if self.options.once => return Ok(()),
-                Ok(()) => {}
+            match end {
+                JobEnd::Stuck(failure) => {
+                    report(&ServeEvent::Stuck(&failure));
+                    if self.options.on_stuck == StuckPolicy::ExitProcess {
+                        engine::exit_at_once(1);
+                    }
+                    return Err(failure);
+                }
+                JobEnd::Failed(failure) if self.options.once => return Err(failure),
+                JobEnd::Failed(failure) => report(&ServeEvent::JobFailed(&failure)),
+                JobEnd::Done if self.options.once => return Ok(()),
+                JobEnd::Done => {}
             }
         }
         Ok(())
     }
 
-    fn session(&self, mut driver: TcpStream, run: [u8; 16]) -> Result<(), Failure> {
-        let (job, roster) = match read_job(&mut driver) {
-            Ok(read) => read,
+    fn serve_job(&self, mut driver: TcpStream, run: [u8; 16]) -> JobEnd {
+        let worker = match read_job(&mut driver) {
+            Ok(worker) => worker,
             Err(fault) => {
-                // No connection runs yet, so the driver is told by hand.
+                // There is no connection yet that would send the driver the cause.
                 let failure = Failure::new("a worker", "reading the job", fault);
-                let _ = link::send_text(&mut driver, Kind::Abort, &failure.notice().encode(), HANDSHAKE);
-                return Err(failure);
+                let _ = handshake::send_text(&mut driver, Kind::Abort, &failure.notice().encode(), HANDSHAKE_LIMIT);
+                return JobEnd::Failed(failure);
             }
         };
-        let mut session = Session::new(job, roster);
-        // From the first connection on, signs of life are sent and everybody learns of a failure.
+        let mut session = Session { worker, connections: BTreeMap::new() };
+        // From the first connection on, heartbeats are sent and every peer is notified of a failure.
         let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, run));
         match joined {
-            Ok(stage) => session.wait(stage),
+            Ok(stage) => session.finish(stage),
             Err(fault) => {
-                drop(session.fate.fail(Failure::new(session.name(session.job.worker), "joining the run", fault)))
+                session.abort().fail(Failure::new(session.worker.name(), "joining the run", fault));
+                session.close()
             }
         }
-        session.close()
     }
 
-    /// Connects to the other workers and starts the stage.
+    /// Connects to the other workers and starts the worker's thread.
     fn join(&self, session: &mut Session, run: [u8; 16]) -> Result<JoinHandle<()>, Fault> {
         self.connect_peers(session, run)?;
-        let recipe = session.job.recipe.clone().ok_or_else(|| Fault::protocol("a model's recipe", "none"))?;
-        let model = std::panic::catch_unwind(|| (self.options.models)(&recipe))
-            .map_err(|_| Fault::protocol("settings a model can be made from", recipe.settings.to_string()))?
-            .map_err(|e| Fault::protocol("a model this worker knows", e.to_string()))?;
+        let spec = session.worker.job.model.clone();
+        let spec = spec.ok_or_else(|| Fault::protocol("a job with a model specification", "one without"))?;
+        let model = std::panic::catch_unwind(|| (self.options.models)(&spec))
+            .map_err(|_| Fault::invalid_model(format!("building it panicked, with settings {}", spec.settings)))?
+            .map_err(Fault::invalid_model)?;
         session.start_stage(model)
     }
 
-    /// Dials the workers after this one and waits for those before it, except those that live with the driver.
+    /// Connects to the workers with higher numbers and waits for those with lower ones, except those in the driver's
+    /// process.
     fn connect_peers(&self, session: &mut Session, run: [u8; 16]) -> Result<(), Fault> {
-        let me = session.job.worker;
+        let (id, topology) = (session.worker.id(), session.worker.topology.clone());
         let credentials = Credentials { run, token: self.options.token };
-        let limit = session.job.timeouts.connect();
-        let roster = session.roster.clone();
+        let limit = session.worker.job.timeouts.connect();
         let mut awaited = Vec::new();
-        for peer in roster.members().filter(|&w| roster.linked(me, w)) {
-            match session.job.addresses.get(peer.index()).and_then(Option::as_deref) {
-                Some(address) if peer > me => {
-                    let stream = link::dial(address, Role::Worker(me), &credentials, limit)?;
+        for peer in topology.members().filter(|&w| topology.linked(id, w)) {
+            match session.worker.job.addresses.get(peer.index()).and_then(Option::as_deref) {
+                Some(address) if peer > id => {
+                    let stream = handshake::dial(address, Role::Worker(id), &credentials, limit)?;
                     session.connect(stream, Peer::Worker(peer))?;
                 }
                 Some(_) => awaited.push(peer),
@@ -154,19 +208,19 @@ impl Server {
             }
         }
         let deadline = Instant::now() + limit;
-        let mut lobby = Lobby::default();
+        let mut pending = PendingConnections::default();
         while !awaited.is_empty() {
-            let fate = session.fate.clone();
-            let stop = || fate.failure().is_some() || Instant::now() >= deadline;
-            let Some((mut stream, _)) = lobby.next(&self.listener, stop) else {
-                fate.check()?;
-                let names: Vec<String> = awaited.iter().map(|&w| roster.name(w)).collect();
+            let abort = session.abort().clone();
+            let stop = || abort.failure().is_some() || Instant::now() >= deadline;
+            let Some((mut stream, _)) = pending.next(&self.listener, stop) else {
+                abort.check()?;
+                let names: Vec<String> = awaited.iter().map(|&w| topology.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
                 return Err(Fault::TimedOut { what, limit_s: limit.as_secs_f64() });
             };
-            let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE);
-            // Strangers, a second driver, or somebody twice: the connection is dropped, and they learn it from that.
-            if let Ok(hello) = link::answer(&mut stream, &self.options.token, Some(run), left) {
+            let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE_LIMIT);
+            // Anybody else (a stranger, a second driver, a worker that is connected already) is disconnected.
+            if let Ok(hello) = handshake::answer(&mut stream, &self.options.token, Some(run), left) {
                 if let Role::Worker(worker) = hello.role {
                     if awaited.contains(&worker) {
                         awaited.retain(|&w| w != worker);
@@ -179,37 +233,37 @@ impl Server {
     }
 }
 
-/// Connections of which nobody has said anything yet. They do not keep those waiting who have.
+/// Connections that have not sent a byte yet. They do not delay those that have.
 #[derive(Default)]
-struct Lobby {
+struct PendingConnections {
     waiting: VecDeque<(TcpStream, SocketAddr, Instant)>,
 }
 
-/// So many may wait there; who has waited longest makes room.
-const LOBBY_MAX: usize = 64;
+/// The most connections that wait; the oldest is dropped to make room.
+const PENDING_MAX: usize = 64;
 
-impl Lobby {
-    /// The next connection that says something, or `None` once it is time to stop.
+impl PendingConnections {
+    /// The next connection that has sent something, or `None` once `stop` returns true.
     fn next(&mut self, listener: &TcpListener, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
         loop {
-            // Whatever goes wrong with one connection, or for want of file handles, is no reason to stop listening.
-            // However many come, those who speak have their turn.
-            for _ in 0..LOBBY_MAX {
+            // An error of one connection, or a lack of file handles, must not end the listening. The bound gives
+            // connections with input their turn however many others arrive.
+            for _ in 0..PENDING_MAX {
                 let Ok((stream, from)) = listener.accept() else { break };
                 if stream.set_nonblocking(true).is_ok() {
                     self.waiting.push_back((stream, from, Instant::now()));
                 }
-                if self.waiting.len() > LOBBY_MAX {
+                if self.waiting.len() > PENDING_MAX {
                     self.waiting.pop_front();
                 }
             }
-            if let Some(at) = self.waiting.iter().position(|(stream, ..)| speaks(stream)) {
+            if let Some(at) = self.waiting.iter().position(|(stream, ..)| has_input(stream)) {
                 let (stream, from, _) = self.waiting.remove(at)?;
                 if stream.set_nonblocking(false).is_ok() {
                     return Some((stream, from));
                 }
             }
-            self.waiting.retain(|(_, _, since)| since.elapsed() < HANDSHAKE);
+            self.waiting.retain(|(_, _, since)| since.elapsed() < HANDSHAKE_LIMIT);
             if stop() {
                 return None;
             }
@@ -218,126 +272,169 @@ impl Lobby {
     }
 }
 
-/// Whether bytes have come, or nothing will come any more.
-fn speaks(stream: &TcpStream) -> bool {
+/// Whether bytes have arrived, or the connection is closed or broken.
+fn has_input(stream: &TcpStream) -> bool {
     match stream.peek(&mut [0]) {
         Ok(_) => true,
         Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
     }
 }
 
-fn read_job(driver: &mut TcpStream) -> Result<(Job, Roster), Fault> {
-    let frame = link::receive(driver, &[Kind::Job], JOB)?;
-    let job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::protocol("a job", e.to_string()))?;
-    let roster = job.roster()?;
-    let workers = roster.size();
-    if job.worker.index() == 0 || job.worker.index() >= workers || job.addresses.len() != workers {
+fn read_job(driver: &mut TcpStream) -> Result<LocalWorker, Fault> {
+    let frame = handshake::receive(driver, &[Kind::Job], JOB_LIMIT)?;
+    let job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("the job", e))?;
+    let topology = job.topology()?;
+    let workers = topology.size();
+    if job.worker.index() == 0 || job.worker.index() >= workers {
         return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
     }
-    Ok((job, roster))
+    if job.addresses.len() != workers {
+        return Err(Fault::protocol(format!("{workers} worker addresses"), job.addresses.len().to_string()));
+    }
+    LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default())
 }
 
-/// A job under way.
+/// A job in progress.
 struct Session {
-    job: Job,
-    roster: Arc<Roster>,
-    fate: Fate,
-    status: Arc<Status>,
-    mailbox: Arc<Mailbox>,
-    coding: Coding,
+    worker: LocalWorker,
     connections: BTreeMap<WorkerId, Connection>,
 }
 
 impl Session {
-    fn new(job: Job, roster: Roster) -> Self {
-        let fate = Fate::default();
-        let mailbox = Mailbox::new(fate.clone(), roster.mailbox_capacity(job.worker));
-        let coding = Coding::new(&job, roster.plan());
-        let roster = Arc::new(roster);
-        Session { job, roster, fate, status: Arc::default(), mailbox, coding, connections: BTreeMap::new() }
-    }
-
-    fn name(&self, worker: WorkerId) -> String {
-        self.roster.name(worker)
+    fn abort(&self) -> &AbortFlag {
+        &self.worker.abort
     }
 
     fn connect(&mut self, stream: TcpStream, peer: Peer) -> Result<(), Fault> {
-        let me = self.job.worker;
         let other = match peer {
-            // The driver's process runs worker 0, so one connection serves both.
             Peer::Driver => WorkerId(0),
             Peer::Worker(worker) => worker,
         };
-        let scenario: Scenario =
-            self.job.faults.parse().map_err(|e| Fault::protocol("a fault scenario", format!("{e}")))?;
-        let workers = BTreeMap::from([(me, self.mailbox.clone())]);
-        let delivery = Arc::new(Delivery { roster: self.roster.clone(), peer, workers, driver: None });
-        let (status, fate, admission) = (self.status.clone(), self.fate.clone(), delivery.clone());
-        let (here, there) = (self.name(me), self.name(other));
-        let options = Options {
-            here: here.clone(),
-            peer: there.clone(),
-            fate: self.fate.clone(),
-            timeouts: self.job.timeouts,
-            queue: self.roster.queue_capacity(me, other),
-            meter: meter(me),
-            coding: self.coding.clone(),
+        let status = self.worker.status.clone();
+        let remote = Remote {
+            peer,
+            mailboxes: BTreeMap::from([(self.worker.id(), self.worker.mailbox.clone())]),
+            driver: None,
             heartbeat: Box::new(move || status.read().to_string()),
-            wrap: Box::new(move |socket| scenario.wrap(&here, &there, &fate, socket)),
-            admit: Box::new(move |header| admission.admit(header)),
-            deliver: Box::new(move |message| delivery.deliver(message)),
             alive: Box::new(|_| {}),
         };
-        self.connections.insert(other, Connection::start(stream, options)?);
+        self.connections.insert(other, self.worker.connect(stream, remote)?);
         Ok(())
     }
 
     fn start_stage(&self, model: Model) -> Result<JoinHandle<()>, Fault> {
-        let mut ports: BTreeMap<WorkerId, Box<dyn Outgoing>> = BTreeMap::new();
-        let mut links = Vec::new();
-        for (&worker, connection) in &self.connections {
-            links.push((worker, connection.counters().clone()));
-            ports.insert(worker, Box::new(connection.port().ok_or(Fault::Lost)?));
-        }
         let driver = self.connections.get(&WorkerId(0)).and_then(Connection::port).ok_or(Fault::Lost)?;
-        let worker = Worker {
-            job: self.job.clone(),
-            roster: self.roster.clone(),
-            model,
-            mailbox: self.mailbox.clone(),
-            ports,
-            driver: Box::new(driver),
-            links,
-            coding: self.coding.clone(),
-            fate: self.fate.clone(),
-            status: self.status.clone(),
-        };
-        std::thread::Builder::new()
-            .name("stage".to_owned())
-            // The failure, if any, is in the run's fate.
-            .spawn(move || drop(worker.run()))
-            .map_err(|e| Fault::io("starting the stage thread", e))
+        let mut links = Links::new(Box::new(driver));
+        for (&worker, connection) in &self.connections {
+            links.add_connection(worker, connection)?;
+        }
+        self.worker.spawn(model, links)
     }
 
-    fn wait(&self, stage: JoinHandle<()>) {
-        while !stage.is_finished() && self.fate.failure().is_none() {
+    /// Waits until the worker's thread has ended, or until it is too late after the run's end.
+    fn finish(self, stage: JoinHandle<()>) -> JobEnd {
+        while !stage.is_finished() && self.abort().failure().is_none() {
             std::thread::sleep(POLL);
         }
-        if !join_until(stage, Instant::now() + GRACE) {
-            // A stage that does not end would compute on beside the next job.
-            let fault = Fault::TimedOut { what: "ending".to_owned(), limit_s: GRACE.as_secs_f64() };
-            let first = self.fate.fail(Failure::new(self.name(self.job.worker), "ending", fault));
-            eprintln!("error: {first}; its stage does not end, so this process does");
-            std::thread::sleep(POLL * 4);
-            engine::exit_at_once(1);
+        if join_until(stage, Instant::now() + SHUTDOWN_LIMIT) {
+            return self.close();
         }
+        let fault = Fault::TimedOut { what: "ending".to_owned(), limit_s: SHUTDOWN_LIMIT.as_secs_f64() };
+        let first = self.abort().fail(Failure::new(self.worker.name(), "ending", fault));
+        // The connections' threads notify the peers meanwhile.
+        std::thread::sleep(POLL * 4);
+        JobEnd::Stuck(first)
     }
 
-    fn close(self) -> Result<(), Failure> {
-        let deadline = Instant::now() + GRACE;
+    fn close(self) -> JobEnd {
+        let deadline = Instant::now() + SHUTDOWN_LIMIT;
         for connection in self.connections.into_values() {
             connection.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
         }
-        self.fate.failure().map_or(Ok(()), Err)
+        self.worker.abort.failure().map_or(JobEnd::Done, JobEnd::Failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::timeouts::Timeouts;
+    use crate::driver::launch::Workers;
+    use crate::driver::pipeline::{Batch, Pipeline, StepError};
+    use crate::engine::Device;
+    use crate::model::layer::{Context, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes};
+    use crate::model::loss::Loss;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::Mutex;
+    use tch::Tensor;
+
+    static RELEASED: AtomicBool = AtomicBool::new(false);
+
+    /// A layer that passes its input on, or that blocks in its forward pass and notices no failure of the run.
+    struct Gate {
+        name: &'static str,
+        blocks: bool,
+    }
+
+    impl Layer for Gate {
+        fn name(&self) -> &str {
+            self.name
+        }
+        fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+            Ok(input)
+        }
+        fn forward(&self, _: &mut LayerTensors<'_>, x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+            while self.blocks && !RELEASED.load(Ordering::Relaxed) {
+                std::thread::sleep(POLL);
+            }
+            Ok(vec![x[0].f_mul_scalar(2.0)?])
+        }
+    }
+
+    fn blocking_model(spec: &ModelSpec) -> Result<Model, ModelError> {
+        let gate = |name, blocks| -> Arc<dyn Layer> { Arc::new(Gate { name, blocks }) };
+        let mut model = Model::new(vec![gate("open", false), gate("closed", true)], vec![SampleShape::float(&[3])]);
+        model.spec = Some(spec.clone());
+        Ok(model)
+    }
+
+    /// A library that ends its host process takes everything else in it along.
+    #[test]
+    fn a_stuck_worker_thread_returns_from_the_server_and_does_not_end_the_process() {
+        let token = Token([7; 32]);
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let options = ServeOptions { models: blocking_model, ..ServeOptions::new(listen, token) };
+        let server = Server::bind(options).unwrap();
+        let address = server.address().unwrap().to_string();
+        let reported = Arc::new(Mutex::new(Vec::new()));
+        let seen = reported.clone();
+        let thread = std::thread::spawn(move || {
+            server.run(|| false, |event| seen.lock().unwrap().push(matches!(event, ServeEvent::Stuck(_))))
+        });
+        let spec = ModelSpec { name: "blocking".to_owned(), settings: serde_json::Value::Null };
+        let mut pipeline = Pipeline::builder(blocking_model(&spec).unwrap())
+            .place("client,server")
+            .device(Device::Cpu)
+            .threads(1)
+            .loss(Loss::MeanSquared)
+            .workers(Workers::Remote { addresses: vec![address], token })
+            .timeouts(Timeouts { stall_s: 0.5, ..Timeouts::default() })
+            .build()
+            .unwrap();
+        let x = || Tensor::ones([2, 3], (tch::Kind::Float, tch::Device::Cpu));
+        let failed = pipeline.train_step(&Batch::new(x(), x())).unwrap_err();
+        assert!(matches!(&failed, StepError::Failed(failure) if failure.worker == "server"), "{failed}");
+        drop(pipeline);
+        let failure = thread.join().unwrap().unwrap_err();
+        assert_eq!(failure.worker, "server", "{failure}");
+        assert_eq!(*reported.lock().unwrap(), [true]);
+        RELEASED.store(true, Ordering::Relaxed);
+    }
+
+    #[test]
+    fn an_address_that_others_can_reach_needs_expose() {
+        let options = ServeOptions::new("0.0.0.0:0".parse().unwrap(), Token([7; 32]));
+        let refused = Server::bind(options).err().unwrap().to_string();
+        assert!(refused.contains("0.0.0.0:0") && refused.contains("`ServeOptions::expose`"), "{refused}");
     }
 }

@@ -1,16 +1,16 @@
-//! How precisely a worker computes: in 32-bit floats, or under libtorch's autocast to bfloat16.
+//! The precision of a worker: 32-bit floats, or libtorch's autocast to bfloat16.
 //!
-//! Under autocast matrix products and convolutions take and give bfloat16, what needs the digits (losses, statistics of
-//! norms) stays at 32 bits, and the rest goes on in what it gets. Parameters, their gradients and the optimizer are of
-//! 32 bits throughout: a parameter is cast where it is used, and the cast is part of the graph. The backward pass runs
-//! outside; it follows the types of the forward pass by itself.
+//! Under autocast, matrix products and convolutions take and return bfloat16, operations that need the digits (losses,
+//! statistics of norms) stay at 32 bits, and all others keep the type of their input. Parameters, their gradients and
+//! the optimizer's state are always 32-bit floats: a parameter is cast where it is used, and the cast is part of the
+//! graph. The backward pass runs outside autocast, because it follows the types of the forward pass.
 //!
-//! PyTorch keeps such casts for as long as its context lasts. Here they are not kept, for three reasons:
+//! PyTorch caches these casts until its autocast context ends. Here the cache is off, for three reasons:
 //!
-//! - It keeps them for every leaf, and at a partition's border an activation is one. Gradients of its uses would be added
-//!   as bfloat16 where there is a border and as 32-bit floats where there is none, so they would depend on the cut.
-//! - All threads of a process share what is kept, so one worker leaving its pass would drop what another is using.
-//! - A parameter is used by one layer, mostly once a pass, and no pass shares a graph with another.
+//! - PyTorch caches the cast of every leaf, and at a partition's border an activation is a leaf. The gradients of its uses
+//!   would be added in bfloat16 at a border and in 32 bits elsewhere, so they would depend on the cut.
+//! - All threads of a process share the cache, so a worker that leaves its pass would drop casts that another still uses.
+//! - One layer uses a parameter, mostly once in a pass, and no two passes share a graph. There is little to cache.
 
 use super::ffi;
 use crate::failure::Fault;
@@ -19,19 +19,19 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::str::FromStr;
 
-/// What a pipeline computes in.
+/// The floating-point precision of forward passes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// 32-bit floats.
+    /// 32-bit floats throughout.
     #[default]
     Fp32,
-    /// bfloat16 where autocast takes it; parameters and their gradients stay 32-bit floats.
+    /// bfloat16 where autocast uses it. Parameters and their gradients stay 32-bit floats.
     Bf16,
 }
 
 impl Precision {
-    /// Whether a layer that promises `promised` may make `made`.
+    /// Whether a layer that declares output of type `promised` may return `made`.
     pub fn allows(self, promised: tch::Kind, made: tch::Kind) -> bool {
         let cast = self == Precision::Bf16 && promised == tch::Kind::Float && made == tch::Kind::BFloat16;
         made == promised || cast
@@ -59,22 +59,23 @@ impl fmt::Display for Precision {
     }
 }
 
-/// While it lives, this thread computes in the precision it was made with; then as before, whether all went well or not.
-#[must_use = "the thread computes as before once this is dropped"]
+/// A guard: until it is dropped, the thread computes in the precision that it was entered with. Dropping it restores
+/// the thread's previous settings, also after an error or a panic.
+#[must_use = "dropping the guard restores the previous precision"]
 pub struct Autocast {
-    before: Option<ffi::Casting>,
-    // What it changes and puts back is this thread's.
-    here: PhantomData<*const ()>,
+    before: Option<ffi::AutocastState>,
+    // Not `Send`: it must be dropped on the thread whose settings it restores.
+    not_send: PhantomData<*const ()>,
 }
 
 impl Autocast {
-    /// On this thread, for what is computed on `device`.
+    /// Sets the precision of this thread's operations on `device`.
     pub fn enter(precision: Precision, device: tch::Device) -> Result<Self, Fault> {
         let before = match precision {
             Precision::Fp32 => None,
-            Precision::Bf16 => Some(ffi::autocast_enter(device.is_cuda()).map_err(Fault::Engine)?),
+            Precision::Bf16 => Some(ffi::autocast_enter(device.is_cuda()).map_err(Fault::engine)?),
         };
-        Ok(Autocast { before, here: PhantomData })
+        Ok(Autocast { before, not_send: PhantomData })
     }
 }
 

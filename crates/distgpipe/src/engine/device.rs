@@ -1,21 +1,21 @@
-//! Which device a worker computes on. CUDA comes by loading `libtorch_cuda.so` at run time: a binary built on a
-//! machine without CUDA uses the GPU of the machine it runs on, if that machine's libtorch has it.
+//! The devices of a run. CUDA support is loaded from `libtorch_cuda.so` at run time, so a binary that was built on a
+//! machine without CUDA uses a GPU where libtorch has CUDA.
 
 use serde::{Deserialize, Serialize};
 use std::ffi::CString;
 use std::fmt;
 use std::str::FromStr;
 
-/// What the user may ask for: `cpu`, `cuda:N` or `auto`.
+/// A device as a user names it: `cpu`, `cuda:N` or `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum Device {
-    /// The processor.
+    /// The CPU of the worker's host.
     #[default]
     Cpu,
     /// The CUDA device with this number.
     Cuda(usize),
-    /// The first CUDA device if there is one, else the processor.
+    /// The first CUDA device if there is one, else the CPU.
     Auto,
 }
 
@@ -23,32 +23,32 @@ pub enum Device {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// The text is none of the forms.
+    /// The text does not name a device.
     #[error("unknown device `{got}`: expected `cpu`, `cuda:N` or `auto`")]
     Unknown {
-        /// What was written.
+        /// The text that was given.
         got: String,
     },
-    /// libtorch_cuda could not be loaded.
+    /// `libtorch_cuda.so` could not be loaded.
     #[error("device `cuda:{index}` needs libtorch_cuda.so, which could not be loaded ({why}): put the lib directory of a CUDA build of libtorch 2.11.0 (for instance torch/lib of the pip package) into LD_LIBRARY_PATH, or use `cpu`")]
     NoCudaLibrary {
-        /// The device asked for.
+        /// The number of the requested device.
         index: usize,
-        /// What the dynamic linker said.
+        /// The error of the dynamic linker.
         why: String,
     },
-    /// The library is there, the device is not.
+    /// CUDA is available, but has no device of this number.
     #[error("device `cuda:{index}` does not exist: this machine has {count} CUDA device(s)")]
     NoSuchCuda {
-        /// The device asked for.
+        /// The number of the requested device.
         index: usize,
-        /// How many there are.
+        /// How many CUDA devices there are.
         count: i64,
     },
 }
 
 impl Device {
-    /// The libtorch device, after making sure that it works.
+    /// The libtorch device. Loads CUDA if needed, and fails if this machine does not have the device.
     pub fn open(self) -> Result<tch::Device, DeviceError> {
         match self {
             Device::Cpu => Ok(tch::Device::Cpu),
@@ -61,12 +61,12 @@ impl Device {
                     Err(DeviceError::NoSuchCuda { index, count })
                 }
             }
-            Device::Auto => self.found().open(),
+            Device::Auto => self.resolved().open(),
         }
     }
 
-    /// The device that `auto` is on this machine; any other is itself.
-    pub fn found(self) -> Device {
+    /// Resolves `auto` to a device of this machine. Any other device is returned as it is.
+    pub fn resolved(self) -> Device {
         match self {
             Device::Auto if Device::Cuda(0).open().is_ok() => Device::Cuda(0),
             Device::Auto => Device::Cpu,
@@ -80,8 +80,8 @@ fn load_cuda() -> Result<(), String> {
     LOADED
         .get_or_init(|| {
             let name = CString::new("libtorch_cuda.so").expect("no NUL inside");
-            // SAFETY: dlopen with a constant name; the library registers its kernels in its own initialisers and is
-            // never closed. dlerror is read on the same thread right after the failure.
+            // SAFETY: dlopen gets a constant name. The library registers its kernels in its initializers and is never
+            // closed. dlerror is read on the same thread right after the failure.
             unsafe {
                 if !libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL).is_null() {
                     return Ok(());
@@ -110,23 +110,23 @@ impl FromStr for Device {
     }
 }
 
-/// The devices of a run: its workers take them in turn.
+/// The devices of a run, which its workers take in turn.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Devices(Vec<Device>);
 
 impl Devices {
-    /// The device of a worker.
+    /// The device of the worker with this number.
     pub fn of(&self, worker: usize) -> Device {
         self.0.get(worker % self.0.len().max(1)).copied().unwrap_or_default()
     }
 
-    /// All of them, in order.
+    /// All devices, in order.
     pub fn iter(&self) -> impl Iterator<Item = Device> + '_ {
         self.0.iter().copied()
     }
 
-    /// How many there are, one device written twice counted twice.
+    /// How many devices were named; one that is named twice counts twice.
     pub fn count(&self) -> usize {
         self.0.len()
     }

@@ -1,4 +1,4 @@
-//! The border to `shim.cpp`: each function here is the safe form of one there.
+//! Bindings to `shim.cpp`: each function here is a safe wrapper of one there.
 
 use libc::{c_char, c_int};
 use std::ffi::CStr;
@@ -7,8 +7,8 @@ use torch_sys::C_tensor;
 
 extern "C" {
     fn dg_backward(outputs: *const *const C_tensor, gradients: *const *const C_tensor, count: usize) -> *mut c_char;
-    fn dg_autocast_enter(cuda: bool, before: *mut Casting) -> *mut c_char;
-    fn dg_autocast_leave(before: *const Casting);
+    fn dg_autocast_enter(cuda: bool, before: *mut AutocastState) -> *mut c_char;
+    fn dg_autocast_leave(before: *const AutocastState);
     fn dg_grad(tensor: *const C_tensor) -> *mut C_tensor;
     fn dg_clear_grad(tensor: *const C_tensor);
     fn dg_version(tensor: *const C_tensor) -> i64;
@@ -25,7 +25,7 @@ extern "C" {
         pinned: bool,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
-    fn dg_keep_memory();
+    fn dg_tune_allocator();
     fn dg_release_memory();
     fn dg_meter_install();
     fn dg_meter_attach(meter: c_int);
@@ -34,12 +34,12 @@ extern "C" {
     fn dg_free_message(text: *mut c_char);
 }
 
-/// How a dense tensor's values follow each other in memory.
+/// The order of a dense tensor's values in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// Row-major: the last dimension runs fastest.
+    /// Row-major: the last dimension varies fastest.
     Contiguous,
-    /// [N, C, H, W] with C running fastest: what convolutions are fastest on.
+    /// A tensor [N, C, H, W] whose dimension C varies fastest. Convolutions are fastest in this layout.
     ChannelsLast,
 }
 
@@ -52,11 +52,12 @@ impl Layout {
     }
 }
 
+/// Turns the shim's error message, or null, into a result.
 fn outcome(message: *mut c_char) -> Result<(), String> {
     if message.is_null() {
         return Ok(());
     }
-    // SAFETY: the shim returns either null or a NUL-terminated string of its own malloc, which we free once.
+    // SAFETY: the shim returns null or a NUL-terminated string that it allocated, which is freed here once.
     unsafe {
         let text = CStr::from_ptr(message).to_string_lossy().into_owned();
         dg_free_message(message);
@@ -72,30 +73,30 @@ pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), String> {
     outcome(unsafe { dg_backward(outs.as_ptr(), grads.as_ptr(), outputs.len()) })
 }
 
-/// How a thread cast before `autocast_enter`, in the order of the shim's `dg_casting`.
+/// The thread's autocast settings before `autocast_enter`. The fields are those of the shim's `dg_autocast_state`.
 #[repr(C)]
 #[derive(Default)]
-pub struct Casting {
+pub struct AutocastState {
     cuda: bool,
     enabled: bool,
     dtype: c_int,
     cache: bool,
 }
 
-pub fn autocast_enter(cuda: bool) -> Result<Casting, String> {
-    let mut before = Casting::default();
-    // SAFETY: the shim sets thread-locals of libtorch, and writes to a struct that has its layout.
+pub fn autocast_enter(cuda: bool) -> Result<AutocastState, String> {
+    let mut before = AutocastState::default();
+    // SAFETY: the shim sets thread-locals of libtorch and writes to a struct of the same layout.
     outcome(unsafe { dg_autocast_enter(cuda, &mut before) })?;
     Ok(before)
 }
 
-pub fn autocast_leave(before: &Casting) {
-    // SAFETY: sets thread-locals; the struct is one that `autocast_enter` has filled.
+pub fn autocast_leave(before: &AutocastState) {
+    // SAFETY: sets thread-locals; `autocast_enter` has filled the struct.
     unsafe { dg_autocast_leave(before) }
 }
 
 pub fn grad(tensor: &Tensor) -> Option<Tensor> {
-    // SAFETY: the shim returns null or a tensor handle made with `new`, which tch's Tensor takes over and deletes.
+    // SAFETY: the shim returns null or a tensor handle from `new`, which tch's Tensor then owns and deletes.
     unsafe {
         let grad = dg_grad(tensor.as_ptr());
         (!grad.is_null()).then(|| Tensor::from_ptr(grad))
@@ -112,19 +113,19 @@ pub fn version(tensor: &Tensor) -> i64 {
     unsafe { dg_version(tensor.as_ptr()) }
 }
 
-/// Fills with 1 at probability `p`, else 0.
+/// Fills the tensor with 1 at probability `p`, else with 0.
 pub fn bernoulli(tensor: &mut Tensor, p: f64, seed: u64) -> Result<(), String> {
     // SAFETY: a live tensor, borrowed for the call.
     outcome(unsafe { dg_bernoulli(tensor.as_mut_ptr(), p, seed) })
 }
 
-/// Fills from the normal distribution.
+/// Fills the tensor from a normal distribution.
 pub fn normal(tensor: &mut Tensor, mean: f64, deviation: f64, seed: u64) -> Result<(), String> {
     // SAFETY: a live tensor, borrowed for the call.
     outcome(unsafe { dg_normal(tensor.as_mut_ptr(), mean, deviation, seed) })
 }
 
-/// Fills from the uniform distribution on [low, high).
+/// Fills the tensor from the uniform distribution on [low, high).
 pub fn uniform(tensor: &mut Tensor, low: f64, high: f64, seed: u64) -> Result<(), String> {
     // SAFETY: a live tensor, borrowed for the call.
     outcome(unsafe { dg_uniform(tensor.as_mut_ptr(), low, high, seed) })
@@ -141,7 +142,7 @@ pub fn layout(tensor: &Tensor) -> Option<Layout> {
 
 pub fn with_layout(tensor: &Tensor, layout: Layout) -> Result<Tensor, String> {
     let mut result = std::ptr::null_mut();
-    // SAFETY: on success the shim stores a handle made with `new`, which tch's Tensor takes over.
+    // SAFETY: on success the shim stores a handle from `new`, which tch's Tensor then owns.
     unsafe {
         outcome(dg_with_layout(tensor.as_ptr(), layout.code(), &mut result))?;
         Ok(Tensor::from_ptr(result))
@@ -150,14 +151,14 @@ pub fn with_layout(tensor: &Tensor, layout: Layout) -> Result<Tensor, String> {
 
 pub fn empty(dims: &[i64], kind: Kind, layout: Layout, pinned: bool) -> Result<Tensor, String> {
     let mut result = std::ptr::null_mut();
-    // SAFETY: `dims` is read for its length; on success the shim stores a handle made with `new`.
+    // SAFETY: the shim reads `dims.len()` numbers; on success it stores a handle from `new`.
     unsafe {
         outcome(dg_empty(dims.as_ptr(), dims.len(), scalar_type(kind)?, layout.code(), pinned, &mut result))?;
         Ok(Tensor::from_ptr(result))
     }
 }
 
-/// The number that libtorch's `ScalarType` has for a kind; tch keeps it to itself.
+/// The number of a kind in libtorch's `ScalarType`, which tch does not expose.
 fn scalar_type(kind: Kind) -> Result<c_int, String> {
     Ok(match kind {
         Kind::Uint8 => 0,
@@ -170,13 +171,13 @@ fn scalar_type(kind: Kind) -> Result<c_int, String> {
         Kind::Double => 7,
         Kind::Bool => 11,
         Kind::BFloat16 => 15,
-        other => return Err(format!("no tensors of {other:?} here")),
+        other => return Err(format!("tensors of {other:?} are not supported")),
     })
 }
 
-pub fn keep_memory() {
-    // SAFETY: calls mallopt only.
-    unsafe { dg_keep_memory() }
+pub fn tune_allocator() {
+    // SAFETY: calls mallopt only, which is thread-safe.
+    unsafe { dg_tune_allocator() }
 }
 
 pub fn release_memory() {
@@ -185,7 +186,7 @@ pub fn release_memory() {
 }
 
 pub fn meter_install() {
-    // SAFETY: guarded by a once-flag; blocks of the former allocator keep their own deleter.
+    // SAFETY: guarded by a once-flag; blocks of the previous allocator keep their own deleter.
     unsafe { dg_meter_install() }
 }
 
@@ -201,35 +202,35 @@ pub fn meter_take_peak(meter: usize) -> u64 {
 }
 
 pub fn cuda_peak(device: usize, reserved: bool) -> u64 {
-    // SAFETY: asks libtorch's allocator; the shim answers 0 where there is none.
+    // SAFETY: reads statistics of libtorch's allocator; the shim returns 0 if there is none.
     let peak = unsafe { dg_cuda_peak(c_int::try_from(device).unwrap_or(0), reserved) };
     u64::try_from(peak).unwrap_or(0)
 }
 
-/// The values of a dense CPU tensor in memory order, or `None` if it is not one.
+/// The bytes of a dense CPU tensor in memory order, or `None` for any other tensor.
 pub fn bytes(tensor: &Tensor) -> Option<&[u8]> {
     let length = dense_bytes(tensor)?;
     // SAFETY: a dense CPU tensor owns `numel * element size` bytes from its data pointer, alive while it is borrowed.
     (length > 0).then(|| unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }).or(Some(&[]))
 }
 
-/// The values of a dense CPU tensor, to be written.
+/// The bytes of a dense CPU tensor, to write to.
 pub fn bytes_mut(tensor: &mut Tensor) -> Option<&mut [u8]> {
     let length = dense_bytes(tensor)?;
     if length == 0 {
         return Some(&mut []);
     }
-    // SAFETY: as in `bytes`; the callers write only to tensors they have just made with `empty`, which nobody shares.
+    // SAFETY: as in `bytes`; callers write only to tensors that they have just made with `empty` and do not share.
     Some(unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) })
 }
 
-/// The values of a dense CPU tensor of 32-bit floats, to be written.
+/// The values of a dense CPU tensor of 32-bit floats, to write to; `None` for any other tensor.
 pub fn floats_mut(tensor: &mut Tensor) -> Option<&mut [f32]> {
     if tensor.kind() != Kind::Float {
         return None;
     }
-    // SAFETY: libtorch aligns tensors of floats for floats, any bits are a float, and what `align_to_mut` would leave out
-    // at either end is refused.
+    // SAFETY: any bits are a valid `f32`. libtorch aligns float tensors for floats, and a slice with an unaligned start
+    // or end is rejected.
     match unsafe { bytes_mut(tensor)?.align_to_mut::<f32>() } {
         ([], values, []) => Some(values),
         _ => None,
@@ -239,17 +240,4 @@ pub fn floats_mut(tensor: &mut Tensor) -> Option<&mut [f32]> {
 fn dense_bytes(tensor: &Tensor) -> Option<usize> {
     let dense = tensor.device() == tch::Device::Cpu && layout(tensor).is_some();
     dense.then(|| tensor.numel() * tensor.kind().elt_size_in_bytes())
-}
-
-pub fn die_at_once() -> ! {
-    // SAFETY: raising a signal at ourselves; `_exit` is never reached.
-    unsafe {
-        libc::raise(libc::SIGKILL);
-        libc::_exit(1)
-    }
-}
-
-pub fn exit_at_once(status: i32) -> ! {
-    // SAFETY: ends the process without running anything of ours.
-    unsafe { libc::_exit(status) }
 }

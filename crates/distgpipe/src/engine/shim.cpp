@@ -1,5 +1,5 @@
-// What libtorch has, we need, and tch does not show. Every function that can throw returns null on
-// success or a malloc'ed message that the Rust side frees; no exception crosses the border.
+// libtorch functions that tch does not expose. A function that can throw returns null on success, or an error message
+// from malloc, which the Rust side frees. No exception crosses the language border.
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -22,9 +22,9 @@
 
 namespace {
 
+// A copy of the first line; libtorch appends a C++ stack trace after it.
 char *message(const char *text) {
   const char *end = std::strchr(text, '\n');
-  // libtorch appends a C++ stack trace after the first line.
   size_t length = end ? static_cast<size_t>(end - text) : std::strlen(text);
   char *copy = static_cast<char *>(std::malloc(length + 1));
   if (copy) {
@@ -45,7 +45,7 @@ template <typename F> char *guarded(F &&body) {
   }
 }
 
-// One generator per thread and device: re-seeded at every use, so what other threads draw is of no account.
+// One generator per thread and device. It is seeded at every use, so that other threads' draws do not matter.
 at::Generator generator_for(const at::Device &device, uint64_t seed) {
   struct Slot {
     at::Device device;
@@ -65,8 +65,8 @@ at::Generator generator_for(const at::Device &device, uint64_t seed) {
   return fresh;
 }
 
-// Counts what CPU tensors hold, in total and at the most, and otherwise leaves allocation to libtorch's own
-// allocator. A worker's share is what its stage thread allocated, whoever frees it.
+// Counts the bytes of CPU tensors, now and at the peak. The tensors of a worker are those that its thread allocated,
+// whichever thread frees them.
 struct Meter {
   std::atomic<int64_t> now{0};
   std::atomic<int64_t> peak{0};
@@ -82,24 +82,25 @@ constexpr int kMeters = 256;
 Meter meters[kMeters];
 thread_local int meter_of_thread = 0;
 
-// Stands before each block, in the room of one cache line, so that the data stays aligned and the pointer is its own
-// context, as libtorch wants of an allocator that is used raw.
-struct Label {
+// The header of each block. It takes one cache line, so that the data stays aligned. The data pointer is its own context,
+// as libtorch requires of an allocator for raw allocation.
+struct Header {
   int64_t bytes;
   int meter;
 };
-constexpr size_t kLabel = 64;
-static_assert(sizeof(Label) <= kLabel, "a label fits its room");
+constexpr size_t kHeaderBytes = 64;
+static_assert(sizeof(Header) <= kHeaderBytes, "a header fits into its cache line");
 
-c10::Allocator *inner = nullptr;
+// libtorch's own CPU allocator, which allocates all blocks.
+c10::Allocator *base_allocator = nullptr;
 
 void release(void *data) {
   if (!data)
     return;
-  void *block = static_cast<char *>(data) - kLabel;
-  auto *label = static_cast<Label *>(block);
-  meters[label->meter].add(-label->bytes);
-  inner->raw_deallocate(block);
+  void *block = static_cast<char *>(data) - kHeaderBytes;
+  auto *header = static_cast<Header *>(block);
+  meters[header->meter].add(-header->bytes);
+  base_allocator->raw_deallocate(block);
 }
 
 struct CountingAllocator final : c10::Allocator {
@@ -107,10 +108,10 @@ struct CountingAllocator final : c10::Allocator {
     c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0)
       return c10::DataPtr(nullptr, nullptr, &release, cpu);
-    void *block = inner->raw_allocate(bytes + kLabel);
-    new (block) Label{static_cast<int64_t>(bytes), meter_of_thread};
+    void *block = base_allocator->raw_allocate(bytes + kHeaderBytes);
+    new (block) Header{static_cast<int64_t>(bytes), meter_of_thread};
     meters[meter_of_thread].add(static_cast<int64_t>(bytes));
-    void *data = static_cast<char *>(block) + kLabel;
+    void *data = static_cast<char *>(block) + kHeaderBytes;
     return c10::DataPtr(data, data, &release, cpu);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -132,19 +133,19 @@ char *dg_backward(at::Tensor **outputs, at::Tensor **gradients, size_t count) {
   });
 }
 
-// How a thread casts: what `dg_autocast_enter` found, for `dg_autocast_leave` to put back.
-struct dg_casting {
+// A thread's autocast settings, which `dg_autocast_enter` saves and `dg_autocast_leave` restores.
+struct dg_autocast_state {
   bool cuda;
   bool enabled;
   int dtype;
   bool cache;
 };
 
-// From here on this thread computes as under torch.autocast(…, bfloat16, cache_enabled=False).
-char *dg_autocast_enter(bool cuda, dg_casting *before) {
+// Makes the calling thread compute as under torch.autocast(…, bfloat16, cache_enabled=False).
+char *dg_autocast_enter(bool cuda, dg_autocast_state *before) {
   return guarded([&] {
     auto type = cuda ? at::kCUDA : at::kCPU;
-    *before = dg_casting{cuda, at::autocast::is_autocast_enabled(type),
+    *before = dg_autocast_state{cuda, at::autocast::is_autocast_enabled(type),
                          static_cast<int>(at::autocast::get_autocast_dtype(type)),
                          at::autocast::is_autocast_cache_enabled()};
     at::autocast::set_autocast_dtype(type, at::kBFloat16);
@@ -153,7 +154,7 @@ char *dg_autocast_enter(bool cuda, dg_casting *before) {
   });
 }
 
-void dg_autocast_leave(const dg_casting *before) {
+void dg_autocast_leave(const dg_autocast_state *before) {
   guarded([&] {
     auto type = before->cuda ? at::kCUDA : at::kCPU;
     at::autocast::set_autocast_enabled(type, before->enabled);
@@ -162,7 +163,7 @@ void dg_autocast_leave(const dg_casting *before) {
   });
 }
 
-// A new reference to the gradient, or null where there is none.
+// A new reference to the gradient, or null if there is none.
 at::Tensor *dg_grad(at::Tensor *tensor) {
   try {
     const at::Tensor &grad = tensor->grad();
@@ -176,7 +177,7 @@ void dg_clear_grad(at::Tensor *tensor) {
   guarded([&] { tensor->mutable_grad() = at::Tensor(); });
 }
 
-// How often the tensor's values were changed in place, or -1 where libtorch does not count.
+// How often the tensor was changed in place, or -1 if libtorch does not track it.
 int64_t dg_version(at::Tensor *tensor) {
   try {
     return static_cast<int64_t>(tensor->_version());
@@ -197,8 +198,8 @@ char *dg_uniform(at::Tensor *tensor, double low, double high, uint64_t seed) {
   return guarded([&] { tensor->uniform_(low, high, generator_for(tensor->device(), seed)); });
 }
 
-// 1: row-major, 2: channels-last, 0: neither. A tensor that is both (one channel, or 1x1) counts as row-major
-// unless its strides say channels-last, so that a copy of it is laid out as it was.
+// 1: row-major, 2: channels-last, 0: neither. A tensor that is both (one channel, or 1x1 images) counts as row-major
+// unless its strides say channels-last, so that a copy of it gets the same strides.
 int dg_layout(at::Tensor *tensor) try {
   if (tensor->dim() == 4 && tensor->suggest_memory_format() == at::MemoryFormat::ChannelsLast &&
       tensor->is_contiguous(at::MemoryFormat::ChannelsLast))
@@ -212,7 +213,7 @@ char *dg_with_layout(at::Tensor *tensor, int layout, at::Tensor **result) {
   return guarded([&] {
     auto format = layout == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
     if (layout == 2 && tensor->suggest_memory_format() != at::MemoryFormat::ChannelsLast) {
-      // `contiguous` leaves a tensor alone that is both; strides matter to the kernels that come after.
+      // `contiguous` does not change a tensor that is both, but later kernels choose by its strides.
       *result = new at::Tensor(at::empty(tensor->sizes(), tensor->options().memory_format(format)).copy_(*tensor));
       return;
     }
@@ -228,9 +229,9 @@ char *dg_empty(const int64_t *sizes, size_t dims, int dtype, int layout, bool pi
   });
 }
 
-// Freed activations stay in the process instead of going back to the kernel and being faulted in again.
-// One arena, because the others are capped at 64 MiB a heap and would map and unmap larger tensors all the same.
-void dg_keep_memory() {
+// Keeps freed memory in the process, so that the next step's activations cause no page faults. One arena, because the
+// heaps of the others are limited to 64 MiB and larger tensors would still be mapped and unmapped.
+void dg_tune_allocator() {
 #ifdef __GLIBC__
   mallopt(M_ARENA_MAX, 1);
   mallopt(M_MMAP_MAX, 0);
@@ -239,7 +240,7 @@ void dg_keep_memory() {
 #endif
 }
 
-// Gives kept memory back to the kernel after all.
+// Gives free memory back to the kernel.
 void dg_release_memory() {
 #ifdef __GLIBC__
   malloc_trim(0);
@@ -249,7 +250,7 @@ void dg_release_memory() {
 void dg_meter_install() {
   static std::once_flag once;
   std::call_once(once, [] {
-    inner = c10::GetCPUAllocator();
+    base_allocator = c10::GetCPUAllocator();
     static CountingAllocator counting;
     c10::SetCPUAllocator(&counting, 255);
   });
@@ -257,7 +258,7 @@ void dg_meter_install() {
 
 void dg_meter_attach(int meter) { meter_of_thread = meter >= 0 && meter < kMeters ? meter : 0; }
 
-// The most bytes since the last call; the peak then starts again from what is held now.
+// The peak in bytes since the last call. The next peak starts from the bytes that are held now.
 int64_t dg_meter_take_peak(int meter) {
   if (meter < 0 || meter >= kMeters)
     return 0;
@@ -265,7 +266,8 @@ int64_t dg_meter_take_peak(int meter) {
   return meters[meter].peak.exchange(now, std::memory_order_relaxed);
 }
 
-// The most bytes that tensors held on a CUDA device since the process began, or 0 where that is unknown.
+// The peak in bytes of a CUDA device since the process started: of its tensors, or of all memory that the allocator has
+// reserved for them. 0 if that is unknown.
 int64_t dg_cuda_peak(int device, bool reserved) {
   try {
     auto *allocator = dynamic_cast<c10::DeviceAllocator *>(c10::GetAllocator(c10::DeviceType::CUDA));

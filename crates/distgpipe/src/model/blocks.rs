@@ -1,25 +1,25 @@
-//! The blocks that models are built from. A block is part of a layer: it names its tensors under a prefix and takes
-//! them from [`Own`] in the same order.
+//! Building blocks for layers: convolution, batch norm, linear map, layer norm. A block declares its tensors under a
+//! prefix and takes them from [`LayerTensors`] in the same order.
 
-use crate::deferred_batch_norm::NormTensors;
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Own, Role, SampleShape, ShapeError, TensorSpec};
+use crate::model::layer::{Context, Init, LayerTensors, Role, SampleShape, ShapeError, TensorSpec};
+use crate::runtime::deferred_batch_norm::NormTensors;
 use tch::{Device, Kind, Tensor};
 
 /// A 2-D convolution, padded with zeros so that stride 1 keeps the size.
 #[derive(Clone, Debug)]
 pub struct Conv2d {
-    /// Channels in.
+    /// Input channels.
     pub from: i64,
-    /// Channels out.
+    /// Output channels.
     pub to: i64,
     /// Height and width of the kernel, both odd.
     pub kernel: [i64; 2],
-    /// Steps down and across.
+    /// Vertical and horizontal stride.
     pub stride: [i64; 2],
-    /// Groups; `from` of them make it depthwise.
+    /// Groups; as many as input channels make the convolution depthwise.
     pub groups: i64,
-    /// Whether it adds a bias.
+    /// Whether a bias is added.
     pub bias: bool,
 }
 
@@ -33,7 +33,7 @@ impl Conv2d {
         self.kernel.map(|side| (side - 1) / 2)
     }
 
-    /// Its weight, as `{prefix}.weight`, drawn as He et al. do for the number of outputs; and its bias, if any.
+    /// `{prefix}.weight`, with He et al.'s fan-out initialization, and `{prefix}.bias` if there is one.
     pub fn tensors(&self, prefix: &str) -> Vec<TensorSpec> {
         let [height, width] = self.kernel;
         let fan_out = self.to * height * width;
@@ -46,21 +46,22 @@ impl Conv2d {
         tensors
     }
 
-    /// Computes.
-    pub fn forward(&self, own: &mut Own<'_>, x: &Tensor) -> Result<Tensor, Fault> {
-        let weight = own.next();
-        let bias = self.bias.then(|| own.next());
+    /// Runs the block on `x`, taking its tensors from `tensors`.
+    pub fn forward(&self, tensors: &mut LayerTensors<'_>, x: &Tensor) -> Result<Tensor, Fault> {
+        let weight = tensors.next();
+        let bias = self.bias.then(|| tensors.next());
         let convolve = |x: &Tensor, stride| x.f_conv2d(weight, bias, stride, self.padding(), [1, 1], self.groups);
         let [down, across] = self.stride;
-        // On processors with AVX2 and no AVX-512, the gradient of such a weight is written past its room by oneDNN
-        // (its issue 6035, open in libtorch 2.11.0). Picking the pixels first is the same sum.
+        // Works around an out-of-bounds write in oneDNN (its issue 6035, open in libtorch 2.11.0): on processors with
+        // AVX2 but not AVX-512, the weight gradient of such a convolution overruns its buffer. Subsampling the input
+        // first computes the same sums.
         if self.kernel == [1, 1] && down.max(across) > 1 && self.from < 8 && x.device() == Device::Cpu {
             return Ok(convolve(&x.f_slice(2, None, None, down)?.f_slice(3, None, None, across)?, [1, 1])?);
         }
         Ok(convolve(x, self.stride)?)
     }
 
-    /// The shape it makes of `[channels, height, width]`.
+    /// The output shape for an input `[channels, height, width]`.
     pub fn shape(&self, layer: &str, input: &SampleShape) -> Result<SampleShape, ShapeError> {
         match input.dims[..] {
             [c, h, w] if c == self.from && h > 0 && w > 0 => {
@@ -83,7 +84,7 @@ impl Conv2d {
     }
 }
 
-/// The shape that convolutions one after the other make of `input`, and their multiply-adds.
+/// The output shape of a sequence of convolutions, and their multiply-adds.
 pub fn chain<'a>(
     layer: &str,
     input: &SampleShape,
@@ -98,15 +99,15 @@ pub fn chain<'a>(
     Ok((output, sum))
 }
 
-/// Batch norm over the channels, deferred under micro-batches.
+/// Batch norm over the channels. Its running statistics are updated once per batch.
 #[derive(Clone, Debug)]
 pub struct BatchNorm2d {
-    /// How many channels.
+    /// The number of channels.
     pub channels: i64,
 }
 
 impl BatchNorm2d {
-    /// Its five tensors under PyTorch's names.
+    /// The five tensors of PyTorch's `BatchNorm2d`.
     pub fn tensors(&self, prefix: &str) -> Vec<TensorSpec> {
         let c = [self.channels];
         vec![
@@ -124,29 +125,34 @@ impl BatchNorm2d {
         ]
     }
 
-    /// Computes.
-    pub fn forward(&self, own: &mut Own<'_>, x: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
-        let tensors = NormTensors {
-            weight: own.next(),
-            bias: own.next(),
-            running_mean: own.next(),
-            running_var: own.next(),
-            batches: own.next(),
+    /// Runs the block on `x`, taking its tensors from `tensors`.
+    pub fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        x: &Tensor,
+        context: &mut Context<'_>,
+    ) -> Result<Tensor, Fault> {
+        let norm = NormTensors {
+            weight: tensors.next(),
+            bias: tensors.next(),
+            running_mean: tensors.next(),
+            running_var: tensors.next(),
+            batches: tensors.next(),
             eps: 1e-5,
             momentum: 0.1,
         };
-        context.batch_norm(x, tensors)
+        context.batch_norm(x, norm)
     }
 }
 
-/// What follows a batch norm.
+/// The activation after a batch norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// Nothing.
+    /// The identity.
     None,
-    /// The positive part.
+    /// max(x, 0).
     Relu,
-    /// The positive part, at most 6.
+    /// min(max(x, 0), 6).
     Relu6,
 }
 
@@ -155,22 +161,27 @@ pub enum Activation {
 pub struct ConvNorm {
     /// The convolution.
     pub conv: Conv2d,
-    /// What follows the norm.
+    /// The activation after the norm.
     pub activation: Activation,
 }
 
 impl ConvNorm {
-    /// The tensors, with the names of the convolution and of the norm.
+    /// The tensors, under the prefixes of the convolution and of the norm.
     pub fn tensors(&self, conv: &str, norm: &str) -> Vec<TensorSpec> {
         let mut tensors = self.conv.tensors(conv);
         tensors.extend(BatchNorm2d { channels: self.conv.to }.tensors(norm));
         tensors
     }
 
-    /// Computes.
-    pub fn forward(&self, own: &mut Own<'_>, x: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
-        let y = self.conv.forward(own, x)?;
-        let mut y = BatchNorm2d { channels: self.conv.to }.forward(own, &y, context)?;
+    /// Runs the block on `x`, taking its tensors from `tensors`.
+    pub fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        x: &Tensor,
+        context: &mut Context<'_>,
+    ) -> Result<Tensor, Fault> {
+        let y = self.conv.forward(tensors, x)?;
+        let mut y = BatchNorm2d { channels: self.conv.to }.forward(tensors, &y, context)?;
         // In place: batch norm's backward pass needs its input, not its output.
         Ok(match self.activation {
             Activation::None => y,
@@ -183,19 +194,19 @@ impl ConvNorm {
 /// A linear map with bias on the last dimension.
 #[derive(Clone, Debug)]
 pub struct Linear {
-    /// Features in.
+    /// Input features.
     pub from: i64,
-    /// Features out.
+    /// Output features.
     pub to: i64,
 }
 
 impl Linear {
-    /// Weight and bias, with PyTorch's default first values.
+    /// Weight and bias, with PyTorch's default initialization.
     pub fn tensors(&self, prefix: &str) -> Vec<TensorSpec> {
         self.tensors_from(prefix, Init::fan_in(self.from), Init::fan_in(self.from))
     }
 
-    /// Weight and bias with other first values.
+    /// Weight and bias, with the given initialization.
     pub fn tensors_from(&self, prefix: &str, weight: Init, bias: Init) -> Vec<TensorSpec> {
         vec![
             TensorSpec::parameter(format!("{prefix}.weight"), &[self.to, self.from], weight),
@@ -203,9 +214,9 @@ impl Linear {
         ]
     }
 
-    /// Computes.
-    pub fn forward(&self, own: &mut Own<'_>, x: &Tensor) -> Result<Tensor, Fault> {
-        let (weight, bias) = (own.next(), own.next());
+    /// Runs the block on `x`, taking its tensors from `tensors`.
+    pub fn forward(&self, tensors: &mut LayerTensors<'_>, x: &Tensor) -> Result<Tensor, Fault> {
+        let (weight, bias) = (tensors.next(), tensors.next());
         Ok(x.f_linear(weight, Some(bias))?)
     }
 }
@@ -213,14 +224,14 @@ impl Linear {
 /// Layer norm over the last dimension.
 #[derive(Clone, Debug)]
 pub struct LayerNorm {
-    /// Its size.
+    /// The size of the last dimension.
     pub features: i64,
-    /// Added to the variance.
+    /// Added to the variance, for numerical stability.
     pub eps: f64,
 }
 
 impl LayerNorm {
-    /// Scale and shift.
+    /// `{prefix}.weight` and `{prefix}.bias`.
     pub fn tensors(&self, prefix: &str) -> Vec<TensorSpec> {
         vec![
             TensorSpec::parameter(format!("{prefix}.weight"), &[self.features], Init::Constant(1.0)),
@@ -228,9 +239,9 @@ impl LayerNorm {
         ]
     }
 
-    /// Computes.
-    pub fn forward(&self, own: &mut Own<'_>, x: &Tensor) -> Result<Tensor, Fault> {
-        let (weight, bias) = (own.next(), own.next());
+    /// Runs the block on `x`, taking its tensors from `tensors`.
+    pub fn forward(&self, tensors: &mut LayerTensors<'_>, x: &Tensor) -> Result<Tensor, Fault> {
+        let (weight, bias) = (tensors.next(), tensors.next());
         Ok(x.f_layer_norm([self.features], Some(weight), Some(bias), self.eps, true)?)
     }
 }

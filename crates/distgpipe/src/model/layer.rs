@@ -1,23 +1,24 @@
-//! A layer: the smallest thing that can be placed.
+//! A layer: the smallest unit that can be placed on a worker.
 //!
-//! A layer is a *spec*. It knows its name, the names, shapes and first values of its tensors, and what it makes of
-//! shapes, all without holding a single number. Its tensors are made by the worker that runs it and are lent to
-//! [`Layer::forward`], so a model of fifteen billion parameters is a few kilobytes until somebody builds his part.
+//! A layer is a *spec*. It knows its name, the names, shapes and initial values of its tensors, and its output shapes,
+//! but it holds no tensor data. The worker that runs the layer allocates its tensors and lends them to
+//! [`Layer::forward`]. A model of fifteen billion parameters therefore takes a few kilobytes until a worker builds its
+//! part of it.
 
-use crate::deferred_batch_norm::{DeferredBatchNorm, NormTensors};
 use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
+use crate::runtime::deferred_batch_norm::{DeferredBatchNorm, NormTensors};
 use distgpipe_core::skip::SkipUse;
 use distgpipe_core::MicroBatchId;
 use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
-/// The shape and type of one tensor of one sample: the batch dimension is left out.
+/// The shape and element type of a tensor, for one sample: without the batch dimension.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleShape {
-    /// Dimensions after the batch dimension.
+    /// The dimensions after the batch dimension.
     pub dims: Vec<i64>,
-    /// The type of its elements.
+    /// The element type.
     pub kind: Kind,
 }
 
@@ -32,50 +33,50 @@ impl SampleShape {
         SampleShape { dims: dims.to_vec(), kind: Kind::Int64 }
     }
 
-    /// Bytes that one sample takes.
+    /// The size of one sample in bytes.
     pub fn bytes(&self) -> u64 {
         let elements: i64 = self.dims.iter().product();
         u64::try_from(elements).unwrap_or(0) * self.kind.elt_size_in_bytes() as u64
     }
 }
 
-/// The shapes of the skips that are on their way, by name.
+/// The shapes of the skip connections that are open at some layer, by name.
 pub type SkipShapes = BTreeMap<String, SampleShape>;
 
-/// A layer was given something it cannot work on.
+/// A layer does not accept its input.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("layer `{layer}` expects {expected}, got {got:?}")]
 pub struct ShapeError {
     /// The layer's name.
     pub layer: String,
-    /// What it wants, in words.
+    /// The shapes the layer accepts, in words.
     pub expected: String,
-    /// What it got.
+    /// The shapes it was given.
     pub got: Vec<SampleShape>,
 }
 
-/// What a tensor of a layer is for.
+/// The role of a layer's tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Learned: has a gradient and an optimizer state.
+    /// Trained: has a gradient and optimizer state.
     Parameter,
-    /// Kept along, such as running statistics.
+    /// Saved with the model but not trained, such as running statistics.
     Buffer,
 }
 
-/// The value a tensor starts from.
+/// The initial value of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// The same number everywhere.
+    /// Every element has this value.
     Constant(f64),
-    /// Normally distributed around 0.
+    /// A normal distribution with mean 0.
     Normal {
         /// The standard deviation.
         deviation: f64,
     },
-    /// Evenly distributed between −bound and bound.
+    /// A uniform distribution between −bound and bound.
     Uniform {
-        /// The largest value.
+        /// The largest magnitude.
         bound: f64,
     },
 }
@@ -87,40 +88,41 @@ impl Init {
     }
 }
 
-/// One tensor of a layer, not yet made.
+/// The name, shape and initial value of a layer's tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
-    /// The full name, as in the public weight files.
+    /// The full name, unique in the model, as published weight files have it.
     pub name: String,
-    /// Its dimensions.
+    /// The dimensions; empty for a scalar.
     pub dims: Vec<i64>,
-    /// Its element type.
+    /// The element type.
     pub kind: Kind,
-    /// Learned or kept along.
+    /// Whether the tensor is trained.
     pub role: Role,
-    /// What it starts from.
+    /// The initial value.
     pub init: Init,
 }
 
 impl TensorSpec {
-    /// A learned tensor of 32-bit floats.
+    /// A trained tensor of 32-bit floats.
     pub fn parameter(name: impl Into<String>, dims: &[i64], init: Init) -> Self {
         TensorSpec { name: name.into(), dims: dims.to_vec(), kind: Kind::Float, role: Role::Parameter, init }
     }
 
-    /// A tensor of 32-bit floats that is kept along.
+    /// A buffer of 32-bit floats.
     pub fn buffer(name: impl Into<String>, dims: &[i64], init: Init) -> Self {
         TensorSpec { role: Role::Buffer, ..Self::parameter(name, dims, init) }
     }
 
-    /// How many numbers it holds.
+    /// The number of elements.
     pub fn elements(&self) -> u64 {
         self.dims.iter().map(|&d| u64::try_from(d).unwrap_or(0)).product()
     }
 
-    /// Makes it. The values depend on the seed and the name alone, never on the cut or the placement.
+    /// Allocates and initializes the tensor. Its values depend on the seed and the name alone, never on the cut or the
+    /// placement.
     pub fn build(&self, seed: Stream, device: tch::Device) -> Result<Tensor, Fault> {
-        // Drawn on the CPU whatever the device, so that a run starts from the same weights everywhere.
+        // Drawn on the CPU, so that a run starts from the same weights on every device.
         let mut tensor = engine::empty(&self.dims, self.kind, Layout::Contiguous)?;
         let stream = seed.named(&self.name);
         match self.init {
@@ -133,22 +135,22 @@ impl TensorSpec {
     }
 }
 
-/// A layer's tensors, handed out in the order of [`Layer::tensors`].
-pub struct Own<'a> {
+/// The tensors of one layer, in the order of [`Layer::tensors`].
+pub struct LayerTensors<'a> {
     layer: &'a str,
     tensors: std::slice::Iter<'a, Tensor>,
 }
 
-impl<'a> Own<'a> {
-    /// The tensors of the layer with this name.
+impl<'a> LayerTensors<'a> {
+    /// Wraps the tensors of the layer with this name.
     pub fn new(layer: &'a str, tensors: &'a [Tensor]) -> Self {
-        Own { layer, tensors: tensors.iter() }
+        LayerTensors { layer, tensors: tensors.iter() }
     }
 
-    /// The next tensor.
+    /// Returns the next tensor.
     ///
     /// # Panics
-    /// If the layer asks for more tensors than it declared: an error in the layer, which the stage reports.
+    /// If the layer takes more tensors than it declared. The worker reports the panic as a failure of the run.
     #[allow(clippy::should_implement_trait)]
     pub fn next(&mut self) -> &'a Tensor {
         match self.tensors.next() {
@@ -158,79 +160,86 @@ impl<'a> Own<'a> {
     }
 }
 
-/// The smallest thing that can be placed: a named block with parameters.
+/// The smallest unit that can be placed on a worker: a named block with tensors.
+///
+/// Implement this for layers of your own; `examples/own_layers.rs` shows how.
 pub trait Layer: Send + Sync {
-    /// Its name; unique in a model.
+    /// The layer's name, unique in the model.
     fn name(&self) -> &str;
 
-    /// Its tensors, in the order [`Layer::forward`] takes them.
+    /// The layer's tensors, in the order in which [`Layer::forward`] takes them.
     fn tensors(&self) -> Vec<TensorSpec> {
         Vec::new()
     }
 
-    /// The skips it stashes and pops.
+    /// The skip connections that the layer stashes and pops.
     fn skips(&self) -> SkipUse {
         SkipUse::default()
     }
 
-    /// The shapes it makes of these. A stashed skip is added to `skips`, a popped one is taken from it.
+    /// The output shapes for these input shapes. The layer adds the skips it stashes to `skips` and removes those it pops.
     fn shapes(&self, input: Vec<SampleShape>, skips: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError>;
 
-    /// Computes. Everything random must come from `context`, so that recomputation replays it. The input must not be
-    /// changed in place: it may be needed for another pass, or be another worker's too.
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault>;
+    /// Computes the output. Take all randomness from `context`, so that recomputation repeats it exactly. Do not modify
+    /// the input in place: another pass or another worker may still need it.
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault>;
 
-    /// Multiply-adds for one sample of this input, where that says something about its cost.
+    /// Multiply-adds for one sample of this input; 0 if they do not describe the layer's cost.
     fn multiply_adds(&self, _input: &[SampleShape]) -> u64 {
         0
     }
 }
 
-/// Whether the pass learns.
+/// The kind of forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Passing {
+pub enum PassMode {
     /// A forward pass in training.
     Train,
-    /// The same pass again, to get back activations that were not kept: statistics are not gathered twice.
-    Replay,
-    /// Evaluation: no dropout, running statistics.
+    /// A recomputation of a training pass, which must not collect batch statistics a second time.
+    Recompute,
+    /// A forward pass in evaluation: no dropout, and batch norm uses the running statistics.
     Evaluate,
 }
 
-/// What a layer may use besides its input and its tensors.
+/// What a forward pass offers a layer: randomness, dropout, batch norm and skip connections.
 pub struct Context<'a> {
-    pub(crate) passing: Passing,
+    pub(crate) mode: PassMode,
     pub(crate) micro_batch: MicroBatchId,
     pub(crate) layer: usize,
     pub(crate) layer_name: &'a str,
-    /// Of this step and micro-batch.
+    /// The random stream of this step and micro-batch.
     pub(crate) stream: Stream,
-    /// How often this layer has drawn.
+    /// How many streams this layer has taken.
     pub(crate) draws: u64,
-    /// How many batch norms of this layer have run.
+    /// How many batch norms this layer has run.
     pub(crate) norms_run: usize,
     pub(crate) norms: &'a mut DeferredBatchNorm,
     pub(crate) skips: &'a mut BTreeMap<String, Tensor>,
 }
 
 impl Context<'_> {
-    /// Whether this is a training pass.
+    /// Whether this is a training pass, recomputation included.
     pub fn training(&self) -> bool {
-        self.passing != Passing::Evaluate
+        self.mode != PassMode::Evaluate
     }
 
-    /// The next random stream of this layer for this micro-batch.
+    /// The next random stream of this layer for this micro-batch. A recomputation gets the same ones.
     pub fn stream(&mut self) -> Stream {
         self.draws += 1;
         self.stream.at(self.layer as u64).at(self.draws)
     }
 
-    /// Drops each value with probability `p` and scales the others up; leaves `x` alone in evaluation.
+    /// Dropout with probability `p`; the identity in evaluation.
     pub fn dropout(&mut self, x: Tensor, p: f64) -> Result<Tensor, Fault> {
         self.drop_with(x, p, |x| x.f_empty_like())
     }
 
-    /// Drops each channel of each sample with probability `p`.
+    /// Dropout of whole channels with probability `p`; the identity in evaluation.
     pub fn dropout_channels(&mut self, x: Tensor, p: f64) -> Result<Tensor, Fault> {
         self.drop_with(x, p, |x| {
             let mut dims = vec![1; x.dim()];
@@ -255,23 +264,23 @@ impl Context<'_> {
         Ok(x.f_mul(&mask)?)
     }
 
-    /// Batch norm whose running statistics are those of the whole batch; see [`DeferredBatchNorm`].
+    /// Batch norm whose running statistics are updated once per batch; see [`DeferredBatchNorm`].
     pub fn batch_norm(&mut self, x: &Tensor, tensors: NormTensors<'_>) -> Result<Tensor, Fault> {
         let place = (self.layer, self.norms_run);
         self.norms_run += 1;
-        self.norms.forward(x, tensors, self.passing, self.micro_batch, place)
+        self.norms.forward(x, tensors, self.mode, self.micro_batch, place)
     }
 
-    /// Leaves a tensor for a later layer.
+    /// Stashes a tensor for a later layer, which [pops](Self::pop) it.
     pub fn stash(&mut self, name: &str, tensor: Tensor) {
         self.skips.insert(name.to_owned(), tensor);
     }
 
-    /// Takes what an earlier layer left.
+    /// Takes the tensor that an earlier layer [stashed](Self::stash) under this name.
     pub fn pop(&mut self, name: &str) -> Result<Tensor, Fault> {
-        self.skips.remove(name).ok_or_else(|| Fault::Layer {
-            layer: self.layer_name.to_owned(),
-            why: format!("nothing is stashed under `{name}`; declare the skip in `Layer::skips` of both layers"),
+        self.skips.remove(name).ok_or_else(|| {
+            let why = format!("nothing is stashed under `{name}`; declare the skip in `Layer::skips` of both layers");
+            Fault::layer(self.layer_name, why)
         })
     }
 }

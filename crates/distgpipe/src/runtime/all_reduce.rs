@@ -1,67 +1,67 @@
-//! How replicas agree on a gradient: each adds up what all of them have, a part at a time, round a ring.
+//! Ring all-reduce: sums the gradients of all replicas, one bucket after another.
 //!
 //! ```text
-//!   3 replicas, a bucket cut into 3 shares   a b c     (each has its own values)
+//!   3 replicas; a bucket is cut into 3 shares   a b c     (each replica starts with its own values)
 //!
-//!   adding     0 sends a, 1 sends b, 2 sends c         then 1 has a₀+a₁, 2 has b₁+b₂, 0 has c₂+c₀
-//!              1 sends a, 2 sends b, 0 sends c         then 2 has all of a, 0 all of b, 1 all of c
-//!   handing on 2 sends a, 0 sends b, 1 sends c  ×2     then everybody has all of all
+//!   reduce-scatter   0 sends a, 1 sends b, 2 sends c      then 1 has a₀+a₁, 2 has b₁+b₂, 0 has c₂+c₀
+//!                    1 sends a, 2 sends b, 0 sends c      then 2 has the sum of a, 0 of b, 1 of c
+//!   all-gather       2 sends a, 0 sends b, 1 sends c  ×2  then every replica has all three sums
 //! ```
 //!
-//! Each replica sends and receives `2 (R−1)/R` times the gradients, whatever `R`. Every share is added up once, in the
-//! order of the ring from its own number on, and then copied: so all replicas have the same bits, and the same again in
-//! the next run, whatever the transport.
+//! Each replica sends and receives `2 (R−1)/R` times the size of the gradients, whatever `R` is. Each share is summed
+//! once, in ring order starting at the replica with the share's number, and the sum is then copied. So all replicas
+//! have the same bits, and a run gives the same bits again whatever the transport.
 
+use crate::comm::message::{Message, Tag};
+use crate::comm::status::Activity;
+use crate::comm::topology::Topology;
 use crate::failure::Fault;
-use crate::mailbox::{Message, Tag};
-use crate::roster::Roster;
-use crate::stage::Stage;
-use crate::status::Doing;
-use crate::trace::{now_ns, Phase};
+use crate::runtime::stage::Stage;
+use crate::runtime::trace::{now_ns, Phase};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
 use tch::Tensor;
 
-/// Numbers that go round at a time: 16 MiB of them.
-const BUCKET_MAX: i64 = 4 << 20;
+/// The most elements in one bucket: 16 MiB of 32-bit floats.
+const BUCKET_ELEMENTS_MAX: i64 = 4 << 20;
 
-/// No share takes more bytes.
-pub const SHARE_BYTES_MAX: u64 = 8 * BUCKET_MAX as u64;
+/// The most bytes in one share: a whole bucket of 64-bit floats.
+pub const GRADIENT_SHARE_BYTES_MAX: u64 = 8 * BUCKET_ELEMENTS_MAX as u64;
 
-/// A member's place in the ring.
-pub struct Ring {
+/// One worker's position in the ring of the replicas of its role.
+pub struct RingAllReduce {
     member: WorkerId,
     next: WorkerId,
     previous: WorkerId,
-    /// Its replica's number.
-    place: usize,
+    /// The number of this worker's replica.
+    replica: usize,
     replicas: usize,
 }
 
-impl Ring {
-    /// The ring of a member; `None` without replicas.
-    pub fn of(roster: &Roster, member: WorkerId) -> Option<Self> {
-        let (next, previous) = (roster.next(member), roster.previous(member));
-        let (place, replicas) = (roster.replica_of(member), roster.replicas());
-        (replicas > 1).then_some(Ring { member, next, previous, place, replicas })
+impl RingAllReduce {
+    /// The ring of a worker, or `None` if the run has no replicas.
+    pub fn new(topology: &Topology, member: WorkerId) -> Option<Self> {
+        let (next, previous) = (topology.next(member), topology.previous(member));
+        let (replica, replicas) = (topology.replica_of(member), topology.replicas());
+        (replicas > 1).then_some(RingAllReduce { member, next, previous, replica, replicas })
     }
 
-    /// Sets each tensor to the sum over the replicas, in place. All replicas must give as many, of the same sizes, once in
-    /// a step.
-    pub fn add_up(&self, stage: &mut Stage, step: u64, tensors: &[Tensor]) -> Result<(), Fault> {
-        let mut shares = Shares { ring: self, stage, step, passed: 0 };
+    /// Replaces each tensor by its sum over the replicas, in place. All replicas must pass as many tensors of the same
+    /// sizes, and at most once in a step.
+    pub fn all_reduce(&self, stage: &mut Stage, step: u64, tensors: &[Tensor]) -> Result<(), Fault> {
+        let mut exchange = Exchange { ring: self, stage, step, shares: 0 };
         for bucket in buckets(tensors) {
             let start = now_ns();
-            // A view, where one tensor lies so.
+            // A single contiguous tensor is summed through a view of it.
             let flat = bucket.iter().map(|tensor| tensor.f_reshape([-1])).collect::<Result<Vec<_>, _>>()?;
             let flat = if let [one] = &flat[..] { one.shallow_clone() } else { Tensor::f_cat(&flat, 0)? };
-            shares.record(Phase::Optimizer, start);
-            for mut piece in flat.f_split(BUCKET_MAX, 0)? {
-                let sum = shares.sum(&piece)?;
+            exchange.record(Phase::Optimizer, start);
+            for mut piece in flat.f_split(BUCKET_ELEMENTS_MAX, 0)? {
+                let sum = exchange.sum(&piece)?;
                 let start = now_ns();
-                // What was sent of the piece has been read: its sum has come back.
+                // The shares of this piece that were sent have been read by now, because their sums have come back.
                 piece.f_copy_(&sum)?;
-                shares.record(Phase::Optimizer, start);
+                exchange.record(Phase::Optimizer, start);
             }
             let (start, mut from) = (now_ns(), 0);
             for tensor in bucket.iter().filter(|tensor| tensor.data_ptr() != flat.data_ptr()) {
@@ -70,26 +70,27 @@ impl Ring {
                 tensor.shallow_clone().f_copy_(&sum)?;
                 from += elements;
             }
-            shares.record(Phase::Optimizer, start);
+            exchange.record(Phase::Optimizer, start);
         }
         Ok(())
     }
 
-    /// Clears tensors of all replicas but the first, so that [adding up](Self::add_up) gives everybody the first one's.
-    pub fn leave_to_first(&self, tensors: &[Tensor]) -> Result<(), Fault> {
-        if self.place > 0 {
+    /// Sets the tensors to 0 in all replicas but the first, so that an [all-reduce](Self::all_reduce) of them is a
+    /// broadcast from the first replica.
+    pub fn zero_unless_first(&self, tensors: &[Tensor]) -> Result<(), Fault> {
+        if self.replica > 0 {
             tensors.iter().try_for_each(|tensor| tensor.shallow_clone().f_zero_().map(drop))?;
         }
         Ok(())
     }
 }
 
-/// Tensors one after the other, as many at a time as make a bucket; one that is larger comes alone.
+/// Groups consecutive tensors into buckets. A tensor larger than a bucket is alone in its group.
 fn buckets(tensors: &[Tensor]) -> Vec<&[Tensor]> {
     let (mut buckets, mut first, mut elements) = (Vec::new(), 0, 0);
     for (i, tensor) in tensors.iter().enumerate() {
         let more = tensor.numel() as i64;
-        if i > first && elements + more > BUCKET_MAX {
+        if i > first && elements + more > BUCKET_ELEMENTS_MAX {
             buckets.push(&tensors[first..i]);
             (first, elements) = (i, 0);
         }
@@ -99,39 +100,40 @@ fn buckets(tensors: &[Tensor]) -> Vec<&[Tensor]> {
     buckets
 }
 
-/// A step's way round the ring.
-struct Shares<'a> {
-    ring: &'a Ring,
+/// The messages of one all-reduce.
+struct Exchange<'a> {
+    ring: &'a RingAllReduce,
     stage: &'a mut Stage,
     step: u64,
-    /// How many have been sent, and as many received.
-    passed: usize,
+    /// How many shares have been sent, which is also how many have been received.
+    shares: usize,
 }
 
-impl Shares<'_> {
-    /// The sum over the replicas of a flat tensor.
+impl Exchange<'_> {
+    /// The sum of a flat tensor over the replicas.
     fn sum(&mut self, flat: &Tensor) -> Result<Tensor, Fault> {
-        let &Ring { place, replicas, .. } = self.ring;
+        let &RingAllReduce { replica, replicas, .. } = self.ring;
         let mut shares = flat.f_tensor_split(replicas as i64, 0)?;
         for round in 0..2 * (replicas - 1) {
-            // What was got in a round is sent on in the next; it comes from the replica before, whose numbers are one less.
-            let sent = (place + 2 * replicas - round) % replicas;
-            let got = (sent + replicas - 1) % replicas;
-            let arrived = self.pass(&shares[sent], &shares[got])?;
+            // The share received in one round is sent in the next. The previous replica's share numbers are lower by 1.
+            let sent = (replica + 2 * replicas - round) % replicas;
+            let received = (sent + replicas - 1) % replicas;
+            let arrived = self.send_and_receive(&shares[sent], &shares[received])?;
             let start = now_ns();
-            // Never in place: what was sent may still be under way.
-            let adding = round + 1 < replicas;
-            shares[got] = if adding { arrived.f_add(&shares[got])? } else { arrived };
+            // Not in place: a share that was sent may still be in flight.
+            let reducing = round + 1 < replicas;
+            shares[received] = if reducing { arrived.f_add(&shares[received])? } else { arrived };
             self.record(Phase::Optimizer, start);
         }
         Ok(Tensor::f_cat(&shares, 0)?)
     }
 
-    /// Sends a share on and takes the next, which is to be like one that is here.
-    fn pass(&mut self, share: &Tensor, like: &Tensor) -> Result<Tensor, Fault> {
-        let &Ring { member, next, previous, .. } = self.ring;
-        let number =
-            u32::try_from(self.passed).map_err(|_| Fault::protocol("fewer shares", self.passed.to_string()))?;
+    /// Sends a share to the next replica and receives one from the previous replica, which must have the size and type
+    /// of `like`.
+    fn send_and_receive(&mut self, share: &Tensor, like: &Tensor) -> Result<Tensor, Fault> {
+        let &RingAllReduce { member, next, previous, .. } = self.ring;
+        let number = u32::try_from(self.shares)
+            .map_err(|_| Fault::internal("fewer than 2³² shares in a step", self.shares.to_string()))?;
         let tag = |from: WorkerId, to: WorkerId| Tag {
             kind: Kind::Share,
             step: self.step,
@@ -141,27 +143,29 @@ impl Shares<'_> {
         };
         let (outgoing, incoming) = (tag(member, next), tag(previous, member));
         let start = now_ns();
-        let port = self.stage.ports.get_mut(&next).ok_or(Fault::Lost)?;
+        let port = self.stage.ports.get_mut(&next);
+        let port = port.ok_or_else(|| Fault::internal("a link to the next replica", "none"))?;
         port.send(Message::tensors(outgoing, vec![Some(share.shallow_clone())]))?;
         self.record(Phase::Send, start);
         let start = now_ns();
-        self.stage.status.begin(Doing::Sharing, self.passed);
+        self.stage.status.begin(Activity::AllReduce, self.shares);
         let mut message = self.stage.mailbox.take(&incoming)?;
-        let arrived = message.tensors.pop().flatten().ok_or_else(|| Fault::protocol("a share of gradients", "none"))?;
+        let arrived = message.tensors.pop().flatten();
+        let arrived = arrived.ok_or_else(|| Fault::protocol("a share of gradients", "a message without one"))?;
         if arrived.size() != like.size() || arrived.kind() != like.kind() {
-            let from = self.stage.roster.name(previous);
-            let expected = format!("a share of {:?} of {:?} from {from}", like.size(), like.kind());
-            return Err(Fault::protocol(expected, format!("{:?} of {:?}", arrived.size(), arrived.kind())));
+            let from = self.stage.topology.name(previous);
+            let expected = format!("a share of {:?} {:?} from {from}", like.kind(), like.size());
+            return Err(Fault::protocol(expected, format!("{:?} {:?}", arrived.kind(), arrived.size())));
         }
         let arrived = arrived.f_to_device(self.stage.device)?;
-        self.stage.status.begin(Doing::Busy, self.passed);
-        self.passed += 1;
+        self.stage.status.begin(Activity::Busy, self.shares);
+        self.shares += 1;
         self.record(Phase::ReceiveWait, start);
         Ok(arrived)
     }
 
     fn record(&mut self, phase: Phase, start_ns: u64) {
-        let passed = self.passed;
-        self.stage.recorder.record(self.step, phase, || format!("share {passed}"), start_ns);
+        let shares = self.shares;
+        self.stage.recorder.record(self.step, phase, || format!("share {shares}"), start_ns);
     }
 }

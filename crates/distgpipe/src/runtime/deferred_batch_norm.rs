@@ -1,187 +1,192 @@
 //! Batch norm under micro-batches.
 //!
-//! Each micro-batch is normalised by its own statistics, as anywhere. The running statistics, though, must be what one
-//! pass over the whole batch would have left, whatever the number of micro-batches: so they are gathered per
-//! micro-batch and committed once a step. Mean and variance are merged from (count, mean, variance) per micro-batch
-//! as Chan, Golub and LeVeque do, one after the other, in double precision; the mean of squares minus the square of the mean
-//! would cancel. Recomputation gathers nothing.
+//! Each micro-batch is normalized by its own statistics, as in any training with micro-batches. The running statistics
+//! must nevertheless be those that one pass over the whole batch would leave, whatever the number of micro-batches. So
+//! the layer collects statistics per micro-batch and commits them once a step. Count, mean and variance are merged as
+//! Chan, Golub and LeVeque describe, one micro-batch after another, in double precision; the mean of squares minus the
+//! square of the mean would cancel. A recomputed forward pass collects nothing.
 //!
 //! ```text
-//!   micro-batches   0 … 15 │ 16 … 31 │ 32 33     gathered as libtorch leaves them
-//!   merged                 ▲         ▲       ▲   all norms at once: what is gathered stays small,
-//!                                        commit   and an operation for each norm would cost more than the norm
+//!   micro-batches   0 … 15 │ 16 … 31 │ 32 33     collected as libtorch computes them
+//!   merged                 ▲         ▲       ▲   for all norms of a partition at once: few tensors are held, and
+//!                                        commit   one operation per norm would cost more than the norm itself
 //! ```
 
 use crate::failure::Fault;
-use crate::layer::Passing;
+use crate::model::layer::PassMode;
 use distgpipe_core::MicroBatchId;
 use std::collections::BTreeMap;
 use tch::{Kind, Tensor};
 
 /// The tensors and constants of one batch norm.
 pub struct NormTensors<'a> {
-    /// Scale per channel.
+    /// The scale of each channel.
     pub weight: &'a Tensor,
-    /// Shift per channel.
+    /// The shift of each channel.
     pub bias: &'a Tensor,
-    /// Running mean per channel.
+    /// The running mean of each channel.
     pub running_mean: &'a Tensor,
-    /// Running variance per channel, unbiased as PyTorch keeps it.
+    /// The running variance of each channel, unbiased as PyTorch stores it.
     pub running_var: &'a Tensor,
-    /// How many batches went into them.
+    /// How many batches the running statistics have seen (`num_batches_tracked`).
     pub batches: &'a Tensor,
-    /// Added to the variance.
+    /// Added to the variance before the division.
     pub eps: f64,
     /// The weight of a new batch in the running statistics.
     pub momentum: f64,
 }
 
-/// What one micro-batch contributes.
-struct Gathered {
+/// The statistics of one micro-batch.
+struct MicroBatchStatistics {
+    /// How many values of each channel the statistics cover.
     count: f64,
     mean: Tensor,
-    /// Unbiased.
+    /// The unbiased variance of each channel.
     var: Tensor,
 }
 
-/// One batch norm's handles and what has been gathered for it in this step.
+/// The merged statistics of the first micro-batches of a step.
+struct MergedStatistics {
+    micro_batches: u32,
+    /// How many values of each channel the statistics cover.
+    count: f64,
+    mean: Tensor,
+    /// The sum of squared differences from the mean.
+    squares: Tensor,
+}
+
+/// One batch norm: handles of its running statistics, and the statistics of the current step.
 struct Norm {
     running_mean: Tensor,
     running_var: Tensor,
     batches: Tensor,
     momentum: f64,
-    /// Merged before, in the order of micro-batches.
-    merged: Option<Merged>,
-    // Ordered by micro-batch, so that the result does not depend on the schedule.
-    gathered: BTreeMap<MicroBatchId, Gathered>,
+    merged: Option<MergedStatistics>,
+    /// Not merged yet. Ordered by micro-batch, so that the result does not depend on the schedule.
+    collected: BTreeMap<MicroBatchId, MicroBatchStatistics>,
 }
 
-/// The statistics of the first micro-batches of a step.
-struct Merged {
-    micro_batches: u32,
-    count: f64,
-    mean: Tensor,
-    /// Of the differences from the mean, summed.
-    squares: Tensor,
-}
+/// How many micro-batches are collected before they are merged.
+const COLLECTED_MAX: usize = 16;
 
-/// How many micro-batches are gathered before they are merged.
-const GATHERED_MAX: usize = 16;
-
-/// The batch norms of a partition, by (layer, nth in that layer).
+/// The batch norms of a partition, by layer and position within the layer.
 #[derive(Default)]
 pub struct DeferredBatchNorm {
     norms: BTreeMap<(usize, usize), Norm>,
 }
 
 impl DeferredBatchNorm {
+    /// Normalizes `x`. `position` is the layer's number and the norm's number within the layer.
     pub(crate) fn forward(
         &mut self,
         x: &Tensor,
         tensors: NormTensors<'_>,
-        passing: Passing,
+        mode: PassMode,
         micro_batch: MicroBatchId,
-        place: (usize, usize),
+        position: (usize, usize),
     ) -> Result<Tensor, Fault> {
         let NormTensors { weight, bias, running_mean, running_var, batches, eps, momentum } = tensors;
-        let normalise = |mean: &Tensor, var: &Tensor, train: bool| {
+        let normalize = |mean: &Tensor, var: &Tensor, train: bool| {
             x.f_batch_norm(Some(weight), Some(bias), Some(mean), Some(var), train, 1.0, eps, true)
         };
-        if passing == Passing::Evaluate {
-            return Ok(normalise(running_mean, running_var, false)?);
+        if mode == PassMode::Evaluate {
+            return Ok(normalize(running_mean, running_var, false)?);
         }
-        if passing == Passing::Train && self.norms.get(&place).is_some_and(|norm| norm.gathered.len() >= GATHERED_MAX) {
+        if mode == PassMode::Train && self.norms.get(&position).is_some_and(|n| n.collected.len() >= COLLECTED_MAX) {
             self.merge_before(micro_batch)?;
         }
         let count = x.numel() / weight.numel().max(1);
         if count < 2 {
-            let got = format!("an input of {:?}", x.size());
-            let expected = "more than one value of each channel in a micro-batch, without which a batch norm cannot learn (more rows in a micro-batch, or larger images)";
-            return Err(Fault::protocol(expected, got));
+            let source = format!(
+                "a batch norm in training needs more than one value of each channel in a micro-batch, got an input of \
+                 {:?}; use more rows per micro-batch or larger images",
+                x.size()
+            );
+            return Err(Fault::invalid_job("the size of a micro-batch", source));
         }
-        // With momentum 1 libtorch leaves this micro-batch's own statistics in the scratch tensors.
+        // With momentum 1, libtorch leaves the statistics of this micro-batch in the two scratch tensors.
         let (mean, var) = tch::no_grad(|| Ok::<_, Fault>((running_mean.f_zeros_like()?, running_var.f_zeros_like()?)))?;
-        let y = normalise(&mean, &var, true)?;
-        if passing == Passing::Train {
-            let norm = self.norms.entry(place).or_insert_with(|| Norm {
+        let y = normalize(&mean, &var, true)?;
+        if mode == PassMode::Train {
+            let norm = self.norms.entry(position).or_insert_with(|| Norm {
                 running_mean: running_mean.shallow_clone(),
                 running_var: running_var.shallow_clone(),
                 batches: batches.shallow_clone(),
                 momentum,
                 merged: None,
-                gathered: BTreeMap::new(),
+                collected: BTreeMap::new(),
             });
-            norm.gathered.insert(micro_batch, Gathered { count: count as f64, mean, var });
+            norm.collected.insert(micro_batch, MicroBatchStatistics { count: count as f64, mean, var });
         }
         Ok(y)
     }
 
-    /// Merges what no earlier micro-batch can come before any more: all that there are up to this one.
+    /// Merges the norms that have collected every micro-batch before `next`, so that none of them can still be missing.
     fn merge_before(&mut self, next: MicroBatchId) -> Result<(), Fault> {
-        let whole = |norm: &&mut Norm| {
+        let complete = |norm: &&mut Norm| {
             let first = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
-            norm.gathered.keys().map(|m| m.0).eq(first..next.0)
+            norm.collected.keys().map(|m| m.0).eq(first..next.0)
         };
-        merge_alike(self.norms.values_mut().filter(whole))
+        merge(self.norms.values_mut().filter(complete))
     }
 
-    /// Brings what has been gathered into the running statistics, and starts anew.
+    /// Updates the running statistics with those of the step, and starts the next step.
     pub fn commit(&mut self) -> Result<(), Fault> {
-        merge_alike(self.norms.values_mut().filter(|norm| !norm.gathered.is_empty()))?;
+        merge(self.norms.values_mut().filter(|norm| !norm.collected.is_empty()))?;
         let mut norms: Vec<&mut Norm> = self.norms.values_mut().filter(|norm| norm.merged.is_some()).collect();
-        tch::no_grad(|| commit_together(&mut norms))
+        tch::no_grad(|| update_running_statistics(&mut norms))
     }
 
-    /// Forgets what has been gathered.
+    /// Drops the statistics of the step.
     pub fn discard(&mut self) {
         self.norms.clear();
     }
 }
 
-/// All norms that saw the same micro-batches are one vector of channels: a model has dozens of norms, and an operation on
-/// all of them costs as much as one on a single norm.
-fn merge_alike<'a>(norms: impl Iterator<Item = &'a mut Norm>) -> Result<(), Fault> {
-    let mut alike: BTreeMap<(u32, Vec<MicroBatchId>), Vec<&mut Norm>> = BTreeMap::new();
+/// Merges the collected statistics of some norms. Norms that saw the same micro-batches are merged as one vector of
+/// channels: a model has dozens of norms, and an operation on all of them costs as much as one on a single norm.
+fn merge<'a>(norms: impl Iterator<Item = &'a mut Norm>) -> Result<(), Fault> {
+    let mut groups: BTreeMap<(u32, Vec<MicroBatchId>), Vec<&mut Norm>> = BTreeMap::new();
     for norm in norms {
         let merged = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
-        alike.entry((merged, norm.gathered.keys().copied().collect())).or_default().push(norm);
+        groups.entry((merged, norm.collected.keys().copied().collect())).or_default().push(norm);
     }
-    alike
+    groups
         .into_iter()
-        .try_for_each(|((_, micro_batches), mut norms)| tch::no_grad(|| merge_together(&mut norms, &micro_batches)))
+        .try_for_each(|((_, micro_batches), mut norms)| tch::no_grad(|| merge_group(&mut norms, &micro_batches)))
 }
 
-/// The channels of several norms as one vector of doubles.
-struct Joined {
-    /// The norm of each channel.
-    owner: Tensor,
+/// Joins values of several norms into one vector of doubles over all their channels.
+struct JoinedChannels {
+    /// For each channel, the index of its norm.
+    norm: Tensor,
 }
 
-impl Joined {
+impl JoinedChannels {
     fn new(norms: &[&mut Norm]) -> Result<Self, Fault> {
         let channels = norms.iter().map(|norm| norm.running_mean.numel());
-        let owner: Vec<i64> = (0..).zip(channels).flat_map(|(i, channels)| std::iter::repeat_n(i, channels)).collect();
-        Ok(Joined { owner: Tensor::f_from_slice(&owner)?.f_to_device(norms[0].running_mean.device())? })
+        let norm: Vec<i64> = (0..).zip(channels).flat_map(|(i, channels)| std::iter::repeat_n(i, channels)).collect();
+        Ok(JoinedChannels { norm: Tensor::f_from_slice(&norm)?.f_to_device(norms[0].running_mean.device())? })
     }
 
-    /// A tensor of each norm.
+    /// Concatenates one tensor of each norm.
     fn tensors<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> Result<Tensor, Fault> {
         let parts: Vec<&Tensor> = tensors.collect();
         Ok(Tensor::f_cat(&parts, 0)?.f_to_kind(Kind::Double)?)
     }
 
-    /// A number of each norm, for all its channels.
+    /// Repeats one number of each norm for all its channels.
     fn numbers(&self, numbers: impl Iterator<Item = f64>) -> Result<Tensor, Fault> {
         let numbers: Vec<f64> = numbers.collect();
-        let numbers = Tensor::f_from_slice(&numbers)?.f_to_device(self.owner.device())?;
-        Ok(numbers.f_index_select(0, &self.owner)?)
+        let numbers = Tensor::f_from_slice(&numbers)?.f_to_device(self.norm.device())?;
+        Ok(numbers.f_index_select(0, &self.norm)?)
     }
 }
 
-/// Merges norms that saw the same micro-batches, in their order, value by value, so that no result depends on which other
-/// norms are here or how many micro-batches are merged at once.
-fn merge_together(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Result<(), Fault> {
-    let joined = Joined::new(norms)?;
+/// Merges norms that saw the same micro-batches, in the order of micro-batches and element by element. So the result
+/// for a norm depends neither on the other norms nor on how many micro-batches are merged at once.
+fn merge_group(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Result<(), Fault> {
+    let joined = JoinedChannels::new(norms)?;
     let mut counts: Vec<f64> = norms.iter().map(|n| n.merged.as_ref().map_or(0.0, |merged| merged.count)).collect();
     let mut merged = match norms.iter().map(|n| n.merged.as_ref()).collect::<Option<Vec<_>>>() {
         Some(merged) => Some((
@@ -191,14 +196,14 @@ fn merge_together(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Re
         None => None,
     };
     for m in micro_batches {
-        let gathered = || norms.iter().map(|norm| &norm.gathered[m]);
-        let own_mean = joined.tensors(gathered().map(|g| &g.mean))?;
+        let collected = || norms.iter().map(|norm| &norm.collected[m]);
+        let own_mean = joined.tensors(collected().map(|s| &s.mean))?;
         let own_squares =
-            joined.tensors(gathered().map(|g| &g.var))?.f_mul(&joined.numbers(gathered().map(|g| g.count - 1.0))?)?;
+            joined.tensors(collected().map(|s| &s.var))?.f_mul(&joined.numbers(collected().map(|s| s.count - 1.0))?)?;
         merged = Some(match merged {
             None => (own_mean, own_squares),
             Some((mean, squares)) => {
-                let pairs = || counts.iter().zip(gathered().map(|g| g.count));
+                let pairs = || counts.iter().zip(collected().map(|s| s.count));
                 let step = joined.numbers(pairs().map(|(n, own)| own / (n + own)))?;
                 let between = joined.numbers(pairs().map(|(n, own)| n * own / (n + own)))?;
                 let gap = own_mean.f_sub(&mean)?;
@@ -206,7 +211,7 @@ fn merge_together(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Re
                 (mean.f_add(&gap.f_mul(&step)?)?, squares)
             }
         });
-        let own: Vec<f64> = gathered().map(|g| g.count).collect();
+        let own: Vec<f64> = collected().map(|s| s.count).collect();
         counts.iter_mut().zip(own).for_each(|(count, own)| *count += own);
     }
     let Some((mean, squares)) = merged else { return Ok(()) };
@@ -214,25 +219,25 @@ fn merge_together(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Re
     for (norm, count) in norms.iter_mut().zip(counts) {
         let channels = norm.running_mean.size()[0];
         let before = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
-        norm.merged = Some(Merged {
+        norm.merged = Some(MergedStatistics {
             micro_batches: before + u32::try_from(micro_batches.len()).unwrap_or(u32::MAX),
             count,
             mean: mean.f_narrow(0, start, channels)?,
             squares: squares.f_narrow(0, start, channels)?,
         });
-        norm.gathered.clear();
+        norm.collected.clear();
         start += channels;
     }
     Ok(())
 }
 
-/// Brings what was merged into the running statistics.
-fn commit_together(norms: &mut [&mut Norm]) -> Result<(), Fault> {
-    let mut merged: Vec<Merged> = norms.iter_mut().filter_map(|norm| norm.merged.take()).collect();
+/// Blends the merged statistics into the running statistics.
+fn update_running_statistics(norms: &mut [&mut Norm]) -> Result<(), Fault> {
+    let mut merged: Vec<MergedStatistics> = norms.iter_mut().filter_map(|norm| norm.merged.take()).collect();
     if merged.is_empty() {
         return Ok(());
     }
-    let joined = Joined::new(norms)?;
+    let joined = JoinedChannels::new(norms)?;
     let divisors = joined.numbers(merged.iter().map(|merged| (merged.count - 1.0).max(1.0)))?;
     let momentum = joined.numbers(norms.iter().map(|norm| norm.momentum))?;
     let blend = |old: Tensor, new: &Tensor| old.f_add(&new.f_sub(&old)?.f_mul(&momentum)?);

@@ -1,158 +1,137 @@
-//! One micro-batch in one partition, from its forward to its backward pass.
+//! One micro-batch in one partition, from its forward pass to its backward pass.
 //!
 //! ```text
 //!   kept:        F (graph) ───────────── held ─────────────► B
 //!   recomputed:  F (no graph, input held) ──► R (graph) ───► B
 //! ```
 //!
-//! R runs the same layers on the same input with the same random streams, so it makes the same activations bit for
-//! bit. It comes before the gradient is waited for, so it fills a bubble if there is one. Whether a micro-batch is
-//! recomputed is in the plan, not decided here.
+//! R runs the same layers on the same input with the same random streams, so its activations have the same bits. The
+//! plan places R before the wait for the gradient, so it fills a bubble if there is one. The plan also says which
+//! micro-batches are recomputed; nothing is decided here.
 
 use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
-use crate::layer::Passing;
-use crate::loss::Loss;
-use crate::metrics::ClassCounts;
-use crate::partition::Partition;
-use crate::portal::Parcel;
+use crate::model::layer::PassMode;
+use crate::model::loss::LossFunction;
+use crate::runtime::partition::Partition;
+use crate::runtime::portal::Parcel;
+use crate::train::metrics::ClassCounts;
 use distgpipe_core::{MicroBatchId, PartitionId};
+use std::sync::Arc;
 use tch::Tensor;
 
-/// What the last partition does with its output.
-pub struct Goal {
-    /// The loss.
-    pub loss: Loss,
-    /// What the output should be.
+/// The loss that the last partition computes of its output.
+pub struct LossTarget {
+    /// The loss function of the run.
+    pub loss: Arc<dyn LossFunction>,
+    /// What the output is compared with.
     pub target: Tensor,
-    /// This micro-batch's share of the batch, so that the sum over micro-batches is the batch's mean.
+    /// The factor of this micro-batch's mean loss in the loss of the update: its part of the batch's rows, divided by
+    /// the number of accumulated batches.
     pub share: f64,
 }
 
-/// What the last partition found.
+/// The loss and score of one micro-batch, from the last partition.
 pub struct Score {
-    /// The mean loss of the micro-batch.
+    /// The mean loss over the rows of the micro-batch.
     pub loss: Tensor,
-    /// How many rows are right, where that can be said.
+    /// How many rows are classified correctly; absent for losses without classes.
     pub correct: Option<Tensor>,
-    /// What each class was taken for, in evaluation.
+    /// Predicted against actual classes, in evaluation only.
     pub classes: Option<ClassCounts>,
 }
 
-/// What a forward pass leaves for the backward pass.
-enum Held {
-    /// Nothing: the plan recomputes.
+/// What a forward pass keeps for the backward pass.
+enum SavedActivations {
+    /// Only the input: the plan recomputes the rest.
     Input,
-    /// The outputs with their graphs, per later partition; or the loss.
+    /// The outputs with their autograd graphs, per later partition; in the last partition, the loss.
     Graph(Vec<Parcel>),
 }
 
-/// A micro-batch that has gone forward and not yet backward.
+/// A micro-batch between its forward and its backward pass in one partition.
 pub struct InFlight {
     micro_batch: MicroBatchId,
     stream: Stream,
     arrived: Vec<Parcel>,
-    goal: Option<Goal>,
-    held: Held,
+    goal: Option<LossTarget>,
+    held: SavedActivations,
 }
 
-/// What a forward pass makes.
-pub struct Forwarded {
-    /// Tensors for later partitions, without their graphs.
+/// The results of a forward pass.
+pub struct ForwardOutput {
+    /// Tensors for later partitions, detached from their graphs.
     pub parcels: Vec<Parcel>,
-    /// The last partition's score.
+    /// Present in the last partition if it had a [`LossTarget`].
     pub score: Option<Score>,
 }
 
-/// A forward pass that is about to be run.
+/// The arguments of a forward pass.
 pub struct Forward<'a> {
-    /// Where.
+    /// The partition whose layers run.
     pub partition: &'a mut Partition,
-    /// Of which micro-batch.
+    /// The micro-batch, counted within the replica.
     pub micro_batch: MicroBatchId,
-    /// Randomness of this step and micro-batch.
+    /// The random stream of this step and micro-batch.
     pub stream: Stream,
-    /// The input: parcels of earlier partitions.
+    /// The input: the parcels of earlier partitions.
     pub arrived: Vec<Parcel>,
     /// For the last partition, if there is a target.
-    pub goal: Option<Goal>,
+    pub goal: Option<LossTarget>,
 }
 
-/// Gradients for an earlier partition; absent where a tensor has none.
+/// Gradients for an earlier partition, one per tensor that it sent; absent where a tensor has none.
 pub type GradientParcel = (PartitionId, Vec<Option<Tensor>>);
 
-/// The later partition that the loss counts as, so that the last partition has an output like any other.
+/// Stands for the receiver of the loss, so that the last partition has an output like any other.
 const LOSS: PartitionId = PartitionId(u32::MAX);
 
 impl Forward<'_> {
-    /// Evaluates: nothing is held.
-    pub fn evaluate(self) -> Result<Forwarded, Fault> {
+    /// Runs a forward pass that has no backward pass.
+    pub fn evaluate(self) -> Result<ForwardOutput, Fault> {
         let Forward { partition, micro_batch, stream, arrived, goal } = self;
-        tch::no_grad(|| run(partition, Passing::Evaluate, micro_batch, stream, &arrived, goal.as_ref()))
-            .map(|(_, made)| made)
+        tch::no_grad(|| run_layers(partition, PassMode::Evaluate, micro_batch, stream, &arrived, goal.as_ref()))
+            .map(|(_, output)| output)
     }
 
-    /// Goes forward for training; `recompute` says whether the plan does it again before the backward pass.
-    pub fn train(self, recompute: bool) -> Result<(Forwarded, InFlight), Fault> {
+    /// Runs a forward pass in training. With `recompute`, it keeps only the input, and [`InFlight::recompute`] must be
+    /// called before the backward pass.
+    pub fn train(self, recompute: bool) -> Result<(ForwardOutput, InFlight), Fault> {
         let Forward { partition, micro_batch, stream, arrived, goal } = self;
-        // The gradient of the data itself goes nowhere, so it is not computed.
+        // Nobody needs the gradient of the data itself, so it is not computed.
         let arrived = if partition.is_first() { arrived } else { leaves(arrived)? };
-        let mut pass = || run(partition, Passing::Train, micro_batch, stream, &arrived, goal.as_ref());
-        let (held, made) = if recompute {
-            let (_, made) = tch::no_grad(pass)?;
-            (Held::Input, made)
+        let mut pass = || run_layers(partition, PassMode::Train, micro_batch, stream, &arrived, goal.as_ref());
+        let (held, output) = if recompute {
+            let (_, output) = tch::no_grad(pass)?;
+            (SavedActivations::Input, output)
         } else {
-            let (graph, made) = pass()?;
-            (Held::Graph(graph), made)
+            let (graph, output) = pass()?;
+            (SavedActivations::Graph(graph), output)
         };
-        Ok((made, InFlight { micro_batch, stream, arrived, goal, held }))
+        Ok((output, InFlight { micro_batch, stream, arrived, goal, held }))
     }
 }
 
 impl InFlight {
-    /// Gets the activations back.
+    /// Runs the forward pass again, this time with its graph.
     pub fn recompute(&mut self, partition: &mut Partition) -> Result<(), Fault> {
+        let goal = self.goal.as_ref();
         let (graph, _) =
-            run(partition, Passing::Replay, self.micro_batch, self.stream, &self.arrived, self.goal.as_ref())?;
-        self.held = Held::Graph(graph);
+            run_layers(partition, PassMode::Recompute, self.micro_batch, self.stream, &self.arrived, goal)?;
+        self.held = SavedActivations::Graph(graph);
         Ok(())
     }
 
-    /// Goes backward with the gradients of each later partition, in order of partitions; gives those for the earlier
-    /// ones. Gradients of the parameters gather in the parameters.
+    /// Runs the backward pass. Takes the gradients of the later partitions, in the order of partitions, and returns
+    /// those for the earlier ones. Gradients of the parameters accumulate in the parameters.
     pub fn backward(self, gradients: Vec<Vec<Option<Tensor>>>) -> Result<Vec<GradientParcel>, Fault> {
-        let Held::Graph(graph) = self.held else {
-            return Err(Fault::protocol("a recomputed micro-batch", "one of which only the input was held"));
+        let SavedActivations::Graph(graph) = self.held else {
+            return Err(Fault::internal("a recomputation before the backward pass", "none"));
         };
-        let mut roots = Vec::new();
-        match &self.goal {
-            Some(goal) => {
-                for (_, tensors) in graph {
-                    for loss in tensors {
-                        let share = loss.f_full_like(goal.share)?;
-                        roots.push((loss, Some(share)));
-                    }
-                }
-            }
-            None => {
-                for ((to, tensors), gradients) in graph.into_iter().zip(gradients) {
-                    if tensors.len() != gradients.len() {
-                        let expected = format!("{} gradients from partition {to}", tensors.len());
-                        return Err(Fault::protocol(expected, gradients.len().to_string()));
-                    }
-                    for (tensor, gradient) in tensors.into_iter().zip(gradients) {
-                        if let (true, Some(gradient)) = (tensor.requires_grad(), gradient) {
-                            if gradient.kind() != tensor.kind() {
-                                // libtorch would cast it without a word.
-                                let expected = format!("a gradient of {:?} from partition {to}", tensor.kind());
-                                return Err(Fault::protocol(expected, format!("{:?}", gradient.kind())));
-                            }
-                            roots.push((tensor, Some(gradient)));
-                        }
-                    }
-                }
-            }
-        }
+        let mut roots = match &self.goal {
+            Some(goal) => loss_roots(graph, goal.share)?,
+            None => output_roots(graph, gradients)?,
+        };
         roots.retain(|(tensor, _)| tensor.requires_grad());
         if !roots.is_empty() {
             engine::backward(&roots)?;
@@ -162,7 +141,44 @@ impl InFlight {
     }
 }
 
-/// Cuts the graph at the partition's border: what arrives is a leaf that gathers the gradient to send back.
+/// A tensor from which a backward pass starts, with its upstream gradient.
+type Root = (Tensor, Option<Tensor>);
+
+/// The roots of the last partition: its losses, weighted by the micro-batch's share.
+fn loss_roots(graph: Vec<Parcel>, share: f64) -> Result<Vec<Root>, Fault> {
+    let losses = graph.into_iter().flat_map(|(_, tensors)| tensors);
+    losses
+        .map(|loss| {
+            let share = loss.f_full_like(share)?;
+            Ok((loss, Some(share)))
+        })
+        .collect()
+}
+
+/// The roots of any other partition: its outputs, with the gradients that arrived for them.
+fn output_roots(graph: Vec<Parcel>, gradients: Vec<Vec<Option<Tensor>>>) -> Result<Vec<Root>, Fault> {
+    let mut roots = Vec::new();
+    for ((to, tensors), gradients) in graph.into_iter().zip(gradients) {
+        if tensors.len() != gradients.len() {
+            let expected = format!("{} gradients from partition {to}", tensors.len());
+            return Err(Fault::protocol(expected, gradients.len().to_string()));
+        }
+        for (tensor, gradient) in tensors.into_iter().zip(gradients) {
+            if let (true, Some(gradient)) = (tensor.requires_grad(), gradient) {
+                if gradient.kind() != tensor.kind() {
+                    // libtorch would cast it silently.
+                    let expected = format!("a gradient of type {:?} from partition {to}", tensor.kind());
+                    return Err(Fault::protocol(expected, format!("{:?}", gradient.kind())));
+                }
+                roots.push((tensor, Some(gradient)));
+            }
+        }
+    }
+    Ok(roots)
+}
+
+/// Cuts the graph at the partition's border: each float tensor that arrives becomes a leaf, which accumulates the
+/// gradient to send back.
 fn leaves(arrived: Vec<Parcel>) -> Result<Vec<Parcel>, Fault> {
     let leaf = |tensor: Tensor| -> Result<Tensor, Fault> {
         let float = engine::is_float(&tensor);
@@ -175,66 +191,74 @@ fn leaves(arrived: Vec<Parcel>) -> Result<Vec<Parcel>, Fault> {
         .collect()
 }
 
-/// Runs the layers; gives the outputs with their graphs and what is to be sent.
-fn run(
+/// Runs the layers and, in the last partition, the loss. Returns the outputs with their graphs (none in evaluation) and
+/// detached results (none when recomputing).
+fn run_layers(
     partition: &mut Partition,
-    passing: Passing,
+    mode: PassMode,
     micro_batch: MicroBatchId,
     stream: Stream,
     arrived: &[Parcel],
-    goal: Option<&Goal>,
-) -> Result<(Vec<Parcel>, Forwarded), Fault> {
-    let _casting = partition.autocast()?;
+    goal: Option<&LossTarget>,
+) -> Result<(Vec<Parcel>, ForwardOutput), Fault> {
+    let _autocast = partition.autocast()?;
     let (input, skips) = partition.unpack(arrived)?;
     let versions = || arrived.iter().flat_map(|(_, tensors)| tensors).map(engine::version).collect::<Vec<_>>();
     let before = versions();
-    let (output, skips) = partition.forward(passing, micro_batch, stream, input, skips)?;
+    let (output, skips) = partition.forward(mode, micro_batch, stream, input, skips)?;
     if versions() != before {
-        // libtorch cannot notice: without a graph, recomputation would start from the changed values.
-        return Err(
-            partition.fault_of_first_layer("it changes its input in place, which another pass or worker still needs")
-        );
+        // libtorch cannot detect this without a graph, and a recomputation would start from the changed values.
+        let why =
+            "it changes its input in place, which another pass or worker still needs; use an out-of-place operation";
+        return Err(Fault::layer(partition.first_layer_name(), why));
     }
-    let last = partition.is_last();
-    let mut score = None;
-    let graph = match goal {
+    let (graph, score) = match goal {
         Some(goal) => {
-            let output = output.into_iter().next().ok_or_else(|| Fault::protocol("an output", "none"))?;
-            let loss = if passing == Passing::Evaluate { goal.loss.in_evaluation() } else { goal.loss };
-            let loss = loss.compute(&output, &goal.target)?;
-            if passing != Passing::Replay {
-                let correct = tch::no_grad(|| goal.loss.correct(&output, &goal.target))?;
-                let classes = match passing {
-                    Passing::Evaluate => goal.loss.classes(&output, &goal.target)?,
-                    _ => None,
-                };
-                score = Some(Score { loss: loss.f_detach()?, correct, classes });
-            }
-            vec![(LOSS, vec![loss])]
+            let output = output.into_iter().next();
+            let output = output.ok_or_else(|| Fault::layer(partition.last_layer_name(), "it returned no output"))?;
+            let (loss, score) = compute_loss(goal, mode, &output)?;
+            (vec![(LOSS, vec![loss])], score)
         }
-        None if last => vec![(LOSS, output)],
-        None => partition.pack(dense(output)?, skips)?,
+        None if partition.is_last() => (vec![(LOSS, output)], None),
+        None => (partition.pack(dense(output)?, skips)?, None),
     };
     let detach = |tensors: &[Tensor]| tensors.iter().map(Tensor::f_detach).collect::<Result<Vec<_>, _>>();
     let mut parcels = Vec::new();
-    if passing != Passing::Replay {
+    if mode != PassMode::Recompute {
         for (to, tensors) in &graph {
             parcels.push((*to, detach(tensors)?));
         }
     }
-    if passing == Passing::Evaluate {
-        return Ok((Vec::new(), Forwarded { parcels, score }));
-    }
-    Ok((graph, Forwarded { parcels, score }))
+    let graph = if mode == PassMode::Evaluate { Vec::new() } else { graph };
+    Ok((graph, ForwardOutput { parcels, score }))
 }
 
-/// Tensors without gaps, so that they are laid out alike whichever transport carries them.
+/// The loss with its graph, and the score unless the pass is a recomputation.
+fn compute_loss(goal: &LossTarget, mode: PassMode, output: &Tensor) -> Result<(Tensor, Option<Score>), Fault> {
+    let loss = match mode {
+        PassMode::Evaluate => goal.loss.evaluate(output, &goal.target)?,
+        PassMode::Train | PassMode::Recompute => goal.loss.compute(output, &goal.target)?,
+    };
+    if mode == PassMode::Recompute {
+        return Ok((loss, None));
+    }
+    let correct = tch::no_grad(|| goal.loss.correct(output, &goal.target))?;
+    let classes = match mode {
+        PassMode::Evaluate => goal.loss.classes(output, &goal.target)?,
+        _ => None,
+    };
+    let score = Score { loss: loss.f_detach()?, correct, classes };
+    Ok((loss, Some(score)))
+}
+
+/// Makes tensors dense, so that they have the same layout whichever transport carries them.
 fn dense(tensors: Vec<Tensor>) -> Result<Vec<Tensor>, Fault> {
     let dense = |t: Tensor| if engine::layout(&t).is_some() { Ok(t) } else { Ok(t.f_contiguous()?) };
     tensors.into_iter().map(dense).collect()
 }
 
-/// An image in the layout that convolutions are fastest on; anything else as it is.
+/// Converts a batch of images to channels-last, on which convolutions are fastest. Other tensors are returned as they
+/// are.
 pub fn for_convolutions(tensor: Tensor) -> Result<Tensor, Fault> {
     match tensor.dim() {
         4 if engine::is_float(&tensor) => engine::with_layout(&tensor, Layout::ChannelsLast),

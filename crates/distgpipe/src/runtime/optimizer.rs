@@ -1,55 +1,84 @@
-//! Optimizers: each worker steps the parameters it holds. The formulas are PyTorch's.
+//! Optimizers: the built-in ones, and the trait for your own. Each worker updates the parameters it holds. The built-in
+//! formulas are PyTorch's.
 
 use crate::engine;
 use crate::failure::Fault;
-use crate::layer::{Init, Role, TensorSpec};
+use crate::model::layer::{Init, Role, TensorSpec};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use tch::{Kind, Tensor};
 
-/// Which optimizer, with its constants. The learning rate comes with each step.
+/// How an optimizer updates one parameter. The learning rate comes with each call, from the run's schedule.
+///
+/// Implement this for an optimizer of your own and attach it with [`Model::with_optimizer`](crate::Model::with_optimizer);
+/// `examples/own_loss_and_optimizer.rs` shows how. Checkpoints save and restore its state.
+pub trait UpdateRule: Send + Sync {
+    /// Identifies the rule and its constants. A checkpoint of one rule is not resumed under another.
+    fn name(&self) -> String;
+
+    /// The state that the rule keeps for each parameter, and that checkpoints therefore contain.
+    fn slots(&self) -> &[Slot];
+
+    /// Updates a parameter in place. Runs without autograd; `state.steps` counts this call.
+    fn update(
+        &self,
+        parameter: &mut Tensor,
+        gradient: &Tensor,
+        state: &mut ParameterState,
+        learning_rate: f64,
+    ) -> Result<(), Fault>;
+
+    /// How many tensors of the parameter's size the rule keeps for each parameter.
+    fn state_tensors(&self) -> usize {
+        self.slots().iter().filter(|slot| **slot != Slot::Steps).count()
+    }
+}
+
+/// The built-in optimizers with their constants.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Optim {
     /// Stochastic gradient descent.
     Sgd {
-        /// How much of the last direction is kept.
+        /// The factor of the momentum buffer; 0 for none.
         momentum: f64,
-        /// Pulls parameters towards 0, through the gradient.
+        /// L2 penalty, added to the gradient.
         weight_decay: f64,
-        /// Looks one step of momentum ahead.
+        /// Whether to use Nesterov momentum.
         nesterov: bool,
     },
-    /// Adam, its weight decay through the gradient.
+    /// Adam, with weight decay as an L2 penalty.
     Adam {
-        /// Decay of the first moment.
+        /// Decay rate of the first moment.
         beta1: f64,
-        /// Decay of the second moment.
+        /// Decay rate of the second moment.
         beta2: f64,
-        /// Keeps the division safe.
+        /// Added to the denominator, for numerical stability.
         eps: f64,
-        /// Pulls parameters towards 0, through the gradient.
+        /// L2 penalty, added to the gradient.
         weight_decay: f64,
     },
-    /// Adam with weight decay apart from the gradient.
+    /// Adam with decoupled weight decay.
     AdamW {
-        /// Decay of the first moment.
+        /// Decay rate of the first moment.
         beta1: f64,
-        /// Decay of the second moment.
+        /// Decay rate of the second moment.
         beta2: f64,
-        /// Keeps the division safe.
+        /// Added to the denominator, for numerical stability.
         eps: f64,
-        /// Pulls parameters towards 0, directly.
+        /// Decoupled weight decay, scaled by the learning rate.
         weight_decay: f64,
     },
     /// RMSprop, not centred.
     RmsProp {
-        /// Decay of the mean square.
+        /// Decay rate of the mean square.
         alpha: f64,
-        /// Keeps the division safe.
+        /// Added to the denominator, for numerical stability.
         eps: f64,
-        /// How much of the last direction is kept.
+        /// The factor of the momentum buffer; 0 for none.
         momentum: f64,
-        /// Pulls parameters towards 0, through the gradient.
+        /// L2 penalty, added to the gradient.
         weight_decay: f64,
     },
 }
@@ -75,7 +104,7 @@ impl Optim {
         Optim::RmsProp { alpha: 0.99, eps: 1e-8, momentum, weight_decay: 0.0 }
     }
 
-    /// The same with another weight decay.
+    /// The same optimizer with another weight decay.
     pub fn with_weight_decay(mut self, decay: f64) -> Self {
         match &mut self {
             Optim::Sgd { weight_decay, .. }
@@ -85,23 +114,6 @@ impl Optim {
         }
         self
     }
-
-    /// What it remembers of each parameter.
-    pub fn slots(self) -> &'static [Slot] {
-        match self {
-            Optim::Sgd { momentum: 0.0, .. } => &[Slot::Steps],
-            Optim::Sgd { .. } => &[Slot::Steps, Slot::First],
-            Optim::RmsProp { momentum: 0.0, .. } => &[Slot::Steps, Slot::Second],
-            Optim::RmsProp { .. } | Optim::Adam { .. } | Optim::AdamW { .. } => {
-                &[Slot::Steps, Slot::First, Slot::Second]
-            }
-        }
-    }
-
-    /// How many numbers it remembers for each that is learned.
-    pub fn remembers(self) -> usize {
-        self.slots().iter().filter(|slot| **slot != Slot::Steps).count()
-    }
 }
 
 impl Default for Optim {
@@ -110,19 +122,19 @@ impl Default for Optim {
     }
 }
 
-/// One thing that an optimizer remembers of a parameter; a checkpoint has each as a tensor of its own.
+/// One piece of state that an optimizer keeps for a parameter. A checkpoint stores each as a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slot {
-    /// How often it was stepped.
+    /// [`ParameterState::steps`].
     Steps,
-    /// The direction that is kept.
+    /// [`ParameterState::first`].
     First,
-    /// The mean square of gradients.
+    /// [`ParameterState::second`].
     Second,
 }
 
 impl Slot {
-    /// The tensor that has it, for a parameter.
+    /// The name and shape of the tensor that stores this slot of a parameter.
     pub fn spec(self, parameter: &TensorSpec) -> TensorSpec {
         let (prefix, dims, kind) = match self {
             Slot::Steps => ("steps", Vec::new(), Kind::Int64),
@@ -134,49 +146,56 @@ impl Slot {
     }
 }
 
-/// An optimizer's memory of one parameter. All optimizers make do with these, so that it is saved and loaded alike.
+/// An optimizer's state for one parameter. Every rule uses these three slots, so that all are saved and loaded alike.
 #[derive(Default)]
-struct Memory {
-    steps: i32,
-    /// The direction that is kept: a momentum buffer, or Adam's first moment.
-    first: Option<Tensor>,
-    /// The mean square of gradients.
-    second: Option<Tensor>,
+#[non_exhaustive]
+pub struct ParameterState {
+    /// How many times the parameter was updated, the current update included.
+    pub steps: i32,
+    /// A tensor of the parameter's shape: the momentum buffer, or Adam's first moment. `None` before the first update;
+    /// zeros after a checkpoint of that state was loaded.
+    pub first: Option<Tensor>,
+    /// A tensor of the parameter's shape: the mean square of the gradients, or Adam's second moment.
+    pub second: Option<Tensor>,
 }
 
-/// An optimizer and what it remembers of each parameter, in the order they are given.
+/// An update rule and its state for each parameter of a worker, in the worker's order of parameters.
 pub struct Optimizer {
-    optim: Optim,
-    memory: Vec<Memory>,
+    rule: Arc<dyn UpdateRule>,
+    states: Vec<ParameterState>,
 }
 
 impl Optimizer {
-    /// For so many parameters.
-    pub fn new(optim: Optim, parameters: usize) -> Self {
-        Optimizer { optim, memory: std::iter::repeat_with(Memory::default).take(parameters).collect() }
+    /// An optimizer for this many parameters, without state yet.
+    pub fn new(rule: Arc<dyn UpdateRule>, parameters: usize) -> Self {
+        Optimizer { rule, states: std::iter::repeat_with(ParameterState::default).take(parameters).collect() }
     }
 
-    /// Moves each parameter that has a gradient. The parameters must come in the same order every time.
+    /// The state that the rule keeps for each parameter.
+    pub fn slots(&self) -> &[Slot] {
+        self.rule.slots()
+    }
+
+    /// Updates each parameter that has a gradient. The parameters must come in the same order every time.
     pub fn step<'a>(&mut self, parameters: impl Iterator<Item = &'a Tensor>, learning_rate: f64) -> Result<(), Fault> {
         tch::no_grad(|| {
-            for (parameter, memory) in parameters.zip(&mut self.memory) {
+            for (parameter, state) in parameters.zip(&mut self.states) {
                 if let Some(gradient) = engine::grad(parameter) {
-                    memory.steps += 1;
-                    self.optim.update(&mut parameter.shallow_clone(), &gradient, memory, learning_rate)?;
+                    state.steps += 1;
+                    self.rule.update(&mut parameter.shallow_clone(), &gradient, state, learning_rate)?;
                 }
             }
             Ok(())
         })
     }
 
-    /// What is remembered of the parameter of this number. What was never written counts as 0, which is what every
-    /// optimizer makes of it.
-    pub fn remembered(&self, index: usize, slot: Slot, parameter: &Tensor) -> Result<Tensor, Fault> {
-        let memory = self.memory.get(index).ok_or_else(|| no_parameter(index))?;
+    /// One slot of the state of a parameter, given by its index. A slot that was never written reads as 0.
+    pub fn state(&self, index: usize, slot: Slot, parameter: &Tensor) -> Result<Tensor, Fault> {
+        let state = self.states.get(index).ok_or_else(|| no_parameter(index))?;
         let kept = match slot {
-            Slot::Steps => return Ok(Tensor::from(i64::from(memory.steps))),
-            Slot::First => &memory.first,
-            Slot::Second => &memory.second,
+            Slot::Steps => return Ok(Tensor::from(i64::from(state.steps))),
+            Slot::First => &state.first,
+            Slot::Second => &state.second,
         };
         match kept {
             Some(tensor) => Ok(tensor.shallow_clone()),
@@ -184,76 +203,98 @@ impl Optimizer {
         }
     }
 
-    /// Takes over what was remembered of the parameter of this number.
-    pub fn remember(&mut self, index: usize, slot: Slot, parameter: &Tensor, value: &Tensor) -> Result<(), Fault> {
-        let memory = self.memory.get_mut(index).ok_or_else(|| no_parameter(index))?;
+    /// Loads one slot of the state of a parameter, given by its index.
+    pub fn set_state(&mut self, index: usize, slot: Slot, parameter: &Tensor, value: &Tensor) -> Result<(), Fault> {
+        let state = self.states.get_mut(index).ok_or_else(|| no_parameter(index))?;
         if slot == Slot::Steps {
             let steps = i64::try_from(value)?;
-            memory.steps = i32::try_from(steps)
-                .map_err(|_| Fault::protocol(format!("at most {} steps", i32::MAX), steps.to_string()))?;
+            state.steps = i32::try_from(steps).map_err(|_| {
+                Fault::protocol(format!("an optimizer state of at most {} steps", i32::MAX), steps.to_string())
+            })?;
             return Ok(());
         }
-        // On the parameter's device and laid out as it is.
+        // On the parameter's device and in its layout.
         let mut tensor = parameter.f_detach()?.f_zeros_like()?;
         tensor.f_copy_(value)?;
         match slot {
-            Slot::First => memory.first = Some(tensor),
-            _ => memory.second = Some(tensor),
+            Slot::First => state.first = Some(tensor),
+            _ => state.second = Some(tensor),
         }
         Ok(())
     }
 }
 
 fn no_parameter(index: usize) -> Fault {
-    Fault::protocol("a parameter of this worker", format!("number {index}"))
+    Fault::internal("a parameter of this worker", format!("index {index}"))
 }
 
-impl Optim {
-    fn update(self, p: &mut Tensor, gradient: &Tensor, memory: &mut Memory, lr: f64) -> Result<(), Fault> {
+impl UpdateRule for Optim {
+    fn name(&self) -> String {
+        format!("{self:?}")
+    }
+
+    fn slots(&self) -> &[Slot] {
         match self {
+            Optim::Sgd { momentum: 0.0, .. } => &[Slot::Steps],
+            Optim::Sgd { .. } => &[Slot::Steps, Slot::First],
+            Optim::RmsProp { momentum: 0.0, .. } => &[Slot::Steps, Slot::Second],
+            Optim::RmsProp { .. } | Optim::Adam { .. } | Optim::AdamW { .. } => {
+                &[Slot::Steps, Slot::First, Slot::Second]
+            }
+        }
+    }
+
+    fn update(
+        &self,
+        p: &mut Tensor,
+        gradient: &Tensor,
+        state: &mut ParameterState,
+        learning_rate: f64,
+    ) -> Result<(), Fault> {
+        match *self {
             Optim::Sgd { momentum, weight_decay, nesterov } => {
                 let gradient = decayed(gradient, p, weight_decay)?;
                 if momentum == 0.0 {
-                    return add_scaled(p, &gradient, -lr);
+                    return add_scaled(p, &gradient, -learning_rate);
                 }
-                let buffer = match memory.first.take() {
+                let buffer = match state.first.take() {
                     Some(mut buffer) => buffer.f_mul_scalar_(momentum)?.f_add_(&gradient)?,
                     None => engine::copy(&gradient)?,
                 };
                 let direction =
                     if nesterov { gradient.f_add(&buffer.f_mul_scalar(momentum)?)? } else { buffer.shallow_clone() };
-                memory.first = Some(buffer);
-                add_scaled(p, &direction, -lr)
+                state.first = Some(buffer);
+                add_scaled(p, &direction, -learning_rate)
             }
             Optim::Adam { beta1, beta2, eps, weight_decay } => {
                 let gradient = decayed(gradient, p, weight_decay)?;
-                Moments { beta1, beta2, eps }.update(p, &gradient, memory, lr)
+                Moments { beta1, beta2, eps }.update(p, &gradient, state, learning_rate)
             }
             Optim::AdamW { beta1, beta2, eps, weight_decay } => {
-                let _ = p.f_mul_scalar_(1.0 - lr * weight_decay)?;
-                Moments { beta1, beta2, eps }.update(p, gradient, memory, lr)
+                let _ = p.f_mul_scalar_(1.0 - learning_rate * weight_decay)?;
+                Moments { beta1, beta2, eps }.update(p, gradient, state, learning_rate)
             }
             Optim::RmsProp { alpha, eps, momentum, weight_decay } => {
                 let gradient = decayed(gradient, p, weight_decay)?;
-                let square = memory.second.get_or_insert(gradient.f_zeros_like()?);
+                let square = state.second.get_or_insert(gradient.f_zeros_like()?);
                 let _ = square.f_mul_scalar_(alpha)?.f_addcmul_(&gradient, &gradient.f_mul_scalar(1.0 - alpha)?)?;
                 let scaled = gradient.f_div(&square.f_sqrt()?.f_add_scalar_(eps)?)?;
                 if momentum == 0.0 {
-                    return add_scaled(p, &scaled, -lr);
+                    return add_scaled(p, &scaled, -learning_rate);
                 }
-                let buffer = match memory.first.take() {
+                let buffer = match state.first.take() {
                     Some(mut buffer) => buffer.f_mul_scalar_(momentum)?.f_add_(&scaled)?,
                     None => scaled,
                 };
-                let moved = add_scaled(p, &buffer, -lr);
-                memory.first = Some(buffer);
+                let moved = add_scaled(p, &buffer, -learning_rate);
+                state.first = Some(buffer);
                 moved
             }
         }
     }
 }
 
-/// What Adam and AdamW have in common.
+/// The update that Adam and AdamW share.
 struct Moments {
     beta1: f64,
     beta2: f64,
@@ -261,20 +302,26 @@ struct Moments {
 }
 
 impl Moments {
-    fn update(self, p: &mut Tensor, gradient: &Tensor, memory: &mut Memory, lr: f64) -> Result<(), Fault> {
+    fn update(
+        self,
+        p: &mut Tensor,
+        gradient: &Tensor,
+        state: &mut ParameterState,
+        learning_rate: f64,
+    ) -> Result<(), Fault> {
         let Moments { beta1, beta2, eps } = self;
-        let first = memory.first.get_or_insert(gradient.f_zeros_like()?);
+        let first = state.first.get_or_insert(gradient.f_zeros_like()?);
         let _ = first.f_lerp_(gradient, 1.0 - beta1)?;
-        let second = memory.second.get_or_insert(gradient.f_zeros_like()?);
+        let second = state.second.get_or_insert(gradient.f_zeros_like()?);
         let _ = second.f_mul_scalar_(beta2)?.f_addcmul_(gradient, &gradient.f_mul_scalar(1.0 - beta2)?)?;
-        let correction1 = 1.0 - beta1.powi(memory.steps);
-        let correction2 = 1.0 - beta2.powi(memory.steps);
+        let correction1 = 1.0 - beta1.powi(state.steps);
+        let correction2 = 1.0 - beta2.powi(state.steps);
         let scale = second.f_sqrt()?.f_div_scalar_(correction2.sqrt())?.f_add_scalar_(eps)?;
-        add_scaled(p, &first.f_div(&scale)?, -lr / correction1)
+        add_scaled(p, &first.f_div(&scale)?, -learning_rate / correction1)
     }
 }
 
-/// The gradient, with the pull of the parameter towards 0.
+/// The gradient with its L2 penalty.
 fn decayed(gradient: &Tensor, p: &Tensor, weight_decay: f64) -> Result<Tensor, Fault> {
     Ok(match weight_decay {
         0.0 => gradient.shallow_clone(),

@@ -1,11 +1,11 @@
-//! A partition as a worker holds it: the layers it runs, with their tensors.
+//! A partition on a worker: consecutive layers of the model with their tensors.
 
-use crate::deferred_batch_norm::DeferredBatchNorm;
 use crate::engine::{self, Autocast, Layout, Precision, Stream};
 use crate::failure::Fault;
-use crate::layer::{Context, Layer, Own, Passing, Role, SampleShape, TensorSpec};
+use crate::model::layer::{Context, Layer, LayerTensors, PassMode, Role, SampleShape, TensorSpec};
 use crate::model::Model;
-use crate::portal::{Parcel, Portals};
+use crate::runtime::deferred_batch_norm::DeferredBatchNorm;
+use crate::runtime::portal::{MissingSkip, Parcel, Portals};
 use distgpipe_core::partition::Balance;
 use distgpipe_core::skip::SkipLayout;
 use distgpipe_core::{MicroBatchId, PartitionId};
@@ -13,8 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use tch::Tensor;
 
-/// A layer and its tensors.
-struct Built {
+struct BuiltLayer {
     /// The layer's number in the model.
     index: usize,
     layer: Arc<dyn Layer>,
@@ -22,11 +21,11 @@ struct Built {
     tensors: Vec<Tensor>,
 }
 
-/// Consecutive layers with their tensors.
+/// Consecutive layers with their tensors, and the edges to other partitions.
 pub struct Partition {
-    layers: Vec<Built>,
+    layers: Vec<BuiltLayer>,
     portals: Portals,
-    /// What its first layer takes, for one sample.
+    /// The input of its first layer, for one sample.
     input: Vec<SampleShape>,
     first: bool,
     last: bool,
@@ -35,77 +34,78 @@ pub struct Partition {
     norms: DeferredBatchNorm,
 }
 
-/// What building needs to know besides the model.
-pub struct Building<'a> {
-    /// Which layers run together.
+/// What building a partition depends on besides the model.
+pub struct PartitionOptions<'a> {
+    /// Which layers form which partition.
     pub balance: &'a Balance,
-    /// Which skips go where.
+    /// Which skip tensors go from which partition to which.
     pub skips: &'a SkipLayout,
-    /// The seed of the first values.
+    /// The random stream of the initial values.
     pub seed: Stream,
-    /// Where the tensors live.
+    /// The device that holds the tensors.
     pub device: tch::Device,
-    /// Whether convolution weights lie channels-last.
+    /// Whether convolution weights are stored channels-last.
     pub channels_last: bool,
-    /// What its passes compute in; the tensors are 32-bit floats either way.
+    /// The precision of forward passes. The tensors are 32-bit floats in either.
     pub precision: Precision,
 }
 
 impl Partition {
-    /// Makes the tensors of one partition of a model, and of no other.
-    pub fn build(model: &Model, id: PartitionId, how: &Building<'_>) -> Result<Self, Fault> {
-        let layers = how.balance.range(id).map(|index| {
+    /// Builds the tensors of one partition of a model, and of no other.
+    pub fn build(model: &Model, id: PartitionId, options: &PartitionOptions<'_>) -> Result<Self, Fault> {
+        let layers = options.balance.range(id).map(|index| {
             let layer = model.layers[index].clone();
             let specs = layer.tensors();
             let tensors = specs.iter().map(|spec| {
-                let tensor = spec.build(how.seed, how.device)?;
-                if !how.channels_last || spec.dims.len() != 4 {
+                let tensor = spec.build(options.seed, options.device)?;
+                if !options.channels_last || spec.dims.len() != 4 {
                     return Ok(tensor);
                 }
-                let laid = engine::with_layout(&tensor.f_detach()?, Layout::ChannelsLast)?;
-                Ok(laid.f_set_requires_grad(spec.role == Role::Parameter)?)
+                let tensor = engine::with_layout(&tensor.f_detach()?, Layout::ChannelsLast)?;
+                Ok(tensor.f_set_requires_grad(spec.role == Role::Parameter)?)
             });
             let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
-            Ok(Built { index, layer, specs, tensors })
+            Ok(BuiltLayer { index, layer, specs, tensors })
         });
-        let partitions = how.balance.partitions();
-        let summary = model.summary().map_err(|e| Fault::protocol("layers that fit each other", e.to_string()))?;
-        let input = match how.balance.range(id).start.checked_sub(1) {
+        let partitions = options.balance.partitions();
+        let summary = model.summary().map_err(Fault::invalid_model)?;
+        let input = match options.balance.range(id).start.checked_sub(1) {
             Some(before) => summary[before].output.clone(),
             None => model.input.clone(),
         };
         Ok(Partition {
             input,
             layers: layers.collect::<Result<_, Fault>>()?,
-            portals: Portals::new(id, partitions, how.skips),
+            portals: Portals::new(id, partitions, options.skips),
             first: id.index() == 0,
             last: id.index() + 1 == partitions,
-            device: how.device,
-            precision: how.precision,
+            device: options.device,
+            precision: options.precision,
             norms: DeferredBatchNorm::default(),
         })
     }
 
-    /// Whether it takes the model's input.
+    /// Whether its input is the model's input.
     pub fn is_first(&self) -> bool {
         self.first
     }
 
-    /// Whether it makes the model's output.
+    /// Whether its output is the model's output.
     pub fn is_last(&self) -> bool {
         self.last
     }
 
-    /// What a forward pass, its loss included, has to be inside of.
+    /// Sets the calling thread's precision for a forward pass and its loss, until the guard is dropped.
     pub fn autocast(&self) -> Result<Autocast, Fault> {
         Autocast::enter(self.precision, self.device)
     }
 
-    /// The edges to other partitions.
+    /// The edges to other partitions, with the skip tensors that each carries.
     pub fn portals(&self) -> &Portals {
         &self.portals
     }
 
+    /// Takes the parcels apart into the first layer's input and the skip tensors, and checks shapes and types.
     pub(crate) fn unpack(&self, parcels: &[Parcel]) -> Result<(Vec<Tensor>, BTreeMap<String, Tensor>), Fault> {
         match parcels {
             [(_, tensors)] if self.first => Ok((tensors.iter().map(Tensor::shallow_clone).collect(), BTreeMap::new())),
@@ -116,7 +116,7 @@ impl Partition {
                 };
                 if input.len() != self.input.len() || !input.iter().zip(&self.input).all(fits) {
                     let got: Vec<_> = input.iter().map(|t| (t.size(), t.kind())).collect();
-                    let expected = format!("activations {:?} per row, in {}", self.input, self.precision);
+                    let expected = format!("activations of {:?} per row in {}", self.input, self.precision);
                     return Err(Fault::protocol(expected, format!("{got:?}")));
                 }
                 Ok((input, skips))
@@ -124,14 +124,19 @@ impl Partition {
         }
     }
 
+    /// Groups the last layer's output and the stashed skips into a parcel for each later partition.
     pub(crate) fn pack(&self, output: Vec<Tensor>, skips: BTreeMap<String, Tensor>) -> Result<Vec<Parcel>, Fault> {
-        self.portals.pack(output, skips)
+        self.portals.pack(output, skips).map_err(|MissingSkip(name)| {
+            let declares = |built: &&BuiltLayer| built.layer.skips().stash.contains(&name);
+            let layer = self.layers.iter().find(declares).map_or("", |built| built.layer.name());
+            Fault::layer(layer, format!("it did not stash `{name}`, although its `Layer::skips` declares that it does"))
+        })
     }
 
-    /// Runs the layers in order, [in the thread's precision](Self::autocast).
+    /// Runs the layers in order, in the thread's [precision](Self::autocast).
     pub fn forward(
         &mut self,
-        passing: Passing,
+        mode: PassMode,
         micro_batch: MicroBatchId,
         stream: Stream,
         mut x: Vec<Tensor>,
@@ -140,7 +145,7 @@ impl Partition {
         for built in &self.layers {
             let name = built.layer.name();
             let mut context = Context {
-                passing,
+                mode,
                 micro_batch,
                 layer: built.index,
                 layer_name: name,
@@ -150,32 +155,34 @@ impl Partition {
                 norms: &mut self.norms,
                 skips: &mut skips,
             };
-            let mut own = Own::new(name, &built.tensors);
-            x = built.layer.forward(&mut own, x, &mut context).map_err(|fault| match fault {
-                Fault::Engine(why) => Fault::Layer { layer: name.to_owned(), why },
+            let mut tensors = LayerTensors::new(name, &built.tensors);
+            x = built.layer.forward(&mut tensors, x, &mut context).map_err(|fault| match fault {
+                engine @ Fault::Engine(_) => Fault::layer(name, engine),
                 other => other,
             })?;
         }
         Ok((x, skips))
     }
 
-    /// A fault in the name of the layer that takes the partition's input.
-    pub(crate) fn fault_of_first_layer(&self, why: &str) -> Fault {
-        let layer = self.layers.first().map(|built| built.layer.name().to_owned()).unwrap_or_default();
-        Fault::Layer { layer, why: why.to_owned() }
+    pub(crate) fn first_layer_name(&self) -> &str {
+        self.layers.first().map_or("", |built| built.layer.name())
     }
 
-    /// Its tensors with their names and roles.
+    pub(crate) fn last_layer_name(&self) -> &str {
+        self.layers.last().map_or("", |built| built.layer.name())
+    }
+
+    /// Its tensors with their specs, in the order of layers.
     pub fn tensors(&self) -> impl Iterator<Item = (&TensorSpec, &Tensor)> {
         self.layers.iter().flat_map(|built| built.specs.iter().zip(&built.tensors))
     }
 
-    /// Its learned tensors.
+    /// Its parameters, in the order of [`tensors`](Self::tensors).
     pub fn parameters(&self) -> impl Iterator<Item = &Tensor> {
         self.tensors().filter(|(spec, _)| spec.role == Role::Parameter).map(|(_, tensor)| tensor)
     }
 
-    /// The batch norms.
+    /// The running statistics of its batch norms.
     pub fn norms(&mut self) -> &mut DeferredBatchNorm {
         &mut self.norms
     }

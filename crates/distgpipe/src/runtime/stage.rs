@@ -1,20 +1,22 @@
-//! Executes one worker's actions, in the order the plan gives. It never decides order.
+//! Executes one worker's actions of a step, in the order of the plan. The stage never decides the order itself.
 
-use crate::codecs::Codecs;
+use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::codec_policy::CodecPolicy;
+use crate::comm::mailbox::Mailbox;
+use crate::comm::message::{EncodeOptions, Message, Tag};
+use crate::comm::protocol::{Purpose, StepCommand};
+use crate::comm::status::{Activity, SharedStatus};
+use crate::comm::topology::Topology;
+use crate::comm::transport::faulty::{Scenario, WorkerFault};
+use crate::comm::transport::Outgoing;
 use crate::engine::{self, Stream};
-use crate::failure::{Failure, Fate, Fault, POLL};
-use crate::job::{Purpose, Step};
-use crate::loss::Loss;
-use crate::mailbox::{Handling, Mailbox, Message, Tag};
-use crate::metrics::ClassCounts;
-use crate::partition::Partition;
-use crate::portal::Parcel;
-use crate::recompute::{for_convolutions, Forward, Goal, InFlight, Score};
-use crate::roster::Roster;
-use crate::status::{Doing, Status};
-use crate::trace::{now_ns, Phase, Recorder};
-use crate::transport::faulty::{Scenario, WorkerFault};
-use crate::transport::Outgoing;
+use crate::failure::{Failure, Fault};
+use crate::model::loss::LossFunction;
+use crate::runtime::micro_batch_pass::{for_convolutions, Forward, InFlight, LossTarget, Score};
+use crate::runtime::partition::Partition;
+use crate::runtime::portal::Parcel;
+use crate::runtime::trace::{now_ns, Phase, Recorder};
+use crate::train::metrics::ClassCounts;
 use distgpipe_core::microbatch::MicroBatches;
 use distgpipe_core::schedule::{Action, Op, Pass, Plan};
 use distgpipe_core::wire::Kind;
@@ -23,52 +25,53 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// A worker's stage: its partitions and its ways to others.
+/// What a worker needs to run its actions: its partitions, its mailbox and its links.
 pub struct Stage {
-    /// The worker's number.
+    /// The worker's number among all members of the run.
     pub id: WorkerId,
-    /// Who the others are.
-    pub roster: Arc<Roster>,
-    /// Its name.
+    /// All members of the run and their plan.
+    pub topology: Arc<Topology>,
+    /// The worker's name, as failures show it.
     pub name: String,
-    /// The partitions it holds.
+    /// The partitions that the plan places on this worker.
     pub partitions: BTreeMap<PartitionId, Partition>,
-    /// Where its messages arrive.
+    /// Receives every message to this worker.
     pub mailbox: Arc<Mailbox>,
-    /// The ways to the other workers, by number.
+    /// The links to the other workers.
     pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
-    /// The way to the driver.
+    /// The link to the driver.
     pub driver: Box<dyn Outgoing>,
-    /// The run's fate.
-    pub fate: Fate,
-    /// For the watchdog.
-    pub status: Arc<Status>,
-    /// Times and events.
+    /// Set by the first failure of the run in this process.
+    pub abort: AbortFlag,
+    /// What the worker is doing, for the watchdog.
+    pub status: Arc<SharedStatus>,
+    /// The time of each phase, and single events in a traced run.
     pub recorder: Recorder,
-    /// Randomness of the run.
+    /// The random stream of all steps.
     pub stream: Stream,
-    /// What the last partition computes.
-    pub loss: Loss,
-    /// Where it computes.
+    /// The loss that the last partition computes.
+    pub loss: Arc<dyn LossFunction>,
+    /// The device that holds the partitions.
     pub device: tch::Device,
-    /// Whether images lie channels-last.
+    /// Whether images are converted to channels-last.
     pub channels_last: bool,
-    /// How what it sends is encoded.
-    pub codecs: Codecs,
-    /// What it sent in a step that captured that, by name.
+    /// Which codec carries which tensors.
+    pub codecs: CodecPolicy,
+    /// Copies of the tensors that the last capturing step sent, by name.
     pub captured: Vec<(String, Tensor)>,
-    /// What goes wrong on purpose.
+    /// The faults that tests inject.
     pub scenario: Scenario,
 }
 
-/// What a step found on this worker.
+/// The loss and score of a step, as far as this worker computed them.
 #[derive(Default)]
 pub struct Outcome {
+    /// Rows and score of each micro-batch; empty unless this worker has the last partition.
     scores: Vec<(usize, Score)>,
 }
 
 impl Outcome {
-    /// Loss summed over rows, and right rows, if this worker has the last partition.
+    /// The loss summed over rows, and the number of rows classified correctly, if this worker has the last partition.
     pub fn totals(&self) -> Result<(Option<f64>, Option<u64>), Fault> {
         if self.scores.is_empty() {
             return Ok((None, None));
@@ -83,7 +86,7 @@ impl Outcome {
         Ok((Some(loss), correct))
     }
 
-    /// What each class was taken for, if this worker has the last partition and the step evaluated.
+    /// Predicted against actual classes, if this worker has the last partition and the step evaluated.
     pub fn classes(&self) -> Option<ClassCounts> {
         let mut sum: Option<ClassCounts> = None;
         for counts in self.scores.iter().filter_map(|(_, score)| score.classes.as_ref()) {
@@ -93,143 +96,160 @@ impl Outcome {
     }
 }
 
-/// Tensors on their way between two partitions in this worker's hands.
-type Key = (Pass, PartitionId, PartitionId, MicroBatchId);
+/// Names the tensors between two partitions that this worker holds until an action needs them.
+type ParcelKey = (Pass, PartitionId, PartitionId, MicroBatchId);
 
 /// A step being run.
-struct Running<'a> {
+struct StepRun<'a> {
     stage: &'a mut Stage,
-    step: &'a Step,
+    step: &'a StepCommand,
     rows: MicroBatches,
-    parcels: HashMap<Key, Vec<Option<Tensor>>>,
+    parcels: HashMap<ParcelKey, Vec<Option<Tensor>>>,
     in_flight: HashMap<(PartitionId, MicroBatchId), InFlight>,
     outcome: Outcome,
+    /// How many of this worker's actions are done.
+    actions_done: usize,
 }
 
 impl Stage {
-    /// Runs this worker's part of a step.
-    pub fn run(&mut self, plan: &Plan, step: &Step) -> Result<Outcome, Failure> {
+    /// Runs this worker's actions of a step. A failure names the action.
+    pub fn run(&mut self, plan: &Plan, step: &StepCommand) -> Result<Outcome, Failure> {
         let name = self.name.clone();
-        let starting = |fault| Failure::new(&name, "starting a step", fault);
-        let rows = MicroBatches::split(step.rows, step.all_micro_batches)
-            .map_err(|e| starting(Fault::protocol("a batch that can be cut", e.to_string())))?;
-        if step.first.saturating_add(step.micro_batches) > step.all_micro_batches {
-            let got = format!("{} from {} on", step.micro_batches, step.first);
-            return Err(starting(Fault::protocol(format!("some of {} micro-batches", step.all_micro_batches), got)));
-        }
-        let role = self.roster.role_of(self.id);
-        let mut running = Running {
+        let rows = split_rows(step).map_err(|fault| Failure::new(&name, "starting a step", fault))?;
+        let role = self.topology.role_of(self.id);
+        let mut running = StepRun {
             stage: self,
             step,
             rows,
             parcels: HashMap::new(),
             in_flight: HashMap::new(),
             outcome: Outcome::default(),
+            actions_done: 0,
         };
-        for (done, action) in plan.actions(role).iter().enumerate() {
-            running.perform(plan, *action, done).map_err(|fault| Failure::new(&name, action.to_string(), fault))?;
+        for action in plan.actions(role) {
+            running.perform(plan, *action).map_err(|fault| Failure::new(&name, action.to_string(), fault))?;
+            running.actions_done += 1;
         }
         Ok(running.outcome)
     }
 }
 
-impl Running<'_> {
-    fn perform(&mut self, plan: &Plan, action: Action, done: usize) -> Result<(), Fault> {
-        self.stage.fate.check()?;
-        self.stage.status.begin(Doing::Running(action), done);
-        self.mishap(action)?;
-        let Action { partition, op, micro_batch } = action;
-        match op {
-            Op::Forward => self.forward(plan, action, done),
-            Op::Recompute => {
-                let start = now_ns();
-                let held = self.stage.partitions.get_mut(&partition).ok_or_else(|| not_mine(action))?;
-                let flight = self.in_flight.get_mut(&(partition, micro_batch)).ok_or_else(|| not_mine(action))?;
-                flight.recompute(held)?;
-                self.record(Phase::Recompute, action, start);
-                Ok(())
-            }
+/// The rows of each micro-batch, over all replicas.
+fn split_rows(step: &StepCommand) -> Result<MicroBatches, Fault> {
+    let &StepCommand { rows, all_micro_batches, first, micro_batches, .. } = step;
+    let split = MicroBatches::split(rows, all_micro_batches).map_err(|_| {
+        Fault::protocol(format!("a batch that splits into {all_micro_batches} micro-batches"), format!("{rows} rows"))
+    })?;
+    if first.saturating_add(micro_batches) > all_micro_batches {
+        let got = format!("{micro_batches} micro-batches starting at number {first}");
+        return Err(Fault::protocol(format!("some of {all_micro_batches} micro-batches"), got));
+    }
+    Ok(split)
+}
+
+impl StepRun<'_> {
+    fn perform(&mut self, plan: &Plan, action: Action) -> Result<(), Fault> {
+        self.stage.abort.check()?;
+        self.set_status(Activity::Running(action));
+        self.inject_fault(action)?;
+        match action.op {
+            Op::Forward => self.forward(plan, action),
+            Op::Recompute => self.recompute(action),
             Op::Backward => self.backward(action),
             Op::Send { pass, to } => self.send(plan, action, pass, to),
-            Op::Receive { pass, from } => self.receive(action, pass, from, done),
+            Op::Receive { pass, from } => self.receive(action, pass, from),
         }
+    }
+
+    fn set_status(&self, doing: Activity) {
+        self.stage.status.begin(doing, self.actions_done);
     }
 
     fn record(&mut self, phase: Phase, action: Action, start_ns: u64) {
         self.stage.recorder.record(self.step.number, phase, || action.to_string(), start_ns);
     }
 
-    fn forward(&mut self, plan: &Plan, action: Action, done: usize) -> Result<(), Fault> {
+    fn forward(&mut self, plan: &Plan, action: Action) -> Result<(), Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
-        let arrived = self.arrivals(action, done)?;
+        let arrived = self.take_input(action)?;
         let last = p.index() + 1 == plan.partitions();
         let goal = match self.step.purpose {
             Purpose::Predict => None,
             _ if !last => None,
-            _ => Some(Goal {
-                loss: self.stage.loss,
-                target: self.target(action, done)?,
-                share: self.rows.share(self.of_all(m)) / self.step.batches as f64,
+            _ => Some(LossTarget {
+                loss: self.stage.loss.clone(),
+                target: self.take_target(action)?,
+                share: self.rows.share(self.global_id(m)) / self.step.batches as f64,
             }),
         };
-        self.stage.status.begin(Doing::Running(action), done);
+        self.set_status(Activity::Running(action));
         let start = now_ns();
-        let stream = self.random(m);
-        let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| not_mine(action))?;
+        let stream = self.random_stream(m);
+        let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| missing(action))?;
         let forward = Forward { partition, micro_batch: m, stream, arrived, goal };
-        let made = match self.step.purpose {
-            Purpose::Evaluate | Purpose::Predict => forward.evaluate()?,
-            Purpose::Train | Purpose::Gradients => {
-                let (made, flight) = forward.train(plan.recomputes(p, m))?;
-                self.in_flight.insert((p, m), flight);
-                made
-            }
+        let output = if self.step.purpose.runs_backward() {
+            let (output, in_flight) = forward.train(plan.recomputes(p, m))?;
+            self.in_flight.insert((p, m), in_flight);
+            output
+        } else {
+            forward.evaluate()?
         };
         self.record(Phase::Forward, action, start);
-        if let Some(score) = made.score {
-            self.outcome.scores.push((self.rows.len(self.of_all(m)), score));
+        if let Some(score) = output.score {
+            self.outcome.scores.push((self.rows.len(self.global_id(m)), score));
         }
-        for (to, tensors) in made.parcels {
+        for (to, tensors) in output.parcels {
+            let tensors = tensors.into_iter().map(Some).collect();
             if !last {
-                self.parcels.insert((Pass::Forward, p, to, m), tensors.into_iter().map(Some).collect());
+                self.parcels.insert((Pass::Forward, p, to, m), tensors);
             } else if self.step.purpose == Purpose::Predict {
-                let tag = Tag::between(Kind::Output, self.step.number, self.of_all(m), p, p);
-                let tensors = tensors.into_iter().map(Some).collect();
+                let tag = Tag::between(Kind::Output, self.step.number, self.global_id(m), p, p);
                 self.stage.driver.send(Message::tensors(tag, tensors))?;
             }
         }
         Ok(())
     }
 
-    /// The input of a forward pass: from the driver, or from earlier partitions.
-    fn arrivals(&mut self, action: Action, done: usize) -> Result<Vec<Parcel>, Fault> {
+    fn recompute(&mut self, action: Action) -> Result<(), Fault> {
+        let Action { partition: p, micro_batch: m, .. } = action;
+        let start = now_ns();
+        let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| missing(action))?;
+        let in_flight = self.in_flight.get_mut(&(p, m)).ok_or_else(|| missing(action))?;
+        in_flight.recompute(partition)?;
+        self.record(Phase::Recompute, action, start);
+        Ok(())
+    }
+
+    /// The input of a forward pass: from the driver for the first partition, else from earlier partitions.
+    fn take_input(&mut self, action: Action) -> Result<Vec<Parcel>, Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         if p.index() == 0 {
-            let tensors = self.take_from_driver(Kind::Input, action, done)?;
+            let tensors = self.receive_from_driver(Kind::Input, action)?;
             return Ok(vec![(p, tensors)]);
         }
         let sources: Vec<PartitionId> =
-            self.stage.partitions.get(&p).ok_or_else(|| not_mine(action))?.portals().sources().collect();
+            self.stage.partitions.get(&p).ok_or_else(|| missing(action))?.portals().sources().collect();
         sources
             .into_iter()
             .map(|from| {
-                let tensors = self.parcels.remove(&(Pass::Forward, from, p, m)).ok_or_else(|| not_mine(action))?;
+                let tensors = self.parcels.remove(&(Pass::Forward, from, p, m)).ok_or_else(|| missing(action))?;
                 let tensors: Option<Vec<Tensor>> = tensors.into_iter().collect();
-                Ok((from, tensors.ok_or_else(|| Fault::protocol("activations", "an absent one"))?))
+                let absent = || Fault::protocol(format!("activations from partition {from}"), "an absent tensor");
+                Ok((from, tensors.ok_or_else(absent)?))
             })
             .collect()
     }
 
-    fn target(&mut self, action: Action, done: usize) -> Result<Tensor, Fault> {
-        let mut tensors = self.take_from_driver(Kind::Target, action, done)?;
-        tensors.pop().ok_or_else(|| Fault::protocol("one target", "none"))
+    fn take_target(&mut self, action: Action) -> Result<Tensor, Fault> {
+        let mut tensors = self.receive_from_driver(Kind::Target, action)?;
+        tensors.pop().ok_or_else(|| Fault::protocol("a target", "none"))
     }
 
-    /// Input or target of a micro-batch.
-    fn take_from_driver(&mut self, kind: Kind, action: Action, done: usize) -> Result<Vec<Tensor>, Fault> {
+    /// Waits for a micro-batch's input or target from the driver.
+    fn receive_from_driver(&mut self, kind: Kind, action: Action) -> Result<Vec<Tensor>, Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         let start = now_ns();
-        self.stage.status.begin(Doing::Waiting(action), done);
+        self.set_status(Activity::Waiting(action));
         let tag = Tag::between(kind, self.step.number, m, p, p);
         let message = self.stage.mailbox.take(&tag)?;
         let channels_last = self.stage.channels_last && kind == Kind::Input;
@@ -243,10 +263,10 @@ impl Running<'_> {
             }
         });
         let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
-        let rows = i64::try_from(self.rows.len(self.of_all(m))).unwrap_or(0);
+        let rows = self.row_count(m);
         if tensors.is_empty() || tensors.iter().any(|t| t.size().first() != Some(&rows)) {
             let got: Vec<_> = tensors.iter().map(Tensor::size).collect();
-            return Err(Fault::protocol(format!("{rows} rows for {action}"), format!("{got:?}")));
+            return Err(Fault::protocol(format!("tensors of {rows} rows"), format!("{got:?}")));
         }
         self.record(Phase::Loading, action, start);
         Ok(tensors)
@@ -255,14 +275,14 @@ impl Running<'_> {
     fn backward(&mut self, action: Action) -> Result<(), Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         let start = now_ns();
-        let flight = self.in_flight.remove(&(p, m)).ok_or_else(|| not_mine(action))?;
+        let in_flight = self.in_flight.remove(&(p, m)).ok_or_else(|| missing(action))?;
         let sinks: Vec<PartitionId> =
-            self.stage.partitions.get(&p).ok_or_else(|| not_mine(action))?.portals().sinks().collect();
+            self.stage.partitions.get(&p).ok_or_else(|| missing(action))?.portals().sinks().collect();
         let gradients = sinks
             .into_iter()
-            .map(|from| self.parcels.remove(&(Pass::Backward, from, p, m)).ok_or_else(|| not_mine(action)))
+            .map(|from| self.parcels.remove(&(Pass::Backward, from, p, m)).ok_or_else(|| missing(action)))
             .collect::<Result<Vec<_>, _>>()?;
-        for (to, tensors) in flight.backward(gradients)? {
+        for (to, tensors) in in_flight.backward(gradients)? {
             if p.index() > 0 {
                 self.parcels.insert((Pass::Backward, p, to, m), tensors);
             }
@@ -274,62 +294,67 @@ impl Running<'_> {
     fn send(&mut self, plan: &Plan, action: Action, pass: Pass, to: PartitionId) -> Result<(), Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         let start = now_ns();
-        let tensors = self.parcels.remove(&(pass, p, to, m)).ok_or_else(|| not_mine(action))?;
-        let tag = Tag::between(kind_of(pass), self.step.number, m, p, to);
+        let tensors = self.parcels.remove(&(pass, p, to, m)).ok_or_else(|| missing(action))?;
+        let tag = Tag::between(message_kind(pass), self.step.number, m, p, to);
         if self.step.capture {
             self.capture(&tag, &tensors)?;
         }
-        let handling = Handling {
-            compress: self.stage.codecs.apply_to(self.step),
-            learning: self.step.purpose == Purpose::Train,
-            seed: self.random(m).named("codec").at(u64::from(p.0)).at(u64::from(to.0)).seed(),
-            samples: self.step.samples.get(self.rows.range(self.of_all(m))).map(<[u64]>::to_vec).unwrap_or_default(),
+        let encoding = EncodeOptions {
+            compress: self.stage.codecs.applies_in(self.step),
+            training: self.step.purpose == Purpose::Train,
+            seed: self.random_stream(m).named("codec").at(u64::from(p.0)).at(u64::from(to.0)).seed(),
+            samples: self.step.samples.get(self.rows.range(self.global_id(m))).map(<[u64]>::to_vec).unwrap_or_default(),
         };
-        let roster = &self.stage.roster;
-        let receiver = roster.member(roster.replica_of(self.stage.id), plan.placement().worker_of(to));
-        let port = self.stage.ports.get_mut(&receiver).ok_or_else(|| not_mine(action))?;
-        port.send(Message { handling, ..Message::tensors(tag, tensors) })?;
+        let topology = &self.stage.topology;
+        let receiver = topology.member(topology.replica_of(self.stage.id), plan.placement().worker_of(to));
+        let port = self.stage.ports.get_mut(&receiver).ok_or_else(|| missing(action))?;
+        port.send(Message { encoding, ..Message::tensors(tag, tensors) })?;
         self.record(Phase::Send, action, start);
         Ok(())
     }
 
-    /// A micro-batch's number among those of all replicas.
-    fn of_all(&self, m: MicroBatchId) -> MicroBatchId {
+    /// The number of a micro-batch among those of all replicas.
+    fn global_id(&self, m: MicroBatchId) -> MicroBatchId {
         MicroBatchId::new(self.step.first + m.index())
     }
 
-    /// The random stream of a micro-batch.
-    fn random(&self, m: MicroBatchId) -> Stream {
-        self.stage.stream.at(self.step.learned).at(u64::from(self.of_all(m).0))
+    fn row_count(&self, m: MicroBatchId) -> i64 {
+        i64::try_from(self.rows.len(self.global_id(m))).unwrap_or(0)
     }
 
-    /// Keeps copies of what is sent.
+    fn random_stream(&self, m: MicroBatchId) -> Stream {
+        self.stage.stream.at(self.step.trained_batches).at(u64::from(self.global_id(m).0))
+    }
+
+    /// Keeps copies of the tensors of a message, under the names that [`TensorSet::Captured`] reports.
+    ///
+    /// [`TensorSet::Captured`]: crate::comm::protocol::TensorSet::Captured
     fn capture(&mut self, tag: &Tag, tensors: &[Option<Tensor>]) -> Result<(), Fault> {
-        let what = if tag.kind == Kind::Activation { "activation" } else { "gradient" };
-        let micro_batch = self.of_all(MicroBatchId(tag.micro_batch));
+        let direction = if tag.kind == Kind::Activation { "activation" } else { "gradient" };
+        let micro_batch = self.global_id(MicroBatchId(tag.micro_batch));
         for (index, tensor) in tensors.iter().enumerate() {
             let Some(tensor) = tensor else { continue };
-            let name = format!("{what}.{}-{}.{micro_batch}.{index}", tag.from, tag.to);
+            let name = format!("{direction}.{}-{}.{micro_batch}.{index}", tag.from, tag.to);
             let copy = engine::copy(&tensor.f_detach()?.f_to_device(tch::Device::Cpu)?)?;
             self.stage.captured.push((name, copy));
         }
         Ok(())
     }
 
-    fn receive(&mut self, action: Action, pass: Pass, from: PartitionId, done: usize) -> Result<(), Fault> {
+    fn receive(&mut self, action: Action, pass: Pass, from: PartitionId) -> Result<(), Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         let start = now_ns();
-        self.stage.status.begin(Doing::Waiting(action), done);
-        let tag = Tag::between(kind_of(pass), self.step.number, m, from, p);
+        self.set_status(Activity::Waiting(action));
+        let tag = Tag::between(message_kind(pass), self.step.number, m, from, p);
         let message = self.stage.mailbox.take(&tag)?;
-        let rows = i64::try_from(self.rows.len(self.of_all(m))).unwrap_or(0);
+        let rows = self.row_count(m);
         let device = self.stage.device;
         let tensors = message.tensors.into_iter().map(|tensor| match tensor {
             Some(t) if t.size().first() != Some(&rows) => {
-                Err(Fault::protocol(format!("{rows} rows"), format!("a tensor {:?}", t.size())))
+                Err(Fault::protocol(format!("a tensor of {rows} rows"), format!("{:?}", t.size())))
             }
             Some(t) if pass == Pass::Backward && !engine::is_float(&t) => {
-                Err(Fault::protocol("gradients of floats", format!("{:?}", t.kind())))
+                Err(Fault::protocol("a gradient of a floating-point type", format!("{:?}", t.kind())))
             }
             Some(t) => Ok(Some(t.f_to_device(device)?)),
             None => Ok(None),
@@ -340,29 +365,30 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// What a test wants to go wrong here.
-    fn mishap(&self, action: Action) -> Result<(), Fault> {
+    /// Applies the fault that the scenario names for this action, if any.
+    fn inject_fault(&self, action: Action) -> Result<(), Fault> {
         match self.stage.scenario.of_worker(&self.stage.name, action) {
             None => Ok(()),
             Some(WorkerFault::Panic) => panic!("injected panic at {action}"),
             Some(WorkerFault::Error) => Err(Fault::Injected(format!("error at {action}"))),
-            Some(WorkerFault::Kill) => crate::launch::kill_self(),
+            Some(WorkerFault::Kill) => engine::kill_worker_process(),
             Some(WorkerFault::Hang) => loop {
-                self.stage.fate.check()?;
+                self.stage.abort.check()?;
                 std::thread::sleep(POLL);
             },
         }
     }
 }
 
-fn kind_of(pass: Pass) -> Kind {
+fn message_kind(pass: Pass) -> Kind {
     match pass {
         Pass::Forward => Kind::Activation,
         Pass::Backward => Kind::Gradient,
     }
 }
 
-/// The plan was checked before it was run, so this is for a plan that does not fit the partitions.
-fn not_mine(action: Action) -> Fault {
-    Fault::protocol(format!("what {action} needs to be here"), "nothing of that name")
+/// An action needs a partition, link or tensor that this worker does not have. A plan is checked before it runs, but
+/// not against the model's skips, which a driver may have left out of the plan.
+fn missing(action: Action) -> Fault {
+    Fault::invalid_job("the plan", format!("{action} needs a partition, link or tensor that this worker does not have"))
 }

@@ -1,4 +1,5 @@
-//! What happened when. Stages emit typed events; progress bars, tables and trace files are readers of them.
+//! Timing: workers record how long each phase takes, and single events in a traced run. Tables, the progress display
+//! and trace files all read these records.
 
 use serde::{Deserialize, Serialize};
 use std::io::Write;
@@ -7,33 +8,34 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// What a worker spends its time on.
 ///
-/// On a GPU these are the times of launching; the work itself shows where the worker next waits for the device.
+/// On a GPU these are the times to launch kernels. The kernels' own time appears where the worker next waits for the
+/// device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Forward passes.
+    /// Forward passes, in training or evaluation.
     Forward,
-    /// Forward passes done again for their activations.
+    /// Forward passes that are run again for their activations.
     Recompute,
-    /// Backward passes.
+    /// Backward passes, without the wait for gradients.
     Backward,
     /// Handing messages to links.
     Send,
-    /// Waiting for messages of other workers.
+    /// Waiting for messages from other workers.
     ReceiveWait,
     /// Waiting for input from the loader.
     Loading,
-    /// Optimizer step, batch-norm commit, and adding up the gradients of replicas.
+    /// The optimizer's update, the batch-norm commit, and summing the gradients of replicas.
     Optimizer,
-    /// Encoding by a link's codec, on the link's thread.
+    /// Encoding by a codec, on the link's thread.
     Encode,
-    /// Decoding by a link's codec, on the link's thread.
+    /// Decoding by a codec, on the link's thread.
     Decode,
 }
 
 impl Phase {
-    /// Those of a stage's own thread, in the order tables show them. Together they make up a step; encoding and decoding
-    /// go on beside it.
+    /// The phases of a worker's own thread, in the order of tables. Together they make up a step. Encoding and decoding
+    /// run in the background.
     pub const ALL: [Phase; 7] = [
         Phase::Forward,
         Phase::Recompute,
@@ -44,7 +46,7 @@ impl Phase {
         Phase::Optimizer,
     ];
 
-    /// The word tables and traces use.
+    /// The name in tables and traces.
     pub fn name(self) -> &'static str {
         match self {
             Phase::Forward => "forward",
@@ -60,24 +62,24 @@ impl Phase {
     }
 }
 
-/// Nanoseconds per [`Phase`] of a stage.
+/// Nanoseconds in each phase of [`Phase::ALL`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseTimes(pub [u64; 7]);
 
 impl PhaseTimes {
-    /// Adds time to a phase.
+    /// Adds time to a phase. Phases outside [`Phase::ALL`] are ignored.
     pub fn add(&mut self, phase: Phase, ns: u64) {
         if let Some(time) = self.0.get_mut(phase as usize) {
             *time = time.saturating_add(ns);
         }
     }
 
-    /// The time of a phase.
+    /// Nanoseconds in a phase.
     pub fn of(&self, phase: Phase) -> u64 {
         self.0.get(phase as usize).copied().unwrap_or(0)
     }
 
-    /// The sum of two measurements.
+    /// The sum of two measurements, phase by phase.
     pub fn plus(mut self, other: &PhaseTimes) -> PhaseTimes {
         for (a, b) in self.0.iter_mut().zip(other.0) {
             *a = a.saturating_add(b);
@@ -85,32 +87,32 @@ impl PhaseTimes {
         self
     }
 
-    /// All phases together.
+    /// Nanoseconds in all phases together.
     pub fn total(&self) -> u64 {
         self.0.iter().fold(0, |sum, ns| sum.saturating_add(*ns))
     }
 }
 
-/// One event: a worker did something from then to then.
+/// One event of a traced run: what a worker did in one interval of time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
-    /// The worker's number.
+    /// The worker's number among all members of the run.
     pub worker: u32,
-    /// The step.
+    /// The number of the step.
     pub step: u64,
-    /// What it was.
+    /// The phase that the time counts towards.
     pub phase: Phase,
-    /// The action, such as `1F3`; empty where there is none.
+    /// The action of the plan, such as `1F3`; empty outside the plan.
     pub action: String,
     /// Start, in nanoseconds since 1970.
     pub start_ns: u64,
-    /// End.
+    /// End, in nanoseconds since 1970.
     pub end_ns: u64,
 }
 
-/// Now, in nanoseconds since 1970, never going backwards within a process.
+/// The time in nanoseconds since 1970. It never goes backwards within a process.
 ///
-/// Workers on several hosts agree as well as their clocks do.
+/// Times of different hosts are comparable only as far as their clocks agree.
 pub fn now_ns() -> u64 {
     static ORIGIN: OnceLock<(Instant, u64)> = OnceLock::new();
     let (instant, epoch) = ORIGIN.get_or_init(|| {
@@ -120,7 +122,7 @@ pub fn now_ns() -> u64 {
     epoch + u64::try_from(instant.elapsed().as_nanos()).unwrap_or(u64::MAX / 2)
 }
 
-/// Gathers times, and events if wanted.
+/// Records the phases of a worker's own thread.
 #[derive(Debug)]
 pub struct Recorder {
     worker: u32,
@@ -132,12 +134,12 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// For a worker; `keep` says whether single events are wanted.
+    /// The recorder of a worker. Single events are recorded only with `keep`.
     pub fn new(worker: u32, keep: bool) -> Self {
         Recorder { worker, keep, times: PhaseTimes::default(), spans: Vec::new() }
     }
 
-    /// Records what started at `start_ns` and ends now.
+    /// Records a phase that started at `start_ns` and ends now.
     pub fn record(&mut self, step: u64, phase: Phase, action: impl FnOnce() -> String, start_ns: u64) {
         let end_ns = now_ns();
         self.times.add(phase, end_ns.saturating_sub(start_ns));
@@ -146,34 +148,34 @@ impl Recorder {
         }
     }
 
-    /// Takes what was gathered.
+    /// Returns the records since the last call.
     pub fn take(&mut self) -> (PhaseTimes, Vec<Span>) {
         (std::mem::take(&mut self.times), std::mem::take(&mut self.spans))
     }
 }
 
-/// Gathers the events of a worker's links, whose threads work beside its stage.
+/// Records the events of a worker's links, which run on threads of their own.
 #[derive(Clone, Debug)]
-pub struct Beside {
+pub struct BackgroundRecorder {
     worker: u32,
-    /// Absent if single events are not wanted.
+    /// Absent if the run is not traced.
     spans: Option<Arc<Mutex<Vec<Span>>>>,
 }
 
-impl Beside {
-    /// For a worker; `keep` says whether single events are wanted.
+impl BackgroundRecorder {
+    /// The recorder of a worker. Single events are recorded only with `keep`.
     pub fn new(worker: u32, keep: bool) -> Self {
-        Beside { worker, spans: keep.then(Arc::default) }
+        BackgroundRecorder { worker, spans: keep.then(Arc::default) }
     }
 
-    /// Records what started at `start_ns` and ends now.
+    /// Records a phase that started at `start_ns` and ends now.
     pub fn record(&self, step: u64, phase: Phase, action: &dyn std::fmt::Display, start_ns: u64) {
         let Some(spans) = &self.spans else { return };
         let span = Span { worker: self.worker, step, phase, action: action.to_string(), start_ns, end_ns: now_ns() };
         spans.lock().unwrap_or_else(|e| e.into_inner()).push(span);
     }
 
-    /// Takes what was gathered.
+    /// Returns the records since the last call.
     pub fn take(&self) -> Vec<Span> {
         self.spans
             .as_ref()
@@ -182,7 +184,7 @@ impl Beside {
     }
 }
 
-/// Writes events as JSON, one a line.
+/// Writes events as JSON, one per line.
 pub fn write_jsonl(out: &mut impl Write, spans: &[Span]) -> std::io::Result<()> {
     for span in spans {
         serde_json::to_writer(&mut *out, span)?;
@@ -191,11 +193,11 @@ pub fn write_jsonl(out: &mut impl Write, spans: &[Span]) -> std::io::Result<()> 
     Ok(())
 }
 
-/// Writes events in the trace format that Chrome and Perfetto open. `names` are the workers'.
+/// Writes events in the trace format of Chrome and Perfetto. `names` are the names of the workers, by number.
 pub fn write_chrome(out: &mut impl Write, spans: &[Span], names: &[String]) -> std::io::Result<()> {
     let origin = spans.iter().map(|s| s.start_ns).min().unwrap_or(0);
     let micros = |ns: u64| ns as f64 / 1e3;
-    // A line for each worker's stage and one for each way of its links: what overlaps must not share one.
+    // Each worker has three lanes, for its own thread, encoding and decoding: events in one lane must not overlap.
     let lane = |phase: Phase| match phase {
         Phase::Encode => 1,
         Phase::Decode => 2,

@@ -1,28 +1,28 @@
-//! Checkpoints: all that a run needs to go on as if it had never been stopped.
+//! Checkpoints: everything that a run needs to continue as if it had never been stopped.
 //!
 //! ```text
-//! DIR/lock                       held by the run that writes here
-//! DIR/step-00000120/             whole: it got this name when everything in it was on the disk
-//!     checkpoint.json            what it is and how far the run was; length and checksum of the other two
+//! DIR/lock                       locked by the run that writes here
+//! DIR/step-00000120/             complete: the folder gets this name once all its files are on the disk
+//!     checkpoint.json            the manifest: settings and progress of the run; length and checksum of the other files
 //!     model.safetensors          parameters and buffers under the model's names
 //!     optimizer.safetensors      steps.NAME, first.NAME and second.NAME of each parameter
 //! DIR/.step-00000130.partial/    being written, or left by a run that was killed
 //! ```
 //!
-//! A tensor's name says what it is and not where it was, so a run goes on with any other cut, placement, number of workers
-//! or device. Random streams need no file: they are named by the seed and the number of batches learned from. Nor does the
-//! order of the data, which the seed and the epoch decide. What codecs remember is not saved either: they forget it at
-//! each checkpoint, at both ends, so that a run that goes on from one and a run that only passed it compute the same.
+//! Tensor names do not depend on the partition or worker that owned the tensor, so a run can resume with any other cut,
+//! placement, number of workers or device. Random streams need no file: the seed and the number of batches trained on name
+//! them. Neither does the order of the data, which the seed and the epoch decide. The state of codecs is not saved: both
+//! ends of each link reset it at every checkpoint, so a run that resumes from one and a run that passed it compute the same.
 //!
 //! ```no_run
-//! # use distgpipe::data::{digits::Part, Digits, Loader, LoaderOptions};
-//! use distgpipe::checkpoint::Checkpoints;
-//! use distgpipe::trainer::{Event, SaveEvery, TrainOptions, Trainer};
-//! # use distgpipe::{models::Mlp, Pipeline};
+//! # use distgpipe::data::{Split, Digits, Loader, LoaderOptions};
+//! use distgpipe::train::checkpoint::Checkpoints;
+//! use distgpipe::train::{Event, SaveEvery, TrainOptions, Trainer};
+//! # use distgpipe::{model::zoo::Mlp, Pipeline};
 //! # use std::path::Path;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let mut pipeline = Pipeline::builder(Mlp::default().model()?).build()?;
-//! # let digits = Digits::new(Part::Train, Default::default())?;
+//! # let digits = Digits::new(Split::Train, Default::default())?;
 //! # let data = Loader::new(std::sync::Arc::new(digits), LoaderOptions::training(64, 0))?;
 //! let checkpoints = Checkpoints::open(Path::new("saved"), 2)?;
 //! let mut trainer = Trainer::new(&mut pipeline, data, None, TrainOptions::default())?
@@ -35,144 +35,180 @@
 //! # }
 //! ```
 
-use crate::failure::{Failure, Fault};
-use crate::layer::{Role, TensorSpec};
-use crate::model::Recipe;
-use crate::optim::Optim;
-use crate::pipeline::{Pipeline, StepError};
-use crate::trainer::Progress;
-use crate::weights::{self, Entry, SafetensorsWriter, Source, WeightsError};
+mod folder;
+
+pub use folder::Checkpoints;
+
+use crate::driver::pipeline::{Pipeline, StepError};
+use crate::model::layer::TensorSpec;
+use crate::model::ModelSpec;
+use crate::runtime::optimizer::Optim;
+use crate::train::weights::{self, TensorSource, WeightsError};
+use crate::train::Progress;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File, TryLockError};
-use std::io::{self, Read, Write};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 use xxhash_rust::xxh3::{xxh3_64, Xxh3Default};
 
 /// The version of the layout above.
 const FORMAT: u32 = 1;
-const ABOUT: &str = "checkpoint.json";
+const MANIFEST: &str = "checkpoint.json";
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-/// The field of checkpoint.json that has the checksum of all others.
-const SEAL: &str = "xxh3";
-/// Of a folder that is being written, and of one that is in its way.
-const PARTIAL: &str = ".partial";
-const OLD: &str = ".old";
-/// The most bytes of a checkpoint.json; it grows with the epochs by some hundreds.
-const ABOUT_BYTES_MAX: u64 = 64 << 20;
+/// The field of the manifest with the checksum of all other fields.
+const CHECKSUM: &str = "xxh3";
+/// The most bytes of a manifest; each epoch adds some hundreds.
+const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
 /// Why a checkpoint could not be written, found or read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The file system said no.
-    #[error("{doing} {}: {cause}", path.display())]
+    /// The file system returned an error.
+    #[error("{doing} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// What was attempted with it.
         doing: &'static str,
-        /// With what.
+        /// The file or folder.
         path: PathBuf,
-        /// What it said.
-        cause: io::Error,
+        /// The error that the system returned.
+        source: io::Error,
     },
-    /// Two runs must not write into one folder.
+    /// Another run writes into the folder.
     #[error("another run writes its checkpoints into {}: wait for it, or use another folder", directory.display())]
     Busy {
-        /// The folder.
+        /// The folder that is locked.
         directory: PathBuf,
     },
-    /// A checkpoint is not what was written.
-    #[error("{}: expected {expected}, got {got}: it is damaged", path.display())]
-    Damaged {
-        /// The file.
+    /// A file of the checkpoint is not as it was written.
+    #[error("{} is corrupt: expected {expected}, got {got}; resume from an earlier checkpoint", path.display())]
+    Corrupt {
+        /// The file that is corrupt.
         path: PathBuf,
-        /// What should be there.
+        /// The content that was written.
         expected: String,
-        /// What is there.
+        /// The content that was read.
         got: String,
     },
-    /// It was written by another version.
-    #[error("{}: expected a checkpoint of format {FORMAT}, got {got}: use the version of distgpipe that wrote it", path.display())]
+    /// Another version of distgpipe wrote the checkpoint.
+    #[error("{}: expected checkpoint format {FORMAT}, got {got}: use the version of distgpipe that wrote it", path.display())]
     Format {
-        /// The file.
+        /// The manifest that was read.
         path: PathBuf,
-        /// What it says.
+        /// The format that it names.
         got: String,
     },
-    /// The parameters are no numbers any more.
-    #[error("`{name}` is not finite, so nothing was saved: lower the learning rate (--lr) or clip gradients (--clip-norm), and go on from the checkpoint before")]
+    /// A parameter is NaN or infinite.
+    #[error("`{name}` is not finite, so no checkpoint was written: lower `Builder::learning_rate` or set `Builder::clip_norm`, and resume from the previous checkpoint")]
     NotFinite {
-        /// The tensor.
+        /// The name of the parameter.
         name: String,
     },
-    /// The run that was saved ended where this one is in the middle of an update.
-    #[error("the run was ended at step {step}, within what is now one update of several batches (--accumulate): go on from an earlier checkpoint, or start anew; end runs at whole updates")]
+    /// The checkpoint is the end of a shorter run, at a step that is inside an update of this run.
+    #[error("the checkpoint is from the end of a run, at step {step}, which is inside an update of several batches now: resume from an earlier checkpoint, change `TrainOptions::accumulate`, or start a new run")]
     WithinUpdate {
-        /// Where it ended.
+        /// The step at which the checkpoint was written.
         step: u64,
     },
-    /// Gradients wait for more.
-    #[error("an update of several batches was begun: finish it before saving")]
+    /// An update of several batches is in progress, and its gradients are not saved.
+    #[error("an update of several batches is in progress: finish it before saving")]
     InUpdate,
-    /// The checkpoint is of another run.
-    #[error("the checkpoint is of a run with {what} {expected}, this run has {got}: go on with the same, or start anew without the checkpoint")]
-    Differs {
-        /// In what.
+    /// The checkpoint is of a run with other settings.
+    #[error("cannot resume: {what} of the checkpoint is {expected}, this run has {got}; use the same settings, or start a new run without the checkpoint")]
+    Mismatch {
+        /// The setting, such as `the seed`.
         what: &'static str,
-        /// The checkpoint's.
+        /// The value in the checkpoint.
         expected: String,
-        /// This run's.
+        /// The value in this run.
         got: String,
     },
-    /// A file of tensors could not be written or read.
+    /// A tensor file could not be written or read.
     #[error(transparent)]
     Weights(#[from] WeightsError),
-    /// A worker failed meanwhile.
+    /// A transfer of tensors from or to the workers failed.
     #[error(transparent)]
     Step(#[from] StepError),
 }
 
 fn on_disk(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     let path = path.to_owned();
-    move |cause| CheckpointError::Io { doing, path, cause }
+    move |source| CheckpointError::Io { doing, path, source }
 }
 
-/// What a checkpoint says of itself.
+/// The content of a checkpoint's `checkpoint.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct About {
+#[non_exhaustive]
+pub struct Manifest {
     format: u32,
-    /// How the model is made; absent for a model of somebody's own layers.
-    pub model: Option<Recipe>,
-    /// Of the random streams.
+    /// The specification that builds the model; absent for a model of layers of your own.
+    pub model: Option<ModelSpec>,
+    /// The seed of initial weights and dropout.
     pub seed: u64,
-    /// How parameters are stepped.
+    /// The optimizer of the run, with its settings.
     pub optim: Optim,
-    /// How many batches were learned from: where the random streams are.
-    pub learned: u64,
-    /// How far the run was.
+    /// The name of the model's own optimizer, if it has one; `optim` is then unused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub update_rule: Option<String>,
+    /// Batches trained on; see [`Pipeline::batches_trained`].
+    #[serde(rename = "learned")]
+    pub batches_trained: u64,
+    /// How much of the run was done.
     pub progress: Progress,
-    /// Whatever the caller wants to find again.
+    /// The caller's settings; see [`Trainer::save_to`](crate::train::Trainer::save_to).
     pub settings: serde_json::Value,
-    files: BTreeMap<String, Facts>,
+    files: BTreeMap<String, FileDigest>,
 }
 
-/// What a file must be.
+impl Manifest {
+    /// Reads a manifest and verifies its checksum.
+    fn read(file: &Path) -> Result<Self, CheckpointError> {
+        let damaged = |expected: &str, got: String| CheckpointError::Corrupt {
+            path: file.to_owned(),
+            expected: expected.to_owned(),
+            got,
+        };
+        let mut text = Vec::new();
+        let opened = File::open(file).map_err(on_disk("opening", file))?;
+        opened.take(MANIFEST_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", file))?;
+        let mut value: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|e| damaged("a checkpoint's manifest", e.to_string()))?;
+        // Checked first, because another format may have other fields.
+        if value.get("format") != Some(&FORMAT.into()) {
+            let got = value.get("format").map_or_else(|| "none".to_owned(), ToString::to_string);
+            return Err(CheckpointError::Format { path: file.to_owned(), got });
+        }
+        let expected = value.as_object_mut().and_then(|fields| fields.remove(CHECKSUM));
+        if expected != Some(checksum(&value).into()) {
+            return Err(damaged("content with the checksum in it", "another checksum".to_owned()));
+        }
+        serde_json::from_value(value).map_err(|e| damaged("a checkpoint's manifest", e.to_string()))
+    }
+}
+
+/// The checksum of a manifest without its checksum.
+fn checksum(manifest: &serde_json::Value) -> String {
+    format!("{:016x}", xxh3_64(manifest.to_string().as_bytes()))
+}
+
+/// Length and checksum of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Facts {
+struct FileDigest {
     bytes: u64,
     xxh3: String,
 }
 
-impl Facts {
+impl FileDigest {
     fn of(path: &Path) -> Result<Self, CheckpointError> {
         let mut file = File::open(path).map_err(on_disk("opening", path))?;
         let (mut hash, mut bytes) = (Xxh3Default::new(), 0);
         let mut buffer = vec![0; 1 << 20];
         loop {
             match file.read(&mut buffer).map_err(on_disk("reading", path))? {
-                0 => return Ok(Facts { bytes, xxh3: format!("{:016x}", hash.digest()) }),
+                0 => return Ok(FileDigest { bytes, xxh3: format!("{:016x}", hash.digest()) }),
                 n => {
                     hash.update(&buffer[..n]);
                     bytes += n as u64;
@@ -180,227 +216,75 @@ impl Facts {
             }
         }
     }
+
+    fn text(&self) -> String {
+        format!("{} bytes with checksum {}", self.bytes, self.xxh3)
+    }
 }
 
-/// A checkpoint that is whole.
+/// A checkpoint whose files are complete and intact.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     path: PathBuf,
-    about: About,
+    manifest: Manifest,
+}
+
+/// The name of the optimizer that the model brings along.
+fn own_rule(pipeline: &Pipeline) -> Option<String> {
+    pipeline.model().update_rule.as_ref().map(|rule| rule.name())
 }
 
 impl Checkpoint {
-    /// Reads what it says of itself, and checks that its files are as they were written.
+    /// Reads the manifest of a checkpoint's folder and verifies the checksums of its files.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let file = path.join(ABOUT);
-        let damaged = |path: &Path, expected: &str, got: String| CheckpointError::Damaged {
-            path: path.to_owned(),
-            expected: expected.to_owned(),
-            got,
-        };
-        let mut text = Vec::new();
-        let opened = File::open(&file).map_err(on_disk("opening", &file))?;
-        opened.take(ABOUT_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", &file))?;
-        let mut value: serde_json::Value = serde_json::from_slice(&text)
-            .map_err(|e| damaged(&file, "what a checkpoint says of itself", e.to_string()))?;
-        // Asked first: another format may have other fields.
-        if value.get("format") != Some(&FORMAT.into()) {
-            let got = value.get("format").map_or_else(|| "none".to_owned(), ToString::to_string);
-            return Err(CheckpointError::Format { path: file, got });
-        }
-        let sealed = value.as_object_mut().and_then(|fields| fields.remove(SEAL));
-        if sealed != Some(seal(&value).into()) {
-            return Err(damaged(&file, "its own checksum", "another".to_owned()));
-        }
-        let about: About = serde_json::from_value(value)
-            .map_err(|e| damaged(&file, "what a checkpoint says of itself", e.to_string()))?;
+        let manifest_path = path.join(MANIFEST);
+        let manifest = Manifest::read(&manifest_path)?;
         for name in [MODEL, OPTIMIZER] {
-            let path = path.join(name);
-            let expected = about
-                .files
-                .get(name)
-                .ok_or_else(|| damaged(&file, &format!("facts about {name}"), "none".to_owned()))?;
-            let got = Facts::of(&path)?;
+            let file = path.join(name);
+            let Some(expected) = manifest.files.get(name) else {
+                let expected = format!("the checksum of {name}");
+                return Err(CheckpointError::Corrupt { path: manifest_path, expected, got: "none".to_owned() });
+            };
+            let got = FileDigest::of(&file)?;
             if got != *expected {
-                let text = |facts: &Facts| format!("{} bytes with checksum {}", facts.bytes, facts.xxh3);
-                return Err(damaged(&path, &text(expected), text(&got)));
+                return Err(CheckpointError::Corrupt { path: file, expected: expected.text(), got: got.text() });
             }
         }
-        Ok(Checkpoint { path: path.to_owned(), about })
+        Ok(Checkpoint { path: path.to_owned(), manifest })
     }
 
-    /// Where it is.
+    /// The folder that holds the checkpoint.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it says of itself.
-    pub fn about(&self) -> &About {
-        &self.about
+    /// The settings and the progress of the run that wrote it.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
     }
 
-    /// Puts a pipeline where the run was. Whatever decides what would be computed must be the same; how it is cut, where
-    /// it runs and what its links do need not.
+    /// Loads the checkpoint into a pipeline: parameters, buffers, optimizer state and the position of the random streams.
+    /// The model, the seed and the optimizer must be those of the checkpoint; the cut, the placement, the devices and the
+    /// codecs need not be.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
-        let about = &self.about;
         fn same<T: PartialEq + Serialize>(what: &'static str, expected: &T, got: &T) -> Result<(), CheckpointError> {
             if expected == got {
                 return Ok(());
             }
             let text = |value: &T| serde_json::to_string(value).unwrap_or_default();
-            Err(CheckpointError::Differs { what, expected: text(expected), got: text(got) })
+            Err(CheckpointError::Mismatch { what, expected: text(expected), got: text(got) })
         }
-        same("the model", &about.model, &pipeline.model().recipe)?;
-        same("the seed", &about.seed, &pipeline.seed())?;
-        same("the optimizer", &about.optim, &pipeline.optim())?;
-        let mut model = Named::open(&self.path.join(MODEL))?;
+        let manifest = &self.manifest;
+        same("the model", &manifest.model, &pipeline.model().spec)?;
+        same("the seed", &manifest.seed, &pipeline.seed())?;
+        same("the optimizer", &manifest.optim, &pipeline.optim())?;
+        same("the model's own optimizer", &manifest.update_rule, &own_rule(pipeline))?;
+        let mut model = TensorFile::open(&self.path.join(MODEL))?;
         pipeline.load_from(&names_of(&pipeline.state_specs()), |name| model.read(name))?;
-        let mut optimizer = Named::open(&self.path.join(OPTIMIZER))?;
+        let mut optimizer = TensorFile::open(&self.path.join(OPTIMIZER))?;
         pipeline.load_optimizer_from(&names_of(&pipeline.optimizer_specs()), |name| optimizer.read(name))?;
-        pipeline.set_learned(about.learned);
+        pipeline.set_batches_trained(manifest.batches_trained);
         Ok(())
-    }
-}
-
-/// A folder of checkpoints that this process alone writes into.
-#[derive(Debug)]
-pub struct Checkpoints {
-    directory: PathBuf,
-    keep: usize,
-    /// Unlocked by the system when the process ends, however it ends.
-    _lock: File,
-}
-
-impl Checkpoints {
-    /// Makes the folder if need be, and clears away what a killed run left half written. `keep` of the whole ones stay,
-    /// at least one.
-    pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
-        fs::create_dir_all(directory).map_err(on_disk("making", directory))?;
-        let path = directory.join("lock");
-        let lock = File::options().create(true).append(true).open(&path).map_err(on_disk("opening", &path))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { directory: directory.to_owned() }),
-            Err(TryLockError::Error(source)) => return Err(on_disk("locking", &path)(source)),
-        }
-        for name in names(directory)? {
-            let (path, hidden) = (directory.join(&name), name.strip_prefix('.'));
-            if let Some(step) = hidden.and_then(|name| step_of(name.strip_suffix(OLD)?)) {
-                // It was moved out of the way of one that did not come.
-                let whole = directory.join(name_of(step));
-                match whole.exists() {
-                    true => remove_if_there(&path)?,
-                    false => fs::rename(&path, &whole).map_err(on_disk("moving", &path))?,
-                }
-            } else if hidden.and_then(|name| step_of(name.strip_suffix(PARTIAL)?)).is_some() {
-                remove_if_there(&path)?;
-            }
-        }
-        Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), _lock: lock })
-    }
-
-    /// Changes how many stay, at least one.
-    pub fn set_keep(&mut self, keep: usize) {
-        self.keep = keep.max(1);
-    }
-
-    /// Where they are.
-    pub fn directory(&self) -> &Path {
-        &self.directory
-    }
-
-    /// The steps of those that are there, the newest first.
-    pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
-        let mut steps: Vec<u64> = names(&self.directory)?.iter().filter_map(|name| step_of(name)).collect();
-        steps.sort_unstable_by(|a, b| b.cmp(a));
-        Ok(steps)
-    }
-
-    /// The newest one that is whole, and why newer ones are not.
-    pub fn newest(&self) -> Result<(Option<Checkpoint>, Vec<CheckpointError>), CheckpointError> {
-        let mut damaged = Vec::new();
-        for step in self.steps()? {
-            match Checkpoint::open(&self.path(step)) {
-                Ok(checkpoint) => return Ok((Some(checkpoint), damaged)),
-                Err(error) => damaged.push(error),
-            }
-        }
-        Ok((None, damaged))
-    }
-
-    /// Moves those of later steps aside, under another name: the run that goes on from an earlier one comes to these steps
-    /// again, and must not count them among those that are kept.
-    pub fn set_aside_after(&self, step: u64) -> Result<(), CheckpointError> {
-        for later in self.steps()?.into_iter().filter(|&later| later > step) {
-            let (path, aside) = (self.path(later), self.directory.join(format!("unused-{}", name_of(later))));
-            remove_if_there(&aside)?;
-            fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
-        }
-        Ok(())
-    }
-
-    /// Saves a pipeline and how far its run is. The codecs forget; see [`Pipeline::forget`]. Older checkpoints go when
-    /// this one is on the disk.
-    pub fn save(
-        &self,
-        pipeline: &mut Pipeline,
-        progress: &Progress,
-        settings: &serde_json::Value,
-    ) -> Result<PathBuf, CheckpointError> {
-        if pipeline.in_update() {
-            return Err(CheckpointError::InUpdate);
-        }
-        pipeline.forget()?;
-        let path = self.path(progress.step);
-        let partial = self.directory.join(format!(".{}{PARTIAL}", name_of(progress.step)));
-        remove_if_there(&partial)?;
-        fs::create_dir(&partial).map_err(on_disk("making", &partial))?;
-        let specs = pipeline.state_specs();
-        let parameters: BTreeSet<&str> =
-            specs.iter().filter(|spec| spec.role == Role::Parameter).map(|spec| &spec.name[..]).collect();
-        let mut writer = writer(&partial.join(MODEL), &specs)?;
-        pipeline.state_each(|name, tensor| {
-            if parameters.contains(name) && !is_finite(&tensor).map_err(StepError::from)? {
-                return Err(CheckpointError::NotFinite { name: name.to_owned() });
-            }
-            Ok(writer.write(&tensor)?)
-        })?;
-        writer.finish()?;
-        let mut writer = self::writer(&partial.join(OPTIMIZER), &pipeline.optimizer_specs())?;
-        pipeline.optimizer_each(|_, tensor| writer.write(&tensor).map_err(CheckpointError::from))?;
-        writer.finish()?;
-        let facts = |name: &str| Ok((name.to_owned(), Facts::of(&partial.join(name))?));
-        let mut about = serde_json::to_value(About {
-            format: FORMAT,
-            model: pipeline.model().recipe.clone(),
-            seed: pipeline.seed(),
-            optim: pipeline.optim(),
-            learned: pipeline.learned(),
-            progress: progress.clone(),
-            settings: settings.clone(),
-            files: [MODEL, OPTIMIZER].into_iter().map(facts).collect::<Result<_, CheckpointError>>()?,
-        })
-        .map_err(|e| on_disk("writing", &partial)(e.into()))?;
-        about[SEAL] = seal(&about).into();
-        write_durably(&partial.join(ABOUT), &about)?;
-        sync_directory(&partial)?;
-        // A damaged one of this step may be in the way.
-        let aside = self.directory.join(format!(".{}{OLD}", name_of(progress.step)));
-        if path.exists() {
-            remove_if_there(&aside)?;
-            fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
-        }
-        fs::rename(&partial, &path).map_err(on_disk("naming", &path))?;
-        sync_directory(&self.directory)?;
-        remove_if_there(&aside)?;
-        for step in self.steps()?.into_iter().filter(|&step| step < progress.step).skip(self.keep - 1) {
-            remove_if_there(&self.path(step))?;
-        }
-        Ok(path)
-    }
-
-    fn path(&self, step: u64) -> PathBuf {
-        self.directory.join(name_of(step))
     }
 }
 
@@ -408,73 +292,25 @@ fn names_of(specs: &[TensorSpec]) -> Vec<String> {
     specs.iter().map(|spec| spec.name.clone()).collect()
 }
 
-fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, WeightsError> {
-    let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
-    SafetensorsWriter::create(path, entries, &BTreeMap::new())
+/// A file whose tensors are read by name.
+struct TensorFile {
+    source: Box<dyn TensorSource>,
+    indices: BTreeMap<String, usize>,
 }
 
-/// A file whose tensors are asked for by name.
-struct Named {
-    source: Box<dyn Source>,
-    places: BTreeMap<String, usize>,
-}
-
-impl Named {
+impl TensorFile {
     fn open(path: &Path) -> Result<Self, CheckpointError> {
         let source = weights::open(path)?;
-        let places = source.entries().iter().enumerate().map(|(i, entry)| (entry.name.clone(), i)).collect();
-        Ok(Named { source, places })
+        let indices = source.entries().iter().enumerate().map(|(i, entry)| (entry.name.clone(), i)).collect();
+        Ok(TensorFile { source, indices })
     }
 
     fn read(&mut self, name: &str) -> Result<Tensor, CheckpointError> {
-        let place = self.places.get(name).ok_or_else(|| CheckpointError::Differs {
-            what: "a model",
-            expected: format!("without `{name}`"),
+        let index = self.indices.get(name).ok_or_else(|| CheckpointError::Mismatch {
+            what: "the model",
+            expected: format!("one without a tensor `{name}`"),
             got: "one with it".to_owned(),
         })?;
-        Ok(self.source.read(*place)?)
+        Ok(self.source.read(*index)?)
     }
-}
-
-fn is_finite(tensor: &Tensor) -> Result<bool, Failure> {
-    let finite = || -> Result<bool, Fault> { Ok(i64::try_from(tensor.f_isfinite()?.f_all()?)? != 0) };
-    finite().map_err(|fault| Failure::new("the driver", "saving", fault))
-}
-
-/// The checksum of what a checkpoint says of itself.
-fn seal(about: &serde_json::Value) -> String {
-    format!("{:016x}", xxh3_64(about.to_string().as_bytes()))
-}
-
-fn name_of(step: u64) -> String {
-    format!("step-{step:08}")
-}
-
-fn step_of(name: &str) -> Option<u64> {
-    name.strip_prefix("step-").filter(|digits| digits.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()
-}
-
-fn names(directory: &Path) -> Result<Vec<String>, CheckpointError> {
-    let entries = fs::read_dir(directory).map_err(on_disk("listing", directory))?;
-    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
-    names.collect::<io::Result<_>>().map_err(on_disk("listing", directory))
-}
-
-fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(on_disk("removing", path)(error)),
-        _ => Ok(()),
-    }
-}
-
-fn write_durably(path: &Path, value: &impl Serialize) -> Result<(), CheckpointError> {
-    let mut text = serde_json::to_vec_pretty(value).map_err(|e| on_disk("writing", path)(e.into()))?;
-    text.push(b'\n');
-    let mut file = File::create(path).map_err(on_disk("making", path))?;
-    file.write_all(&text).and_then(|()| file.sync_all()).map_err(on_disk("writing", path))
-}
-
-/// What was renamed in a folder is there after a power cut only if the folder was synced.
-fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
-    File::open(path).and_then(|directory| directory.sync_all()).map_err(on_disk("syncing", path))
 }

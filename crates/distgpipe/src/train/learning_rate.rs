@@ -1,17 +1,17 @@
-//! How the learning rate goes on from update to update.
+//! Learning rate schedules: linear warm-up, then decay.
 //!
 //! ```text
-//!   1 ┤    ╭──╮           constant stays there, linear falls straight, cosine along half a cosine,
-//!     │   ╱    ╲          polynomial as (what is left)^power
+//!   1 ┤    ╭──╮           decay: constant stays at 1, linear falls in a straight line, cosine along half a cosine,
+//!     │   ╱    ╲          polynomial as (fraction left)^power
 //!     │  ╱      ╲
 //!   0 ┤ ╱        ╲
 //!     └─┴───┴─────┴──► updates
 //!       warm-up   all
 //! ```
 //!
-//! The factor is a function of the update's number and of how many there are, and of nothing else. So there is nothing
-//! to save, and a run that goes on from the middle has the rates it would have had. The formulas are those of Hugging
-//! Face's `get_*_schedule_with_warmup`, with 0 as the end of the polynomial.
+//! The factor depends only on the number of the update and on the number of all updates. So there is nothing to save, and
+//! a resumed run has the rates that it would have had without the interruption. The formulas are those of Hugging Face's
+//! `get_*_schedule_with_warmup`, with 0 as the end of the polynomial.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -19,28 +19,29 @@ use std::str::FromStr;
 
 /// How the learning rate falls after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub enum Decay {
-    /// It stays.
+    /// The rate stays constant.
     #[default]
     Constant,
-    /// Down to 0 along half a cosine.
+    /// The rate falls to 0 along half a cosine.
     Cosine,
-    /// Straight down to 0.
+    /// The rate falls to 0 in a straight line.
     Linear,
-    /// Down to 0 as this power of what is left.
+    /// The rate falls to 0 as a power of the fraction of updates left.
     Polynomial {
-        /// 1 is linear; more falls sooner.
+        /// The exponent: 1 is linear, larger ones fall sooner.
         power: f64,
     },
 }
 
-/// How long the learning rate rises from 0. Written as `500` or `6%`.
+/// How long the learning rate rises from 0 in a straight line. Written as `500` or `6%`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "Written")]
 pub enum WarmUp {
-    /// For so many updates.
+    /// The rate rises for this many updates.
     Updates(u64),
-    /// For this share of all updates, from 0 to 1, rounded up to whole ones.
+    /// The rate rises for this fraction of all updates, from 0 to 1, rounded up to whole ones.
     Share(f64),
 }
 
@@ -51,19 +52,19 @@ impl Default for WarmUp {
 }
 
 impl WarmUp {
-    /// How many of so many updates.
+    /// The length of the warm-up in a run of `all` updates.
     pub fn updates(self, all: u64) -> u64 {
         match self {
             WarmUp::Updates(updates) => updates,
-            // Percentages are rarely exact in binary: 7 % of 100 must be 7, and not 8.
+            // Percentages are rarely exact in binary: 7 % of 100 must be 7, not 8.
             WarmUp::Share(share) => ((share * all as f64 - 1e-9).ceil().max(0.0) as u64).min(all),
         }
     }
 }
 
-/// A number of updates may be written as a number too.
+/// A number of updates may also be written as a number.
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "expected updates such as 500, or a share of all such as \"6%\"")]
+#[serde(untagged, expecting = "expected a number of updates such as 500, or a percentage of all such as \"6%\"")]
 enum Written {
     Updates(u64),
     Text(String),
@@ -99,8 +100,9 @@ impl FromStr for WarmUp {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("expected updates such as 500, or a share of all from 0% to 100% such as 6%; got `{text}`");
+        let wrong = || {
+            format!("expected a number of updates such as 500, or a percentage of all from 0% to 100% such as 6%; got `{text}`")
+        };
         match text.strip_suffix('%') {
             Some(percent) => match percent.trim().parse::<f64>() {
                 Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(WarmUp::Share(percent / 100.0)),
@@ -111,17 +113,17 @@ impl FromStr for WarmUp {
     }
 }
 
-/// The way of the learning rate: up in the warm-up, then down.
+/// A learning rate schedule: warm-up, then decay.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RateSchedule {
-    /// How it falls.
+    /// How the rate falls after the warm-up.
     pub decay: Decay,
-    /// How long it rises before.
+    /// How long the rate rises first.
     pub warm_up: WarmUp,
 }
 
 impl RateSchedule {
-    /// What the learning rate is multiplied by at an update, from 0, of so many.
+    /// The factor of the learning rate at an update, counted from 0, in a run of so many.
     pub fn factor(&self, update: u64, updates: u64) -> f64 {
         let warm_up = self.warm_up.updates(updates);
         if update < warm_up {

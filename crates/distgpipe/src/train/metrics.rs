@@ -1,9 +1,9 @@
-//! How good a classifier is on data that it has not learned from.
+//! Classification metrics: F1 and Matthews correlation.
 //!
-//! The worker with the last partition counts per class; the driver adds the counts up over the test and computes the
-//! figures from the sums. A mean of each batch's F1 would be another number, and outputs need not travel.
+//! The worker with the last partition counts per class. The driver adds up the counts of all test batches and computes the
+//! metrics from the sums: a mean of each batch's F1 would be a different number. Outputs need not travel.
 //!
-//! The definitions are scikit-learn's: F1 of class 1 where there are two classes, else the plain mean over all classes
+//! The definitions are scikit-learn's: F1 of class 1 where there are two classes, else the unweighted mean over all classes
 //! that occur (macro); the Matthews correlation for any number of classes is the R_K statistic (Gorodkin, 2004). Both
 //! are 0 where they would divide by 0.
 
@@ -11,14 +11,14 @@ use crate::failure::Fault;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-/// How often each class was predicted, was there, and both.
+/// How often each class was predicted, occurred, and was predicted correctly.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassCounts {
-    /// Rows of the class that were predicted to be.
+    /// Rows of each class that were predicted correctly.
     pub right: Vec<u64>,
-    /// Rows that were predicted to be of the class.
+    /// Rows that were predicted to be of each class.
     pub predicted: Vec<u64>,
-    /// Rows of the class.
+    /// Rows of each class.
     pub actual: Vec<u64>,
 }
 
@@ -29,7 +29,7 @@ impl ClassCounts {
         if rows != *targets {
             return Ok(None);
         }
-        // The loss leaves out rows without a class, so these counts do too.
+        // The loss ignores rows without a class, so these counts do too.
         let known = target.f_ge(0)?;
         let target = target.f_masked_select(&known)?;
         let predicted = scores.f_argmax(-1, false)?.f_masked_select(&known)?;
@@ -42,7 +42,7 @@ impl ClassCounts {
         Ok(Some(ClassCounts { right: count(&right)?, predicted: count(&predicted)?, actual: count(&target)? }))
     }
 
-    /// Adds another's.
+    /// Adds the counts of other rows.
     pub fn add(&mut self, other: &ClassCounts) {
         for (mine, theirs) in [
             (&mut self.right, &other.right),
@@ -54,7 +54,7 @@ impl ClassCounts {
         }
     }
 
-    /// Of class 1 for data of two classes, else the mean over the classes that occur in predictions or data.
+    /// The F1 score: of class 1 for data with two classes, else the mean over the classes that occur in predictions or data.
     pub fn f1(&self, classes: usize) -> f64 {
         if classes == 2 {
             return self.of_class(1).unwrap_or(0.0);
@@ -63,16 +63,16 @@ impl ClassCounts {
         each.iter().sum::<f64>() / each.len().max(1) as f64
     }
 
-    /// The F1 of a class; `None` if it neither was predicted nor was there.
+    /// The F1 score of a class; `None` if it was neither predicted nor present.
     fn of_class(&self, class: usize) -> Option<f64> {
         let at = |counts: &[u64]| counts.get(class).copied().unwrap_or(0) as f64;
         let both = at(&self.predicted) + at(&self.actual);
         (both > 0.0).then(|| 2.0 * at(&self.right) / both)
     }
 
-    /// From −1 to 1; 0 is what guessing gives.
+    /// The Matthews correlation, from −1 to 1; guessing gives 0.
     pub fn matthews(&self) -> f64 {
-        // Sums of products of counts: exact, so that what is undefined is found to be.
+        // In integers, so that a denominator of 0 is exactly 0.
         let dot = |a: &[u64], b: &[u64]| a.iter().zip(b).map(|(a, b)| i128::from(*a) * i128::from(*b)).sum::<i128>();
         let sum = |counts: &[u64]| counts.iter().map(|&n| i128::from(n)).sum::<i128>();
         let (rows, right) = (sum(&self.actual), sum(&self.right));

@@ -1,54 +1,52 @@
-//! Weights in files: read tensor by tensor, whatever the file's size, and written so that others read them.
+//! Weight files: read tensor by tensor, whatever the file's size, and written in a format that other programs read.
 //!
 //! | module | format |
 //! | --- | --- |
 //! | [`safetensors`] | safetensors, read and written |
 //! | [`pth`] | the archive that `torch.save` writes, read only; nothing in it is executed |
 //!
-//! [`open`] tells them apart by their first bytes. A [`Source`] knows names, types and dimensions at once and reads a
-//! tensor's elements when it is asked for them, so a model that is larger than the memory can be handed on piece by piece.
+//! [`open`] recognizes the format by the first bytes. A [`TensorSource`] knows the names, types and dimensions of all tensors and
+//! reads a tensor's elements on request, so a model larger than memory can be loaded piece by piece.
 
-#[path = "weights/pth.rs"]
 pub mod pth;
-#[path = "weights/safetensors.rs"]
 pub mod safetensors;
 
 pub use safetensors::SafetensorsWriter;
 
 use crate::failure::Fault;
-use distgpipe_core::weights::{zip, Dtype, FormatError};
+use distgpipe_core::weights::{zip, FormatError, TensorType};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 
-/// How a file of `torch.save` before 1.6 begins: a pickle of the number 0x1950a86a20f9469cfc6c.
+/// The first bytes of a file of `torch.save` before 1.6: a pickle of the number 0x1950a86a20f9469cfc6c.
 const LEGACY_MAGIC: [u8; 4] = [0x80, 0x02, 0x8a, 0x0a];
 
-/// A tensor of a file, not yet read.
+/// Name, type and dimensions of a tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its name.
+    /// The name of the tensor in the file.
     pub name: String,
-    /// The type of its elements.
+    /// The type of the elements.
     pub kind: Kind,
-    /// Its dimensions.
+    /// The size of each dimension.
     pub dims: Vec<i64>,
 }
 
 impl Entry {
-    /// An entry to announce to a [`SafetensorsWriter`].
+    /// An entry for [`SafetensorsWriter::create`].
     pub fn new(name: impl Into<String>, kind: Kind, dims: &[i64]) -> Self {
         Entry { name: name.into(), kind, dims: dims.to_vec() }
     }
 }
 
 /// An open file of tensors.
-pub trait Source: Send {
-    /// What is in it.
+pub trait TensorSource: Send {
+    /// The tensors of the file.
     fn entries(&self) -> &[Entry];
 
-    /// Reads the entry of this number: a contiguous tensor on the CPU that nobody else holds.
+    /// Reads the entry with this index: a contiguous tensor on the CPU that shares no memory.
     fn read(&mut self, index: usize) -> Result<Tensor, WeightsError>;
 }
 
@@ -56,70 +54,70 @@ pub trait Source: Send {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightsError {
-    /// The operating system refused.
+    /// The operating system returned an error.
     #[error("{}: {doing}: {source}", file.display())]
     Io {
-        /// The file.
+        /// The file that was read or written.
         file: PathBuf,
-        /// What was attempted.
+        /// What was attempted with the file.
         doing: &'static str,
-        /// The system's answer.
+        /// The error that the system returned.
         source: std::io::Error,
     },
-    /// The file is not what it should be.
+    /// The file is not valid in its format.
     #[error("{}{}: {source}", file.display(), part.as_ref().map(|part| format!(" ({part})")).unwrap_or_default())]
     Format {
-        /// The file.
+        /// The file that is not valid.
         file: PathBuf,
-        /// The file in the file, from whose beginning the offset counts.
+        /// The file inside the archive, if the offset counts from its beginning.
         part: Option<String>,
-        /// Where, what was expected, what came, what to do.
+        /// The offset, what was expected, what was found, and what to do.
         source: Box<FormatError>,
     },
-    /// The file is of the form that PyTorch wrote before 1.6.
+    /// The file has the format that PyTorch wrote before 1.6.
     #[error(
-        "{}: expected safetensors or a zip archive of torch.save, got the form that PyTorch wrote before 1.6: write it anew with \
+        "{}: expected safetensors or a zip archive of torch.save, got the format that PyTorch wrote before 1.6: convert it with \
          python -c \"import torch; torch.save(torch.load('{}', weights_only=True), 'NEW.pth')\"",
         file.display(),
         file.display()
     )]
     Legacy {
-        /// The file.
+        /// The file that has the old format.
         file: PathBuf,
     },
-    /// A type that libtorch has no tensors of here.
-    #[error("{}: expected a type that can be computed with, got `{name}` of {got}: convert it to F32, F16 or BF16", file.display())]
+    /// A tensor has a type that libtorch does not support here.
+    #[error("{}: expected a supported element type, got `{name}` of {got}: convert it to F32, F16 or BF16", file.display())]
     Type {
-        /// The file.
+        /// The file that has the tensor.
         file: PathBuf,
-        /// The tensor.
+        /// The name of the tensor in the file.
         name: String,
-        /// Its type.
+        /// The type of the tensor, by name.
         got: String,
     },
-    /// Something else was written than was announced.
-    #[error("{}: expected {expected}, got {got}: write the tensors that were announced, in that order", file.display())]
-    Unannounced {
-        /// The file.
+    /// The tensors written are not those that [`SafetensorsWriter::create`] was given.
+    #[error("{}: expected {expected}, got {got}: write the tensors given to `SafetensorsWriter::create`, in that order", file.display())]
+    UnexpectedTensor {
+        /// The file that was being written.
         file: PathBuf,
-        /// What was announced.
+        /// The entry that comes next.
         expected: String,
-        /// What came.
+        /// The tensor that was given.
         got: String,
     },
-    /// libtorch refused.
+    /// libtorch returned an error.
     #[error("{}: {source}", file.display())]
     Engine {
-        /// The file.
+        /// The file that was read or written.
         file: PathBuf,
-        /// What it said.
+        /// The error that libtorch returned.
         source: Box<Fault>,
     },
 }
 
-/// Opens a file of weights, of whichever format it is.
-pub fn open(path: &Path) -> Result<Box<dyn Source>, WeightsError> {
-    let mut file = Opened::open(path)?;
+/// Opens a weight file of any supported format.
+pub fn open(path: &Path) -> Result<Box<dyn TensorSource>, WeightsError> {
+    let mut file = OpenFile::open(path)?;
     let mut magic = [0; 4];
     if file.bytes >= 4 {
         file.read_at(0, &mut magic)?;
@@ -131,24 +129,24 @@ pub fn open(path: &Path) -> Result<Box<dyn Source>, WeightsError> {
     }
 }
 
-/// A file of known length.
+/// An open file and its length.
 #[derive(Debug)]
-struct Opened {
+struct OpenFile {
     path: PathBuf,
     file: File,
     bytes: u64,
 }
 
-impl Opened {
+impl OpenFile {
     fn open(path: &Path) -> Result<Self, WeightsError> {
         let wrong = |source| WeightsError::Io { file: path.to_owned(), doing: "opening it", source };
         let file = File::open(path).map_err(wrong)?;
         let about = file.metadata().map_err(wrong)?;
         if !about.is_file() {
-            let got = "expected a file, got a directory, pipe or device: name a file";
+            let got = "expected a regular file, got a directory, pipe or device";
             return Err(wrong(std::io::Error::other(got)));
         }
-        Ok(Opened { path: path.to_owned(), file, bytes: about.len() })
+        Ok(OpenFile { path: path.to_owned(), file, bytes: about.len() })
     }
 
     fn read_at(&mut self, offset: u64, into: &mut [u8]) -> Result<(), WeightsError> {
@@ -156,13 +154,13 @@ impl Opened {
         read.map_err(|source| WeightsError::Io { file: self.path.clone(), doing: "reading it", source })
     }
 
-    /// As many bytes as somebody has compared with the file's length.
+    /// Reads `length` bytes. The caller has checked that the file is long enough.
     fn bytes_at(&mut self, offset: u64, length: u64) -> Result<Vec<u8>, WeightsError> {
         let mut bytes = Vec::new();
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         bytes.try_reserve_exact(length).map_err(|e| WeightsError::Io {
             file: self.path.clone(),
-            doing: "making room to read it",
+            doing: "allocating memory for it",
             source: std::io::Error::other(e),
         })?;
         bytes.resize(length, 0);
@@ -170,7 +168,7 @@ impl Opened {
         Ok(bytes)
     }
 
-    /// A contiguous tensor of the elements from `offset` on.
+    /// Reads a contiguous tensor whose first element is at `offset`.
     fn tensor_at(&mut self, offset: u64, kind: Kind, dims: &[i64]) -> Result<Tensor, WeightsError> {
         let tensor = crate::engine::empty(dims, kind, crate::engine::Layout::Contiguous);
         let mut tensor = tensor.map_err(|fault| self.engine(fault))?;
@@ -189,33 +187,33 @@ impl Opened {
         WeightsError::Engine { file: self.path.clone(), source: Box::new(source.into()) }
     }
 
-    /// An entry, if libtorch has tensors of its type.
-    fn entry(&self, name: &str, dtype: Dtype, dims: &[u64]) -> Result<Entry, WeightsError> {
+    /// The entry of a tensor. Fails if libtorch does not support its type.
+    fn entry(&self, name: &str, dtype: TensorType, dims: &[u64]) -> Result<Entry, WeightsError> {
         let wrong = |got: String| WeightsError::Type { file: self.path.clone(), name: name.to_owned(), got };
         let kind = kind(dtype).ok_or_else(|| wrong(dtype.name().to_owned()))?;
         let dims: Option<Vec<i64>> = dims.iter().map(|&dim| i64::try_from(dim).ok()).collect();
-        let dims = dims.ok_or_else(|| wrong("dimensions that libtorch cannot count".to_owned()))?;
+        let dims = dims.ok_or_else(|| wrong("dimensions beyond 63 bits".to_owned()))?;
         Ok(Entry { name: name.to_owned(), kind, dims })
     }
 }
 
-const KINDS: [(Dtype, Kind); 10] = [
-    (Dtype::F32, Kind::Float),
-    (Dtype::F64, Kind::Double),
-    (Dtype::F16, Kind::Half),
-    (Dtype::BF16, Kind::BFloat16),
-    (Dtype::I64, Kind::Int64),
-    (Dtype::I32, Kind::Int),
-    (Dtype::I16, Kind::Int16),
-    (Dtype::I8, Kind::Int8),
-    (Dtype::U8, Kind::Uint8),
-    (Dtype::Bool, Kind::Bool),
+const KINDS: [(TensorType, Kind); 10] = [
+    (TensorType::F32, Kind::Float),
+    (TensorType::F64, Kind::Double),
+    (TensorType::F16, Kind::Half),
+    (TensorType::BF16, Kind::BFloat16),
+    (TensorType::I64, Kind::Int64),
+    (TensorType::I32, Kind::Int),
+    (TensorType::I16, Kind::Int16),
+    (TensorType::I8, Kind::Int8),
+    (TensorType::U8, Kind::Uint8),
+    (TensorType::Bool, Kind::Bool),
 ];
 
-fn kind(dtype: Dtype) -> Option<Kind> {
+fn kind(dtype: TensorType) -> Option<Kind> {
     KINDS.iter().find(|(known, _)| *known == dtype).map(|(_, kind)| *kind)
 }
 
-fn dtype(kind: Kind) -> Option<Dtype> {
+fn dtype(kind: Kind) -> Option<TensorType> {
     KINDS.iter().find(|(_, known)| *known == kind).map(|(dtype, _)| *dtype)
 }

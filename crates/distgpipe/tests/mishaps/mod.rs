@@ -1,12 +1,12 @@
 //! Law 5, run by every kind of worker: the first failure wins, everybody is told, everybody ends, in bounded time.
 
-use distgpipe::codecs::Codecs;
-use distgpipe::core::schedule::{Action, Plan};
-use distgpipe::core::WorkerId;
-use distgpipe::models::Mlp;
+use distgpipe::comm::codec_policy::CodecPolicy;
+use distgpipe::comm::timeouts::Timeouts;
+use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::transport::Timeouts;
 use distgpipe::{Batch, BuildError, Builder, Failure, Pipeline, StepError, Workers};
+use distgpipe_core::schedule::{Action, Plan};
+use distgpipe_core::WorkerId;
 use std::time::{Duration, Instant};
 
 /// After a cause, or after a time-out that is one, everything must have ended within this.
@@ -34,12 +34,14 @@ fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
 pub fn builder(workers: Workers, scenario: &str) -> Builder {
     let links = vec!["0-1=feedback(tile:8),raw".parse().unwrap()];
     Pipeline::builder(Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
         .place("client,server,client")
         .micro_batches(3)
         .workers(workers)
         .timeouts(Timeouts { stall_s: STALL_S, silence_s: SILENCE_S, connect_s: 20.0 })
         .faults(scenario)
-        .codecs(Codecs { links, ..Codecs::default() })
+        .codecs(CodecPolicy { links, ..CodecPolicy::default() })
 }
 
 /// Runs until it fails, drops the pipeline, and gives the failure and how long both took.

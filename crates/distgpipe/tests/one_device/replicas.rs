@@ -1,10 +1,10 @@
 //! Replicas against devices that each compute a part of the batch and add up what they have.
 
-use crate::one_device::{assert_identical, OneDevice, Subject, Tensors};
-use distgpipe::codecs::Codecs;
-use distgpipe::core::schedule::Schedule;
-use distgpipe::transport::Timeouts;
+use crate::one_device::{assert_identical, soundness, OneDevice, Subject, Tensors};
+use distgpipe::comm::codec_policy::CodecPolicy;
+use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::{Builder, Optim, Pipeline, Recompute, Workers};
+use distgpipe_core::schedule::Schedule;
 use std::collections::BTreeMap;
 
 const SEED: u64 = 5;
@@ -13,13 +13,16 @@ const RATE: f64 = 0.002;
 /// So many replicas of a pipeline of these workers, two micro-batches each.
 pub fn replicas(subject: &Subject, count: usize, placement: &str) -> Builder {
     Pipeline::builder(subject.model.clone())
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
         .place(placement)
         .micro_batches(2)
         .replicas(count)
         .recompute(Recompute::ExceptLast)
         .loss(subject.loss)
         .precision(subject.precision)
-        .optimizer(Optim::sgd(0.9), RATE)
+        .optimizer(Optim::sgd(0.9))
+        .learning_rate(RATE)
         .seed(SEED)
         .timeouts(Timeouts { stall_s: 20.0, ..Timeouts::default() })
 }
@@ -36,6 +39,7 @@ pub fn check_two(subjects: Vec<Subject>, workers: impl Fn(usize) -> Workers) {
         for (placement, size, schedule) in cases {
             let builder = replicas(&subject, 2, placement).schedule(schedule).workers(workers(2 * size));
             let mut pipeline = builder.build().unwrap();
+            let mut losses = Vec::new();
             let mut devices = [0, 1].map(|_| (OneDevice::new(&subject, SEED), BTreeMap::new()));
             for step in 0..3 {
                 let what = format!("{} {placement} step {step}", subject.name);
@@ -55,19 +59,24 @@ pub fn check_two(subjects: Vec<Subject>, workers: impl Fn(usize) -> Workers) {
                     let expected = loss_a + loss_b;
                     assert!((loss - expected).abs() <= 1e-12 * expected.abs(), "{what}: {loss} {expected}");
                 }
+                losses.push(outcome.loss);
                 devices.iter_mut().for_each(|(device, memory)| device.sgd(&gradients, memory, RATE));
                 // The first one's batch norms are everybody's.
                 assert_identical(&format!("{what}: state"), &pipeline.state().unwrap(), &devices[0].0.state());
             }
+            soundness::assert_losses_sound(subject.name, &losses);
         }
     }
 }
 
 /// Gradients of three replicas with a codec on their links, and what they have learned after two steps.
 pub fn three(subject: &Subject, workers: Workers) -> (Tensors, Tensors) {
-    let codecs = Codecs { links: vec!["0-1=feedback(tile:8)".parse().unwrap()], ..Codecs::default() };
+    let codecs = CodecPolicy { links: vec!["0-1=feedback(tile:8)".parse().unwrap()], ..CodecPolicy::default() };
     let builder = replicas(subject, 3, "client,server,client").codecs(codecs).workers(workers);
     let mut pipeline = builder.build().unwrap();
-    (0..2).for_each(|step| drop(pipeline.train_step(&subject.batch(13, step)).unwrap()));
-    (pipeline.gradients(&subject.batch(13, 2)).unwrap().1, pipeline.state().unwrap())
+    let losses: Vec<f64> = (0..2).map(|step| pipeline.train_step(&subject.batch(13, step)).unwrap().loss).collect();
+    let (gradients, state) = (pipeline.gradients(&subject.batch(13, 2)).unwrap().1, pipeline.state().unwrap());
+    soundness::assert_sound(subject.name, &losses, &state);
+    soundness::assert_gradients_moderate(subject.name, &gradients);
+    (gradients, state)
 }

@@ -1,69 +1,65 @@
-//! What a codec makes of some tensors: bytes, errors, times. The tensors go through two codecs, as over a link: one that
-//! encodes and one that decodes.
+//! Measures a codec on tensors: bytes, errors and times. As on a link, one codec instance encodes and another one decodes.
 
 use super::sample::Sample;
 use anyhow::Context as _;
-use distgpipe::core::codec::half::{f32_from_bf16, f32_from_f16};
-use distgpipe::core::codec::{Alone, Codec, CodecError, Context, Spec, TensorView};
-use distgpipe::core::weights::Dtype;
-use distgpipe::core::wire::{DType, Shape, TensorMeta, HEADER_BYTES};
+use distgpipe_core::codec::half::{f32_from_bf16, f32_from_f16};
+use distgpipe_core::codec::{Codec, CodecContext, CodecError, CodecSpec, SerialExecutor, TensorView};
+use distgpipe_core::weights::TensorType;
+use distgpipe_core::wire::{DType, Shape, TensorMeta, HEADER_BYTES};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The most rounds of which the quickest counts.
+/// The most rounds; the fastest one counts.
 pub const ROUNDS_MAX: u32 = 7;
 
-/// No further round is begun after so long.
+/// No further round starts after this time.
 const ROUNDS_TIME: Duration = Duration::from_millis(600);
 
-/// A codec's figures.
+/// The figures of a codec.
 pub struct Measured {
-    /// The codec.
-    pub spec: Spec,
-    /// Each tensor's, in the order of the samples.
+    pub spec: CodecSpec,
+    /// The figures of each tensor, in the order of the samples.
     pub tensors: Vec<Sent>,
-    /// Of the tensors that were encoded.
+    /// The speed, over the tensors that were encoded.
     pub speed: Speed,
-    /// How often they were encoded and decoded.
+    /// How many times the tensors were encoded and decoded.
     pub rounds: u32,
 }
 
-/// What became of one tensor.
+/// The figures of one tensor.
 pub struct Sent {
-    /// The size of its elements.
+    /// Bytes of the tensor.
     pub raw_bytes: u64,
-    /// What the socket would carry: the frame's header and the body.
+    /// Bytes on the wire: frame header and body.
     pub wire_bytes: u64,
-    /// What was lost.
+    /// The errors of the decoded values.
     pub errors: Errors,
-    /// Why it went as it is, where the codec was to encode it and could not.
+    /// Why the codec refused the tensor, which is then sent raw.
     pub refused: Option<String>,
 }
 
-/// Differences between `F32`, `F16` or `BF16` values and what they decode to. Values of other types always go as they are and do not
-/// count.
+/// Differences between `F32`, `F16` or `BF16` values and their decoded values. Tensors of other types are always sent raw and do
+/// not count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Errors {
     values: u64,
-    /// Of the finite values; squared, of the values themselves.
+    /// The sum of the squares of the finite values.
     squares: f64,
     error_squares: f64,
-    /// The largest.
+    /// The largest absolute error.
     pub max: f64,
 }
 
-/// Input bytes a second, in billions; none where nothing was encoded.
+/// Speeds in gigabytes of input per second; none where nothing was encoded.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Speed {
-    /// Of the way to the wire.
     pub encode_gb_per_s: Option<f64>,
-    /// Of the way back.
     pub decode_gb_per_s: Option<f64>,
 }
 
 impl Errors {
-    /// Of one tensor's values and their decoded twins. What comes back bit for bit has no error, NaN included.
+    /// Compares the values of a tensor with the decoded ones. Values with equal bits have no error, NaN included.
     fn between(dtype: DType, values: &[u8], decoded: &[u8]) -> Self {
         let mut errors = Errors { values: (values.len() / dtype.size_bytes()) as u64, ..Errors::default() };
         for (value, decoded) in floats(dtype, values).zip(floats(dtype, decoded)) {
@@ -72,7 +68,7 @@ impl Errors {
             }
             if value.to_bits() != decoded.to_bits() {
                 let error = (f64::from(value) - f64::from(decoded)).abs();
-                // A number that became none, or the other way round, is as wrong as can be.
+                // A number that became NaN, or NaN that became a number, is an infinite error.
                 let error = if error.is_nan() { f64::INFINITY } else { error };
                 errors.error_squares += error * error;
                 errors.max = errors.max.max(error);
@@ -81,7 +77,7 @@ impl Errors {
         errors
     }
 
-    /// Of several tensors together.
+    /// The errors of several tensors together.
     pub fn sum<'a>(all: impl Iterator<Item = &'a Errors>) -> Self {
         all.fold(Errors::default(), |sum, one| Errors {
             values: sum.values + one.values,
@@ -96,7 +92,7 @@ impl Errors {
         self.error_squares / self.values.max(1) as f64
     }
 
-    /// The mean squared error as a share of the mean square.
+    /// The mean squared error divided by the mean square of the values.
     pub fn relative_mse(&self) -> f64 {
         if self.error_squares == 0.0 {
             0.0
@@ -107,34 +103,38 @@ impl Errors {
 }
 
 impl Measured {
-    /// Of all tensors, in bytes.
+    /// Bytes of all tensors.
     pub fn raw_bytes(&self) -> u64 {
         self.tensors.iter().map(|sent| sent.raw_bytes).sum()
     }
 
-    /// Of all tensors, headers included.
+    /// Bytes of all tensors on the wire, headers included.
     pub fn wire_bytes(&self) -> u64 {
         self.tensors.iter().map(|sent| sent.wire_bytes).sum()
     }
 
-    /// How many times fewer bytes there are on the wire.
+    /// Raw bytes divided by wire bytes.
     pub fn ratio(&self) -> f64 {
         self.raw_bytes() as f64 / self.wire_bytes().max(1) as f64
     }
 
-    /// Of all tensors.
+    /// The errors of all tensors together.
     pub fn errors(&self) -> Errors {
         Errors::sum(self.tensors.iter().map(|sent| &sent.errors))
     }
 
-    /// How many tensors the codec did not take.
+    /// How many tensors the codec refused.
     pub fn refused(&self) -> usize {
         self.tensors.iter().filter(|sent| sent.refused.is_some()).count()
     }
 }
 
-/// Sends the samples through a codec. `keep` gets the number and the decoded elements of each that was encoded.
-pub fn measure(spec: &Spec, samples: &[Sample<'_>], mut keep: impl FnMut(usize, &[u8])) -> anyhow::Result<Measured> {
+/// Encodes and decodes the samples. `keep` receives the index and the decoded elements of each tensor that was encoded.
+pub fn measure(
+    spec: &CodecSpec,
+    samples: &[Sample<'_>],
+    mut keep: impl FnMut(usize, &[u8]),
+) -> anyhow::Result<Measured> {
     let mut link = Link::new(spec);
     let mut tensors = Vec::with_capacity(samples.len());
     let mut encoded = Vec::new();
@@ -147,14 +147,14 @@ pub fn measure(spec: &Spec, samples: &[Sample<'_>], mut keep: impl FnMut(usize, 
                 bytes += sample.bytes.len();
                 encoded.push(slot);
                 keep(slot, &link.decoded);
-                let errors = match taken(sample.dtype) {
+                let errors = match encodable(sample.dtype) {
                     Some(dtype) => Errors::between(dtype, &sample.bytes, &link.decoded),
                     None => Errors::default(),
                 };
                 Sent { raw_bytes, wire_bytes: (HEADER_BYTES + link.body.len()) as u64, errors, refused: None }
             }
             Err(why) => {
-                let errors = match taken(sample.dtype) {
+                let errors = match encodable(sample.dtype) {
                     Some(dtype) => Errors::between(dtype, &sample.bytes, &sample.bytes),
                     None => Errors::default(),
                 };
@@ -177,7 +177,7 @@ pub fn measure(spec: &Spec, samples: &[Sample<'_>], mut keep: impl FnMut(usize, 
     Ok(Measured { spec: spec.clone(), tensors, speed: best.speed(bytes), rounds })
 }
 
-/// The speed of copying the samples, with which the codecs' can be compared.
+/// The speed of copying the samples, for comparison.
 pub fn copy(samples: &[Sample<'_>]) -> anyhow::Result<Speed> {
     let mut out = Vec::new();
     let mut round = || {
@@ -197,7 +197,8 @@ pub fn copy(samples: &[Sample<'_>]) -> anyhow::Result<Speed> {
     Ok(best.speed(samples.iter().map(|sample| sample.bytes.len()).sum()))
 }
 
-/// Makes further rounds while there is time, and keeps the best of each direction; how many there were with the first.
+/// Runs further rounds while there is time, and keeps the best time of each direction. Returns the number of rounds, including the
+/// first.
 fn rounds(best: &mut Times, mut round: impl FnMut() -> anyhow::Result<Times>) -> anyhow::Result<u32> {
     let start = Instant::now();
     let mut rounds = 1;
@@ -231,7 +232,7 @@ impl Times {
     }
 }
 
-/// Both ends of a link without anything between them.
+/// Both ends of a link, without a transport.
 struct Link {
     encoder: Box<dyn Codec>,
     decoder: Box<dyn Codec>,
@@ -240,14 +241,14 @@ struct Link {
 }
 
 impl Link {
-    fn new(spec: &Spec) -> Self {
-        let end = || spec.codec(Arc::new(Alone));
+    fn new(spec: &CodecSpec) -> Self {
+        let end = || spec.codec(Arc::new(SerialExecutor));
         Link { encoder: end(), decoder: end(), body: Vec::new(), decoded: Vec::new() }
     }
 
-    /// Encodes into `body` and decodes into `decoded`; or says why the tensor has to go raw.
+    /// Encodes into `body` and decodes into `decoded`. The inner error is the reason why the codec refuses the tensor.
     fn send(&mut self, slot: usize, sample: &Sample<'_>) -> Result<Result<Times, String>, CodecError> {
-        let Some(dtype) = taken(sample.dtype) else {
+        let Some(dtype) = encodable(sample.dtype) else {
             return Ok(Err(format!("{}, codecs take F32, F16 and BF16", sample.dtype.name())));
         };
         let shape = match Shape::new(sample.dims) {
@@ -257,7 +258,7 @@ impl Link {
         let layout = sample.layout;
         let meta = TensorMeta { dtype, layout, shape, codec: self.encoder.id() };
         let view = TensorView { dtype, dims: sample.dims, layout, bytes: &sample.bytes };
-        let context = Context { slot: slot as u64, seed: slot as u64, ..Context::default() };
+        let context = CodecContext { slot: slot as u64, seed: slot as u64, ..CodecContext::default() };
         self.body.clear();
         self.decoded.resize(sample.bytes.len(), 0);
         let start = Instant::now();
@@ -272,7 +273,7 @@ impl Link {
     }
 }
 
-/// Why a codec did not take a tensor, without the codec, which the reader knows, and the remedy, which was applied.
+/// Why a codec refused a tensor, without the name of the codec and the remedy.
 fn reason(error: CodecError) -> String {
     match error {
         CodecError::NotFinite { at, .. } => format!("a NaN or an infinity at {at}"),
@@ -281,12 +282,12 @@ fn reason(error: CodecError) -> String {
     }
 }
 
-/// The type of a tensor that codecs take.
-pub fn taken(dtype: Dtype) -> Option<DType> {
+/// The element type for codecs, if they encode it.
+pub fn encodable(dtype: TensorType) -> Option<DType> {
     match dtype {
-        Dtype::F32 => Some(DType::F32),
-        Dtype::F16 => Some(DType::F16),
-        Dtype::BF16 => Some(DType::BF16),
+        TensorType::F32 => Some(DType::F32),
+        TensorType::F16 => Some(DType::F16),
+        TensorType::BF16 => Some(DType::BF16),
         _ => None,
     }
 }
@@ -313,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_those_of_the_definition() {
+    fn errors_follow_their_definition() {
         let one = between(&bytes(&[1.0, -2.0, 0.0, 3.0]), &bytes(&[1.5, -2.0, 0.0, 2.0]));
         assert_eq!((one.mse(), one.relative_mse(), one.max), (1.25 / 4.0, 1.25 / 14.0, 1.0));
         let both = Errors::sum([one, between(&bytes(&[4.0]), &bytes(&[2.0]))].iter());
@@ -321,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_back_as_it_was_has_no_error_and_poisons_no_sum() {
+    fn values_with_equal_bits_have_no_error_even_if_not_finite() {
         let odd = bytes(&[f32::NAN, f32::INFINITY, 1.0]);
         let same = between(&odd, &odd);
         assert_eq!((same.mse(), same.relative_mse(), same.max), (0.0, 0.0, 0.0));

@@ -1,5 +1,5 @@
-//! Error against ratio as an SVG picture that needs nothing else: a point for each codec, both axes logarithmic, the
-//! points of one family joined. What loses nothing has no logarithm and stands on a line of its own at the bottom.
+//! Plots error over compression ratio as a self-contained SVG: a point for each codec, logarithmic axes, and lines between the
+//! points of one family. Lossless codecs have no logarithm of their error and are drawn on a separate line at the bottom.
 
 mod labels;
 
@@ -10,35 +10,35 @@ const HEIGHT: f64 = 620.0;
 const LEFT: f64 = 84.0;
 const RIGHT: f64 = 936.0;
 const TOP: f64 = 64.0;
-/// Where the smallest error that is not 0 may stand.
+/// The y coordinate of the smallest error above 0.
 const BOTTOM: f64 = 510.0;
-/// Where error 0 stands.
+/// The y coordinate of error 0.
 const ZERO: f64 = 540.0;
 const FONT_SIZE: f64 = 12.0;
 const LETTER_WIDTH: f64 = 7.3;
 const POINT_RADIUS: f64 = 4.5;
-/// The most numbers beside an axis.
+/// The most labels on an axis.
 const TICKS_MAX: i32 = 12;
 
-/// Okabe and Ito's colours, which colour-blind eyes tell apart, darkened to be read as letters on white; then some more.
+/// The color-blind-safe palette of Okabe and Ito, darkened so that text on white is readable, and some more colors.
 const COLOURS: [&str; 12] = [
     "#444444", "#0072b2", "#3a9bd6", "#b8860b", "#d55e00", "#00795a", "#a8508a", "#6a4fb3", "#8c2d04", "#4d7c0f",
     "#b0125b", "#0f766e",
 ];
 
-/// A codec in the picture.
+/// A codec in the plot.
 pub struct Point {
-    /// Its text.
+    /// The label of the point.
     pub label: String,
-    /// Which points are joined and have one colour.
+    /// Points of one family share a color and are connected.
     pub family: usize,
-    /// Bytes of the tensor for each byte on the wire.
+    /// Raw bytes divided by wire bytes.
     pub ratio: f64,
     /// The relative mean squared error.
     pub error: f64,
 }
 
-/// The picture; `source` says in a line what was encoded.
+/// Draws the plot; `source` is a line that describes the tensors.
 pub fn draw(points: &[Point], source: &str) -> String {
     let chart = Chart::around(points);
     let places: Vec<(f64, f64)> = points.iter().map(|point| (chart.x(point.ratio), chart.y(point.error))).collect();
@@ -47,9 +47,9 @@ pub fn draw(points: &[Point], source: &str) -> String {
         svg,
         r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0} {HEIGHT:.0}" width="{WIDTH:.0}" height="{HEIGHT:.0}" font-family="ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace" font-size="{FONT_SIZE}">
 <rect width="100%" height="100%" fill="#ffffff"/>
-<text x="{LEFT}" y="26" font-size="13" fill="#222">relative mean squared error against ratio on the wire</text>
+<text x="{LEFT}" y="26" font-size="13" fill="#222">relative mean squared error over compression ratio</text>
 <text x="{LEFT}" y="44" fill="#666">{}</text>
-<text x="{RIGHT}" y="26" text-anchor="end" fill="#666">better: further right, further down</text>
+<text x="{RIGHT}" y="26" text-anchor="end" fill="#666">better: right and down</text>
 "##,
         escaped(source)
     );
@@ -88,7 +88,7 @@ pub fn draw(points: &[Point], source: &str) -> String {
     svg
 }
 
-/// What the axes reach over: ratios in powers of two, errors in powers of ten.
+/// The ranges of the axes: ratios in powers of 2, errors in powers of 10.
 struct Chart {
     ratio_log2: (i32, i32),
     error_log10: (i32, i32),
@@ -100,7 +100,7 @@ impl Chart {
         let ratios = points.iter().map(|point| log(point.ratio).log2());
         let errors = points.iter().filter(|point| point.error > 0.0).map(|point| log(point.error).log10());
         Chart {
-            // A raw tensor with its header is a little larger than without; that is no reason for an octave more.
+            // The frame header makes the ratio of raw slightly less than 1, which is not worth another power of 2.
             ratio_log2: range(ratios, 0.02),
             error_log10: range(errors, 0.0),
             zeros: points.iter().any(|point| point.error <= 0.0),
@@ -109,7 +109,7 @@ impl Chart {
 
     fn x(&self, ratio: f64) -> f64 {
         let (from, to) = (f64::from(self.ratio_log2.0), f64::from(self.ratio_log2.1));
-        // Room for half a label at both ends.
+        // Leaves room for half a label at both ends.
         LEFT + 24.0 + (log(ratio).log2() - from) / (to - from) * (RIGHT - LEFT - 48.0)
     }
 
@@ -162,12 +162,12 @@ fn line_across(svg: &mut String, y: f64, stroke: &str, text: &str) {
     );
 }
 
-/// A number whose logarithm can be drawn, whatever it was.
+/// Clamps a number so that its logarithm can be drawn.
 fn log(number: f64) -> f64 {
     number.clamp(1e-300, 1e300)
 }
 
-/// The whole numbers around all of these, with at least one between them; `slack` is what may stick out below.
+/// The integers around all values, at least one apart; a value may be below the lower one by `slack`.
 fn range(values: impl Iterator<Item = f64>, slack: f64) -> (i32, i32) {
     let (min, max) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(min, max), v| (min.min(v), max.max(v)));
     if min > max {
@@ -177,7 +177,7 @@ fn range(values: impl Iterator<Item = f64>, slack: f64) -> (i32, i32) {
     (from, (max.ceil() as i32).max(from + 1))
 }
 
-/// Every how many powers there is a number, so that there are not too many.
+/// The step between labels, so that there are at most `TICKS_MAX`.
 fn step(from: i32, to: i32) -> usize {
     ((to - from) / TICKS_MAX + 1) as usize
 }
@@ -201,8 +201,8 @@ struct Line {
     to: (f64, f64),
 }
 
-/// The lines between neighbours of a family, by ratio. Left out are what stands on the line of error 0, and what
-/// another of the family beats in both.
+/// The lines between the points of each family, ordered by ratio. Lossless points are left out, and points that another one of the
+/// family beats in both ratio and error.
 fn joined(points: &[Point], places: &[(f64, f64)]) -> Vec<Line> {
     let beaten = |point: &Point| {
         let better = |other: &Point| other.ratio >= point.ratio && other.error < point.error;
@@ -214,7 +214,7 @@ fn joined(points: &[Point], places: &[(f64, f64)]) -> Vec<Line> {
     pairs.map(|pair| Line { family: points[pair[0]].family, from: places[pair[0]], to: places[pair[1]] }).collect()
 }
 
-/// A text as part of an SVG element, without what would be markup.
+/// Escapes text for an SVG element.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for letter in text.chars() {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn every_codec_is_drawn_inside_the_picture_whatever_its_figures() {
+    fn every_codec_is_drawn_inside_the_plot_whatever_its_figures() {
         let odd = [
             point("raw", 0, 0.99, 0.0),
             point("<a>", 1, 7.1, 1e-3),
@@ -262,7 +262,7 @@ mod tests {
         let points = [point("a", 0, 2.0, 1e-8), point("b", 0, 8.0, 1e-2)];
         let chart = Chart::around(&points);
         assert!(chart.x(8.0) > chart.x(2.0) && chart.y(1e-2) < chart.y(1e-8));
-        // A decade is as high everywhere.
+        // A decade has the same height everywhere.
         assert!((chart.y(1e-3) - chart.y(1e-2) - (chart.y(1e-7) - chart.y(1e-6))).abs() < 1e-9);
         assert_eq!(joined(&points, &[(0.0, 0.0), (1.0, 1.0)]).len(), 1);
     }

@@ -1,37 +1,36 @@
-//! The tensors that codecs are tried on: a made-up one, or those of a file.
+//! The tensors that codecs are measured on: a random one, or those of a file.
 
-use super::measure::taken;
+use super::measure::encodable;
 use crate::exit::usage;
 use crate::report::{listed, FEW};
 use crate::tensor_file::{Entry, TensorFile};
-use distgpipe::core::weights::Dtype;
-use distgpipe::core::wire::{Layout, Limits, Shape};
 use distgpipe::engine::Stream;
 use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe_core::weights::TensorType;
+use distgpipe_core::wire::{Layout, Limits, Shape};
 use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
 
-/// One tensor, as a link would get it.
+/// A tensor, as a link would receive it.
 pub struct Sample<'a> {
-    /// Its name; empty if it is made up.
+    /// The name; empty for a random tensor.
     pub name: &'a str,
-    /// The type of its elements.
-    pub dtype: Dtype,
-    /// Its dimensions, in the logical order.
+    pub dtype: TensorType,
+    /// Dimensions in the logical order (N,C,H,W).
     pub dims: &'a [usize],
     /// The order of the elements in `bytes`.
     pub layout: Layout,
-    /// The elements.
+    /// The elements in native byte order.
     pub bytes: Cow<'a, [u8]>,
 }
 
-/// How made-up values are distributed.
+/// The distribution of random values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Values {
-    /// Normal, those below 0 set to 0
+    /// Normal, with negative values set to 0
     Relu,
-    /// Normal
+    /// Normal distribution with mean 0 and variance 1
     Gaussian,
 }
 
@@ -45,8 +44,8 @@ impl fmt::Display for Values {
 }
 
 impl<'a> Sample<'a> {
-    /// A tensor of these dimensions with random values, which depend on the seed alone.
-    pub fn made_up(dims: &'a [usize], values: Values, seed: u64) -> anyhow::Result<Self> {
+    /// A random tensor of these dimensions. Its values depend on the seed only.
+    pub fn random(dims: &'a [usize], values: Values, seed: u64) -> anyhow::Result<Self> {
         let bytes_max = Limits::default().body_bytes_max;
         let elements = Shape::new(dims).map_err(|e| usage(format!("--shape: {e}")))?.elements();
         if elements == 0 {
@@ -54,7 +53,7 @@ impl<'a> Sample<'a> {
         }
         if elements > bytes_max / 4 {
             return Err(usage(format!(
-                "--shape {}: expected at most {} values, which is what a link carries at once, got {elements}: use fewer",
+                "--shape {}: expected at most {} values, the limit of a frame, got {elements}: use fewer",
                 written(dims, ","),
                 bytes_max / 4
             )));
@@ -66,7 +65,7 @@ impl<'a> Sample<'a> {
         }
         let mut bytes = vec![0; 4 * elements as usize];
         tensor.f_copy_data_u8(&mut bytes, elements as usize)?;
-        Ok(Sample { name: "", dtype: Dtype::F32, dims, layout: Layout::Contiguous, bytes: bytes.into() })
+        Ok(Sample { name: "", dtype: TensorType::F32, dims, layout: Layout::Contiguous, bytes: bytes.into() })
     }
 
     /// A tensor of a file.
@@ -75,11 +74,11 @@ impl<'a> Sample<'a> {
         Sample { name: &entry.name, dtype: entry.dtype, dims: &entry.dims, layout: Layout::Contiguous, bytes }
     }
 
-    /// As convolutions keep it: N C H W stored as N H W C. Nothing changes for a tensor that codecs do not take or
-    /// that has not four dimensions.
+    /// Stored channels-last, as convolutions do: N,C,H,W as N,H,W,C. Tensors that codecs do not encode or that do not have four
+    /// dimensions stay as they are.
     pub fn channels_last(self) -> Self {
         match *self.dims {
-            [n, c, h, w] if taken(self.dtype).is_some() => {
+            [n, c, h, w] if encodable(self.dtype).is_some() => {
                 let bytes = transposed(&self.bytes, self.element_bytes(), [n, c, h * w]).into();
                 Sample { layout: Layout::ChannelsLast, bytes, ..self }
             }
@@ -91,12 +90,11 @@ impl<'a> Sample<'a> {
         self.dtype.size_bytes() as usize
     }
 
-    /// How many values it has.
     pub fn elements(&self) -> usize {
         self.bytes.len() / self.element_bytes()
     }
 
-    /// Elements in the order of this sample, in the order of its file.
+    /// Reorders elements from the layout of this sample to the layout of its file.
     pub fn in_file_order<'b>(&self, decoded: &'b [u8]) -> Cow<'b, [u8]> {
         match (self.layout, self.dims) {
             (Layout::ChannelsLast, &[n, c, h, w]) => transposed(decoded, self.element_bytes(), [n, h * w, c]).into(),
@@ -110,26 +108,26 @@ pub fn selected<'a>(file: &'a TensorFile, path: &Path, pattern: Option<&str>) ->
     let all = file.entries();
     let flag = format!("--input {}", path.display());
     if all.is_empty() {
-        return Err(usage(format!("{flag}: expected tensors, got a file without any: name another")));
+        return Err(usage(format!("{flag}: expected tensors, got a file without any: name another file")));
     }
     let pattern = pattern.unwrap_or_default();
     let found: Vec<&Entry> = all.iter().filter(|entry| entry.name.contains(pattern)).collect();
     if found.is_empty() {
         let names: Vec<String> = all.iter().map(|entry| entry.name.clone()).collect();
         return Err(usage(format!(
-            "--tensor {pattern}: expected a part of a name in {flag}, which has: {}",
+            "--tensor {pattern}: no name contains this in {flag}, which has: {}",
             listed(&names, FEW)
         )));
     }
     Ok(found)
 }
 
-/// `8×32` or `8,32`.
+/// Dimensions as text, such as `8×32` or `8,32`.
 pub fn written(dims: &[usize], between: &str) -> String {
     dims.iter().map(ToString::to_string).collect::<Vec<_>>().join(between)
 }
 
-/// Of each of the first dimension's matrices of elements of so many bytes, the columns as rows.
+/// Transposes each of `matrices` matrices whose elements have `size` bytes.
 fn transposed(bytes: &[u8], size: usize, [matrices, rows, columns]: [usize; 3]) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len());
     for matrix in 0..matrices {
@@ -148,11 +146,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn channels_last_and_back() {
+    fn channels_last_is_reversible() {
         let values: Vec<u8> = (0..2 * 3 * 2 * 2u32).flat_map(u32::to_ne_bytes).collect();
         let dims = [2, 3, 2, 2];
         let bytes = values.clone().into();
-        let sample = Sample { name: "", dtype: Dtype::F32, dims: &dims, layout: Layout::Contiguous, bytes };
+        let sample = Sample { name: "", dtype: TensorType::F32, dims: &dims, layout: Layout::Contiguous, bytes };
         let last = sample.channels_last();
         let found: Vec<u32> =
             last.bytes.chunks_exact(4).map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect();
@@ -162,8 +160,8 @@ mod tests {
     }
 
     #[test]
-    fn half_of_the_made_up_activations_are_zero_and_all_depend_on_the_seed() {
-        let values = |values, seed| Sample::made_up(&[100, 100], values, seed).unwrap().bytes.into_owned();
+    fn half_of_the_random_activations_are_zero_and_the_seed_decides_all() {
+        let values = |values, seed| Sample::random(&[100, 100], values, seed).unwrap().bytes.into_owned();
         let zeros = values(Values::Relu, 1).chunks_exact(4).filter(|bytes| *bytes == [0; 4]).count();
         assert!((4_800..5_200).contains(&zeros), "{zeros}");
         assert_eq!(values(Values::Gaussian, 1), values(Values::Gaussian, 1));

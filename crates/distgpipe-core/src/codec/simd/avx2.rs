@@ -1,8 +1,8 @@
-//! The kernels with AVX2: mostly the portable ones, compiled for it.
+//! The kernels for AVX2: mostly the portable ones, compiled for it.
 
-use super::super::grid::Rounding;
-use super::super::order::Pivots;
-use super::super::runs::Runs;
+use super::super::grid::Quantizer;
+use super::super::order_statistics::Pivots;
+use super::super::quantile_bins::QuantileBins;
 use super::super::tile::{Grids, Ranges};
 use super::{portable, Extremes, Noise, Tally, Transposition};
 use std::arch::x86_64::{_pdep_u64, _pext_u64};
@@ -18,10 +18,10 @@ macro_rules! compiled_for_avx2 {
 
 compiled_for_avx2! {
     fn extremes(bytes: &[u8]) -> Extremes;
-    fn codes(bytes: &[u8], rounding: Rounding, out: &mut [u16]);
+    fn codes(bytes: &[u8], quantizer: Quantizer, out: &mut [u16]);
     fn values(codes: &[u16], lo: f64, step: f64, out: &mut [u8]);
-    fn symbols_of_few<const S: u32>(bytes: &[u8], runs: &Runs, code_bits: u32, out: &mut [u16]);
-    fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32, out: &mut [u16]);
+    fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]);
+    fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]);
     fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]);
     fn look_up_few(symbols: &[u16], table: &[f32; 16], out: &mut [u8]);
     fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]);
@@ -39,7 +39,7 @@ compiled_for_avx2! {
     fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids);
 }
 
-/// The lowest `W` bits of each of four 16-bit numbers.
+/// A mask of the lowest `W` bits of each of four 16-bit numbers.
 const fn lowest<const W: usize>() -> u64 {
     portable::mask(W) as u64 * 0x0001_0001_0001_0001
 }

@@ -1,14 +1,13 @@
-//! The kernels with AVX-512: 16 values at a time, as two times 8 where they are computed in `f64`.
+//! The kernels for AVX-512: 16 values at a time, as two vectors of 8 where they are computed in `f64`.
 
-use super::super::bits::packed_bytes;
-use super::super::grid::{self, Rounding};
-use super::super::order::Pivots;
-use super::super::runs::Runs;
+use super::super::grid::{self, Quantizer};
+use super::super::order_statistics::Pivots;
+use super::super::quantile_bins::QuantileBins;
 use super::super::tile::{power_of_two, Grids, Ranges, TILES};
 use super::{portable, Extremes, Noise, Tally, Transposition};
 use std::arch::x86_64::*;
 
-/// Puts the attribute with the instructions of this level on functions.
+/// Enables the instructions of this level for functions.
 macro_rules! with_avx512 {
     ($($(#[$attribute:meta])* $visible:vis fn $name:ident $(<const $constant:ident: $kind:ty>)?
         ($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block)*) => {$(
@@ -19,16 +18,19 @@ macro_rules! with_avx512 {
 }
 
 mod memory;
-use memory::*;
+mod packing;
 
-// Those that a compiler vectorizes.
+use memory::*;
+pub use packing::{pack, unpack};
+
+// The kernels that the compiler vectorizes.
 with_avx512! {
     pub fn extremes(bytes: &[u8]) -> Extremes {
         portable::extremes(bytes)
     }
 
-    pub fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32, out: &mut [u16]) {
-        portable::symbols_of_many(bytes, runs, run_bits, code_bits, out);
+    pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
+        portable::symbols_of_many(bytes, bins, bin_bits, code_bits, out);
     }
 
     pub fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]) {
@@ -48,114 +50,7 @@ with_avx512! {
     }
 }
 
-/// Where the bytes of packed codes come from: two permutations, whose results are joined.
-struct Packing {
-    first: [u8; 64],
-    first_used: u64,
-    second: [u8; 64],
-    second_used: u64,
-}
-
-/// Each 64-bit lane has four codes in its lowest `4 W` bits, those of an odd lane half a byte higher if `W` is odd. So
-/// an even lane's first byte is whole, and what it has left of its last byte the odd lane's first one fills.
-const fn packing(width: usize) -> Packing {
-    let mut packing = Packing { first: [0; 64], first_used: 0, second: [0; 64], second_used: 0 };
-    let mut byte = 0;
-    while byte < 4 * width {
-        let (pair, within) = (byte / width, byte % width);
-        if within < width.div_ceil(2) {
-            packing.first[byte] = (pair * 16 + within) as u8;
-            packing.first_used |= 1 << byte;
-        }
-        if within >= width / 2 {
-            packing.second[byte] = (pair * 16 + 8 + within - width / 2) as u8;
-            packing.second_used |= 1 << byte;
-        }
-        byte += 1;
-    }
-    packing
-}
-
-/// Which byte each byte of unpacked codes begins in, and at which bit of its lane.
-struct Unpacking {
-    bytes: [u8; 64],
-    shifts: [u8; 64],
-}
-
-const fn unpacking(width: usize) -> Unpacking {
-    let mut unpacking = Unpacking { bytes: [0; 64], shifts: [0; 64] };
-    let mut byte = 0;
-    while byte < 64 {
-        let (lane, within) = (byte / 8, byte % 8);
-        let bit = lane * 4 * width;
-        unpacking.bytes[byte] = (bit / 8 + within) as u8;
-        unpacking.shifts[byte] = ((bit % 8 + within / 2 * width + within % 2 * 8) % 64) as u8;
-        byte += 1;
-    }
-    unpacking
-}
-
-with_avx512! {
-    /// 32 codes in the lowest `4 W` bytes.
-    #[inline]
-    fn join<const W: usize>(codes: __m512i) -> __m512i {
-        let Packing { first, first_used, second, second_used } = const { packing(W) };
-        let mask = (1u64 << W) - 1;
-        let masked = |value: __m512i, mask: u64| _mm512_and_si512(value, _mm512_set1_epi64(mask as i64));
-        let both = mask | mask << 32;
-        let high = _mm512_srlv_epi32(codes, _mm512_set1_epi32(16 - W as i32));
-        let twos = _mm512_or_si512(masked(codes, both), masked(high, both << W));
-        let mask = (1u64 << (2 * W)) - 1;
-        let high = _mm512_srlv_epi64(twos, _mm512_set1_epi64(32 - 2 * W as i64));
-        let fours = _mm512_or_si512(masked(twos, mask), masked(high, mask << (2 * W)));
-        let shift = 4 * (W as i64 % 2);
-        let fours = _mm512_sllv_epi64(fours, _mm512_set_epi64(shift, 0, shift, 0, shift, 0, shift, 0));
-        _mm512_or_si512(
-            _mm512_maskz_permutexvar_epi8(first_used, load(&first), fours),
-            _mm512_maskz_permutexvar_epi8(second_used, load(&second), fours),
-        )
-    }
-
-    pub fn pack<const W: usize>(codes: &[u16], out: &mut [u8]) {
-        let (groups, rest) = codes.as_chunks::<32>();
-        let mut at = 0;
-        for group in groups {
-            let bytes = join::<W>(load_packable(group));
-            // What is written beyond these codes is overwritten by the next ones.
-            match out[at..].first_chunk_mut() {
-                Some(room) => store(bytes, room),
-                None => store_front(bytes, &mut out[at..at + 4 * W]),
-            }
-            at += 4 * W;
-        }
-        portable::pack::<W>(rest, &mut out[at..]);
-    }
-
-    /// The codes in the lowest `4 W` bytes.
-    #[inline]
-    fn split<const W: usize>(bytes: __m512i) -> __m512i {
-        let Unpacking { bytes: from, shifts } = const { unpacking(W) };
-        let lanes = _mm512_permutexvar_epi8(load(&from), bytes);
-        let codes = _mm512_multishift_epi64_epi8(load(&shifts), lanes);
-        _mm512_and_si512(codes, _mm512_set1_epi16(portable::mask(W) as i16))
-    }
-
-    pub fn unpack<const W: usize>(bytes: &[u8], out: &mut [u16]) {
-        let (groups, rest) = out.as_chunks_mut::<32>();
-        let mut at = 0;
-        for group in groups {
-            let from = match bytes[at..].first_chunk() {
-                Some(from) => load(from),
-                None => load_front(&bytes[at..]),
-            };
-            store_unpacked(split::<W>(from), group);
-            at += 4 * W;
-        }
-        portable::unpack::<W>(&bytes[at..][..packed_bytes(rest.len(), W as u32)], rest);
-    }
-}
-
-/// 16 numbers as `f64`.
+/// 16 numbers in `f64`.
 type Wide = [__m512d; 2];
 
 with_avx512! {
@@ -169,7 +64,7 @@ with_avx512! {
         [_mm512_set1_pd(value); 2]
     }
 
-    /// 16 values, in steps.
+    /// The distances of 16 values from `lo`, in steps.
     #[inline]
     fn steps(values: __m512, lo: Wide, per_step: Wide) -> Wide {
         let [low, high] = widen(values);
@@ -179,7 +74,7 @@ with_avx512! {
         ]
     }
 
-    /// The codes of 16 values, each as a 32-bit number.
+    /// The codes of 16 values, as 32-bit numbers.
     #[inline]
     fn round(values: __m512, lo: Wide, per_step: Wide, code_max: __m512i) -> __m512i {
         let [low, high] = steps(values, lo, per_step);
@@ -187,7 +82,7 @@ with_avx512! {
         _mm512_min_epi32(_mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high), code_max)
     }
 
-    /// The values of 16 codes. A product with a code is exact, so that a fused addition gives the same.
+    /// The values of 16 codes. The product with a code is exact, so a fused multiply-add gives the same result.
     #[inline]
     fn place(codes: __m512i, lo: Wide, step: Wide) -> __m512 {
         let low = _mm512_cvtepi32_pd(_mm512_castsi512_si256(codes));
@@ -197,7 +92,7 @@ with_avx512! {
         _mm512_insertf32x8::<1>(_mm512_castps256_ps512(low), high)
     }
 
-    /// Makes codes, 16-bit numbers in 32-bit lanes, out of values.
+    /// Applies `code`, which returns 16-bit codes in 32-bit lanes, to all values.
     #[inline]
     fn each_code(bytes: &[u8], out: &mut [u16], code: impl Fn(__m512) -> __m512i) {
         let (vectors, rest) = bytes.as_chunks();
@@ -211,7 +106,7 @@ with_avx512! {
         }
     }
 
-    /// Makes values out of codes in 32-bit lanes.
+    /// Applies `value`, which takes codes in 32-bit lanes, to all codes.
     #[inline]
     fn each_value(codes: &[u16], out: &mut [u8], value: impl Fn(__m512i) -> __m512) {
         let (vectors, rest) = codes.as_chunks();
@@ -225,9 +120,9 @@ with_avx512! {
     }
 
     #[inline]
-    pub fn codes(bytes: &[u8], rounding: Rounding, out: &mut [u16]) {
-        let (lo, per_step) = (both(rounding.lo), both(rounding.per_step));
-        let code_max = _mm512_set1_epi32(rounding.code_max.into());
+    pub fn codes(bytes: &[u8], quantizer: Quantizer, out: &mut [u16]) {
+        let (lo, per_step) = (both(quantizer.lo), both(quantizer.per_step));
+        let code_max = _mm512_set1_epi32(quantizer.code_max.into());
         each_code(bytes, out, |values| round(values, lo, per_step, code_max));
     }
 
@@ -236,31 +131,31 @@ with_avx512! {
         each_value(codes, out, |codes| place(codes, lo, step));
     }
 
-    pub fn symbols_of_few<const S: u32>(bytes: &[u8], runs: &Runs, code_bits: u32, out: &mut [u16]) {
-        let begins = load_f32s(runs.begins.first_chunk().expect("16 at least"));
-        let (least, most) = (_mm512_set1_ps(runs.begins[0]), _mm512_set1_ps(runs.end));
-        let per_steps = runs.per_steps.as_chunks().0;
+    pub fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]) {
+        let begins = load_f32s(bins.begins.first_chunk().expect("16 at least"));
+        let (least, most) = (_mm512_set1_ps(bins.begins[0]), _mm512_set1_ps(bins.end));
+        let per_steps = bins.per_steps.as_chunks().0;
         let (first, second) = (load_f64s(&per_steps[0]), load_f64s(&per_steps[1]));
         let code_max = _mm512_set1_epi32(grid::code_max(code_bits).into());
         let shift = _mm512_set1_epi32(code_bits as i32);
         each_code(bytes, out, |values| {
             let values = _mm512_max_ps(_mm512_min_ps(values, most), least);
-            let mut run = _mm512_setzero_si512();
+            let mut bin = _mm512_setzero_si512();
             for bit in (0..S).rev() {
-                let next = _mm512_or_si512(run, _mm512_set1_epi32(1 << bit));
+                let next = _mm512_or_si512(bin, _mm512_set1_epi32(1 << bit));
                 let begun = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(values, _mm512_permutexvar_ps(next, begins));
-                run = _mm512_mask_mov_epi32(run, begun, next);
+                bin = _mm512_mask_mov_epi32(bin, begun, next);
             }
-            let lo = widen(_mm512_permutexvar_ps(run, begins));
-            let low = _mm512_cvtepu32_epi64(_mm512_castsi512_si256(run));
-            let high = _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64::<1>(run));
+            let lo = widen(_mm512_permutexvar_ps(bin, begins));
+            let low = _mm512_cvtepu32_epi64(_mm512_castsi512_si256(bin));
+            let high = _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64::<1>(bin));
             let per_step = if S <= 3 {
                 [_mm512_permutexvar_pd(low, first), _mm512_permutexvar_pd(high, first)]
             } else {
                 [_mm512_permutex2var_pd(first, low, second), _mm512_permutex2var_pd(first, high, second)]
             };
             let codes = round(values, lo, per_step, code_max);
-            _mm512_or_si512(codes, _mm512_sllv_epi32(run, shift))
+            _mm512_or_si512(codes, _mm512_sllv_epi32(bin, shift))
         });
     }
 
@@ -268,8 +163,8 @@ with_avx512! {
         let (los, steps) = (load_f32s(los), load_f32s(steps));
         let (shift, mask) = (_mm512_set1_epi32(code_bits as i32), _mm512_set1_epi32(grid::code_max(code_bits).into()));
         each_value(symbols, out, |symbols| {
-            let run = _mm512_srlv_epi32(symbols, shift);
-            let (lo, step) = (_mm512_permutexvar_ps(run, los), _mm512_permutexvar_ps(run, steps));
+            let bin = _mm512_srlv_epi32(symbols, shift);
+            let (lo, step) = (_mm512_permutexvar_ps(bin, los), _mm512_permutexvar_ps(bin, steps));
             place(_mm512_and_si512(symbols, mask), widen(lo), widen(step))
         });
     }
@@ -296,7 +191,7 @@ with_avx512! {
 }
 
 with_avx512! {
-    /// Element `i` of the result is the least element of vector `i`.
+    /// Reduces 16 vectors: element `i` of the result is the smallest element of vector `i`.
     #[inline]
     fn least_of_each(vectors: [__m512; 16]) -> __m512 {
         let mut eight = [_mm512_setzero_pd(); 8];
@@ -320,7 +215,7 @@ with_avx512! {
         _mm512_min_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
     }
 
-    /// A tile's values by 16, the least of each place and the largest of each, negated.
+    /// The minima of a tile over its vectors of 16 values, and its negated maxima, lane by lane.
     #[inline]
     fn tile_extremes(tile: &[u8]) -> (__m512, __m512) {
         let (vectors, rest) = tile.as_chunks::<64>();
@@ -349,7 +244,7 @@ with_avx512! {
             for (at, tile) in bytes.chunks(4 * tile).enumerate() {
                 (los[at], his[at]) = tile_extremes(tile);
             }
-            // So that −0.0 is 0.0, whichever of the two came first.
+            // Adding 0.0 turns −0.0 into 0.0.
             let zero = _mm512_setzero_ps();
             store_f32s(_mm512_add_ps(least_of_each(los), zero), lo);
             store_f32s(_mm512_sub_ps(zero, least_of_each(his)), hi);
@@ -368,7 +263,7 @@ with_avx512! {
             let distance = _mm512_sub_pd(scaled_hi, values_of_halves(lo));
             let nearest = halves(_mm512_div_pd(distance, code_max));
             let grid_lo = _mm512_mul_pd(values_of_halves(lo), unscale);
-            // The smallest of the three that reaches `hi`, in the numbers that the other end will see.
+            // The smallest of three candidates whose grid reaches `hi` when the other end decodes it.
             let below = _mm_subs_epu16(nearest, _mm_set1_epi16(1));
             let above = _mm_add_epi16(nearest, _mm_set1_epi16(1));
             let reaches = |step: __m128i| {
@@ -391,7 +286,7 @@ with_avx512! {
         }
     }
 
-    /// The nearest 16-bit floats, by way of `f32`.
+    /// The nearest 16-bit floats, rounded via `f32`.
     #[inline]
     fn halves(values: __m512d) -> __m128i {
         _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_cvtpd_ps(values))
@@ -402,11 +297,11 @@ with_avx512! {
         _mm512_cvtps_pd(_mm256_cvtph_ps(halves))
     }
 
-    /// The largest 16-bit floats that are at most these values.
+    /// The largest 16-bit floats that do not exceed these values.
     #[inline]
     fn halves_below(values: __m512d) -> __m128i {
         let nearest = halves(values);
-        // One less for a positive one, one more for a negative one.
+        // The bits are one less for a positive number, and one more for a negative one.
         let negative = _mm_srai_epi16::<15>(nearest);
         let next = _mm_sub_epi16(_mm_sub_epi16(nearest, _mm_set1_epi16(1)), _mm_slli_epi16::<1>(negative));
         let zero = _mm_testn_epi16_mask(nearest, _mm_set1_epi16(0x7fff));
@@ -417,7 +312,7 @@ with_avx512! {
 
     pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]) {
         for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
-            codes(bytes, Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
+            codes(bytes, Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
         }
     }
 
@@ -451,7 +346,7 @@ with_avx512! {
         [_mm512_cvtepi32_pd(_mm512_castsi512_si256(numbers)), _mm512_cvtepi32_pd(high)]
     }
 
-    /// 24 random bits for each element.
+    /// The random number of each element, in 24 bits.
     #[inline]
     fn random(mixed: __m512i) -> __m512i {
         let mixed = _mm512_xor_si512(mixed, _mm512_srli_epi32::<16>(mixed));
@@ -487,8 +382,8 @@ with_avx512! {
     }
 }
 
-/// Four vectors of values have their segments in one vector of bytes, and so many of those are counted at once: a count
-/// fits a byte.
+/// The segments of four vectors of values are bytes of one vector. This many of these vectors are counted together, so
+/// that a count fits a byte.
 const FOURS: usize = 32;
 
 with_avx512! {
@@ -504,7 +399,7 @@ with_avx512! {
         segment
     }
 
-    /// How many bytes of at most [`FOURS`] vectors are at least `least`.
+    /// The number of bytes in at most [`FOURS`] vectors that are at least `least`.
     #[inline]
     fn count_at_least(least: u8, vectors: &[__m512i]) -> u64 {
         let (least, one) = (_mm512_set1_epi8(least as i8), _mm512_set1_epi8(1));
@@ -590,7 +485,7 @@ with_avx512! {
             fours[at + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pairs[at + 1], pairs[at + 3]));
             fours[at + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pairs[at + 1], pairs[at + 3]));
         }
-        // Quarter `q` of `fours[4 i + j]` is column `4 q + j` of rows `4 i` to `4 i + 3`.
+        // Quarter `q` of `fours[4 i + j]` is column `4 q + j` of the rows `4 i` to `4 i + 3`.
         let mut columns = [_mm512_setzero_ps(); 16];
         for at in 0..4 {
             let even = _mm512_shuffle_f32x4::<0x88>(fours[at], fours[at + 4]);

@@ -1,11 +1,11 @@
-//! The kernels as plain loops: what every processor can do, and what the other versions are held against.
+//! The kernels as plain loops: they run on every processor and are the reference for the other versions.
 
 use super::super::bits::GROUP;
 use super::super::floats;
-use super::super::grid::{self, Grid, Rounding};
+use super::super::grid::{self, Grid, Quantizer};
 use super::super::half;
-use super::super::order::{key, Pivots};
-use super::super::runs::Runs;
+use super::super::order_statistics::{key, Pivots};
+use super::super::quantile_bins::QuantileBins;
 use super::super::tile::{Grids, Ranges, TILES};
 use super::{Extremes, Noise, Tally, Transposition};
 
@@ -26,7 +26,7 @@ pub fn pack<const W: usize>(codes: &[u16], out: &mut [u8]) {
     pack_by::<W>(codes, out, join::<W>);
 }
 
-/// Packs groups of eight as `join` puts them into the lowest `8 W` bits.
+/// Packs groups of eight codes; `join` puts a group into the lowest `8 W` bits.
 #[inline(always)]
 pub fn pack_by<const W: usize>(codes: &[u16], out: &mut [u8], join: impl Fn(&[u16; GROUP]) -> u128) {
     let (groups, rest) = codes.as_chunks::<GROUP>();
@@ -46,7 +46,7 @@ pub fn unpack<const W: usize>(bytes: &[u8], out: &mut [u16]) {
     unpack_by::<W>(bytes, out, split::<W>);
 }
 
-/// Unpacks groups of eight as `split` takes them out of the lowest `8 W` bits.
+/// Unpacks groups of eight codes; `split` takes a group from the lowest `8 W` bits.
 #[inline(always)]
 pub fn unpack_by<const W: usize>(bytes: &[u8], out: &mut [u16], split: impl Fn(u128) -> [u16; GROUP]) {
     let (groups, rest) = out.as_chunks_mut::<GROUP>();
@@ -63,7 +63,7 @@ pub fn unpack_by<const W: usize>(bytes: &[u8], out: &mut [u16], split: impl Fn(u
     }
 }
 
-/// Eight codes in the lowest `8 W` bits. Codes of up to 8 bits fit one 64-bit accumulator, wider ones two.
+/// Puts eight codes into the lowest `8 W` bits. Codes of up to 8 bits fit one 64-bit accumulator, wider ones need two.
 #[inline(always)]
 fn join<const W: usize>(codes: &[u16; GROUP]) -> u128 {
     let code = |at: usize| u64::from(codes[at] & mask(W));
@@ -89,9 +89,9 @@ fn split<const W: usize>(word: u128) -> [u16; GROUP] {
 }
 
 #[inline(always)]
-pub fn codes(bytes: &[u8], rounding: Rounding, out: &mut [u16]) {
+pub fn codes(bytes: &[u8], quantizer: Quantizer, out: &mut [u16]) {
     for (to, value) in out.iter_mut().zip(floats(bytes)) {
-        *to = rounding.code(value);
+        *to = quantizer.code(value);
     }
 }
 
@@ -104,26 +104,26 @@ pub fn values(codes: &[u16], lo: f64, step: f64, out: &mut [u8]) {
 }
 
 #[inline(always)]
-pub fn symbols_of_few<const S: u32>(bytes: &[u8], runs: &Runs, code_bits: u32, out: &mut [u16]) {
-    symbols_of_many(bytes, runs, S, code_bits, out);
+pub fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]) {
+    symbols_of_many(bytes, bins, S, code_bits, out);
 }
 
 #[inline(always)]
-pub fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32, out: &mut [u16]) {
+pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
     let code_max = grid::code_max(code_bits);
-    let (least, most) = (runs.begins[0], runs.end);
-    let begins = &runs.begins[..1 << run_bits];
-    let per_steps = &runs.per_steps[..1 << run_bits];
+    let (least, most) = (bins.begins[0], bins.end);
+    let begins = &bins.begins[..1 << bin_bits];
+    let per_steps = &bins.per_steps[..1 << bin_bits];
     for (to, value) in out.iter_mut().zip(floats(bytes)) {
         let value = if value < most { value } else { most };
         let value = if value > least { value } else { least };
-        // Each bit, from the highest, is set if the run so named has begun.
-        let mut run = 0;
-        for bit in (0..run_bits).rev() {
-            run |= usize::from(value >= begins[run | 1 << bit]) << bit;
+        // Binary search: each bit of the index, from the highest, is set if the value is not below that bin.
+        let mut bin = 0;
+        for bit in (0..bin_bits).rev() {
+            bin |= usize::from(value >= begins[bin | 1 << bit]) << bit;
         }
-        let rounding = Rounding { lo: begins[run].into(), per_step: per_steps[run], code_max };
-        *to = (run as u16) << code_bits | rounding.code(value);
+        let quantizer = Quantizer { lo: begins[bin].into(), per_step: per_steps[bin], code_max };
+        *to = (bin as u16) << code_bits | quantizer.code(value);
     }
 }
 
@@ -131,8 +131,8 @@ pub fn symbols_of_many(bytes: &[u8], runs: &Runs, run_bits: u32, code_bits: u32,
 pub fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]) {
     let mask = grid::code_max(code_bits);
     for (to, &symbol) in out.as_chunks_mut().0.iter_mut().zip(symbols) {
-        let run = usize::from(symbol) >> code_bits & 15;
-        let grid = Grid { lo: los[run].into(), step: steps[run].into() };
+        let bin = usize::from(symbol) >> code_bits & 15;
+        let grid = Grid { lo: los[bin].into(), step: steps[bin].into() };
         *to = grid.value(symbol & mask).to_ne_bytes();
     }
 }
@@ -189,7 +189,7 @@ pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8])
         tally.key_max = tally.key_max.max(key);
         let segment = pivots.segment(key);
         counts[segment] += 1;
-        // Every value is written, and kept by moving on: whether it is wanted cannot be foretold.
+        // Branch-free: every value is written, and the position advances only if the value is kept.
         kept[4 * length..4 * length + 4].copy_from_slice(&value.to_ne_bytes());
         length += (pivots.kept >> segment & 1) as usize;
     }
@@ -204,7 +204,7 @@ pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8])
 #[inline(always)]
 pub fn transpose(from: &[u8], to: &mut [u8], shape: Transposition) {
     let (from, to) = (from.as_chunks::<4>().0, to.as_chunks_mut::<4>().0);
-    // A few columns at a time, so that a row's part of a cache line is used at once.
+    // A few columns at a time, so that each cache line of a row is used while it is cached.
     for begin in (0..shape.columns).step_by(16) {
         let end = shape.columns.min(begin + 16);
         for row in 0..shape.rows {
@@ -223,7 +223,7 @@ pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
         let first = floats(tile).next().unwrap_or(0.0);
         let lo = floats(tile).fold(first, |lo, value| if value < lo { value } else { lo });
         let hi = floats(tile).fold(first, |hi, value| if value > hi { value } else { hi });
-        // So that −0.0 is 0.0, whichever of the two came first.
+        // Adding 0.0 turns −0.0 into 0.0.
         (ranges.lo[at], ranges.hi[at]) = (lo + 0.0, hi + 0.0);
         ranges.count = at + 1;
     }
@@ -239,7 +239,7 @@ pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
 #[inline(always)]
 pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]) {
     for (at, (tile, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
-        codes(tile, Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
+        codes(tile, Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
     }
 }
 
@@ -247,9 +247,9 @@ pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out
 pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
     let mut number = noise.first;
     for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
-        let rounding = Rounding { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max: noise.code_max };
+        let quantizer = Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max: noise.code_max };
         for ((to, value), element) in out.iter_mut().zip(floats(bytes)).zip(0u32..) {
-            *to = rounding.code_stochastic(value, grid::random(noise.key, number.wrapping_add(element)));
+            *to = quantizer.code_stochastic(value, grid::random(noise.key, number.wrapping_add(element)));
         }
         number = number.wrapping_add(tile as u32);
     }

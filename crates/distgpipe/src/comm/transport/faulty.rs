@@ -1,91 +1,103 @@
-//! Breaks things on purpose, reproducibly: a scenario is a line of text, and the same line breaks the same thing.
+//! Injects faults, reproducibly, for tests. A scenario is a line of text, and the same line causes the same faults:
 //!
 //! ```text
 //! server:panic@1F2          the worker panics when it comes to that action
-//! server:error@1B0          it returns an error
-//! server:kill@1F1           its process is killed (SIGKILL); a thread cannot be, so it panics
-//! server:hang@1F1           it stops there for ever
-//! client>server:delay=20@0  that link holds every message from the 1st on back for up to 20 ms (seeded)
-//! client>server:stall@3     that link stops carrying anything at the 4th message
-//! client>server:corrupt@3   the 4th message has one bit flipped
-//! client>server:cut@3       the link breaks off at the 4th message
-//! seed=7                    of the delays and the flipped bit
+//! server:error@1B0          it returns an error there
+//! server:kill@1F1           its process is killed there (SIGKILL); a worker that is a thread panics instead
+//! server:hang@1F1           it hangs there forever
+//! client>server:delay=20@0  that link delays every message from the 1st on by up to 20 ms (seeded)
+//! client>server:stall@3     that link carries nothing from the 4th message on
+//! client>server:corrupt@3   the 4th message has one bit flipped (seeded)
+//! client>server:cut@3       the link breaks before the 4th message
+//! seed=7                    the seed of the delays and of the flipped bit
 //! ```
 //!
-//! Several are joined by `;`. Delays must change nothing but the time; everything else must end the run with the
-//! cause named.
+//! Faults are joined by `;`. Delays must change nothing but the time; every other fault must end the run with the cause
+//! named.
+//!
+//! The transports have no code for this. A link within the process is wrapped by [`Scenario::wrap`]: a cut drops it, and
+//! there are no bytes to damage. A connection is wrapped by [`Scenario::wrap_tcp`], which keeps a handle of its own on the
+//! socket, to close it and to write damaged frames to it.
 
+use super::tcp::{limits, write_all, Deadline, Framer, Wrap};
 use super::Outgoing;
+use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::link_codecs::{Encoder, LinkCodecs};
+use crate::comm::message::Message;
+use crate::comm::traffic::Counters;
 use crate::engine::Stream;
-use crate::failure::{Fate, Fault, POLL};
-use crate::mailbox::Message;
+use crate::failure::Fault;
 use distgpipe_core::schedule::Action;
 use distgpipe_core::wire::Kind;
 use std::fmt;
+use std::net::{Shutdown, TcpStream};
 use std::str::FromStr;
 use std::time::Duration;
 
-/// What a worker does wrong.
+/// How long a damaged message may take to be written.
+const WRITE_LIMIT: Duration = Duration::from_secs(20);
+
+/// A fault of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkerFault {
-    /// Panics.
+    /// The worker panics at the action.
     Panic,
-    /// Returns an error.
+    /// The action returns an error.
     Error,
-    /// Is killed.
+    /// The worker's process is killed.
     Kill,
-    /// Stops for ever.
+    /// The worker hangs forever.
     Hang,
 }
 
-/// What a link does wrong.
+/// A fault of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkFault {
-    /// Holds every message from then on back for up to so many milliseconds.
+    /// Delays every message from then on by up to so many milliseconds.
     Delay(u64),
-    /// Carries nothing from then on.
+    /// Carries no message from then on.
     Stall,
-    /// Flips a bit of that message.
+    /// Flips one bit of that message.
     Corrupt,
-    /// Breaks off.
+    /// Breaks before that message.
     Cut,
 }
 
-/// One thing that goes wrong.
+/// One fault of a scenario.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Mishap {
-    /// At an action of a worker.
+pub enum InjectedFault {
+    /// A fault of a worker at an action.
     Worker {
-        /// Its name.
+        /// The name of the worker.
         worker: String,
-        /// What it does.
+        /// What happens to it.
         fault: WorkerFault,
-        /// When it comes to this.
+        /// The action at which it happens.
         at: Action,
     },
-    /// At a message of a link.
+    /// A fault of a link at a message.
     Link {
-        /// The sending worker.
+        /// The name of the sending worker.
         from: String,
-        /// The receiving worker.
+        /// The name of the receiving worker.
         to: String,
-        /// What it does.
+        /// What happens to the link.
         fault: LinkFault,
-        /// At the message with this number, from 0.
+        /// The message at which it happens, counted from 0. Heartbeats are not counted.
         at: u64,
     },
 }
 
-/// Everything that goes wrong in a run.
+/// The faults to inject into a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Scenario {
-    /// What happens.
-    pub mishaps: Vec<Mishap>,
-    /// Of delays and flipped bits.
+    /// The faults, in any order.
+    pub faults: Vec<InjectedFault>,
+    /// The seed of delays and flipped bits.
     pub seed: u64,
 }
 
-/// A scenario's text is wrong.
+/// The text is not a fault scenario.
 #[derive(Debug, thiserror::Error)]
 #[error("fault scenario `{got}`: expected `WORKER:panic|error|kill|hang@ACTION`, `FROM>TO:delay=MS|stall|corrupt|cut@MESSAGE` or `seed=N`, joined by `;`")]
 pub struct ScenarioError {
@@ -93,40 +105,83 @@ pub struct ScenarioError {
 }
 
 impl Scenario {
-    /// What this worker does wrong at this action.
+    /// The fault of a worker at an action.
     pub fn of_worker(&self, name: &str, action: Action) -> Option<WorkerFault> {
-        self.mishaps.iter().find_map(|m| match m {
-            Mishap::Worker { worker, fault, at } if worker == name && *at == action => Some(*fault),
+        self.faults.iter().find_map(|fault| match fault {
+            InjectedFault::Worker { worker, fault, at } if worker == name && *at == action => Some(*fault),
             _ => None,
         })
     }
 
-    /// The sending end of a link, with its faults if it has any.
-    pub fn wrap(&self, from: &str, to: &str, fate: &Fate, link: Box<dyn Outgoing>) -> Box<dyn Outgoing> {
-        let of_link = |m: &Mishap| match m {
-            Mishap::Link { from: f, to: t, fault, at } if f == from && t == to => Some((*at, *fault)),
+    /// Wraps the sending end of a link within this process, if the scenario has faults for it.
+    pub fn wrap(&self, from: &str, to: &str, abort: &AbortFlag, link: Box<dyn Outgoing>) -> Box<dyn Outgoing> {
+        match self.of_link(from, to) {
+            faults if faults.is_empty() => link,
+            faults => self.faulty(faults, abort, link, None),
+        }
+    }
+
+    /// Returns what wraps the sending end of a connection over `stream`, if the scenario has faults for it.
+    pub fn wrap_tcp(
+        &self,
+        from: &str,
+        to: &str,
+        abort: &AbortFlag,
+        stream: &TcpStream,
+        link_codecs: &LinkCodecs,
+    ) -> Result<Wrap, Fault> {
+        let faults = self.of_link(from, to);
+        if faults.is_empty() {
+            return Ok(Box::new(|link| link));
+        }
+        let stream = stream.try_clone().map_err(|e| Fault::io("duplicating a socket for injected faults", e))?;
+        let framer = Framer::new(limits(), Encoder::new(link_codecs.clone(), Counters::default()));
+        let (scenario, abort) = (self.clone(), abort.clone());
+        Ok(Box::new(move |link| scenario.faulty(faults, &abort, link, Some(RawSocket { stream, framer }))))
+    }
+
+    /// The faults of a link, with the messages at which they happen.
+    fn of_link(&self, from: &str, to: &str) -> Vec<(u64, LinkFault)> {
+        let of_link = |fault: &InjectedFault| match fault {
+            InjectedFault::Link { from: f, to: t, fault, at } if f == from && t == to => Some((*at, *fault)),
             _ => None,
         };
-        let faults: Vec<(u64, LinkFault)> = self.mishaps.iter().filter_map(of_link).collect();
-        if faults.is_empty() {
-            return link;
-        }
-        Box::new(Faulty { link, faults, sent: 0, stream: Stream::new(self.seed), fate: fate.clone() })
+        self.faults.iter().filter_map(of_link).collect()
+    }
+
+    fn faulty(
+        &self,
+        faults: Vec<(u64, LinkFault)>,
+        abort: &AbortFlag,
+        link: Box<dyn Outgoing>,
+        socket: Option<RawSocket>,
+    ) -> Box<dyn Outgoing> {
+        let (stream, abort) = (Stream::new(self.seed), abort.clone());
+        Box::new(Faulty { link: Some(link), socket, faults, sent: 0, stream, abort })
     }
 }
 
-/// A link that goes wrong.
+/// A link with faults.
 struct Faulty {
-    link: Box<dyn Outgoing>,
+    /// `None` after a cut.
+    link: Option<Box<dyn Outgoing>>,
+    /// The socket under the link, if the link leads to another process.
+    socket: Option<RawSocket>,
     faults: Vec<(u64, LinkFault)>,
     sent: u64,
     stream: Stream,
-    fate: Fate,
+    abort: AbortFlag,
+}
+
+/// A second handle on the socket of a connection, which bypasses the connection.
+struct RawSocket {
+    stream: TcpStream,
+    framer: Framer,
 }
 
 impl Outgoing for Faulty {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
-        // Signs of life come when they come: counting them would make a scenario depend on the time.
+        // Heartbeats depend on the time, so counting them would make a scenario irreproducible.
         let number = self.sent;
         let counted = message.tag.kind != Kind::Ping;
         self.sent += u64::from(counted);
@@ -137,23 +192,39 @@ impl Outgoing for Faulty {
                     std::thread::sleep(Duration::from_millis(draw % (ms + 1)))
                 }
                 LinkFault::Stall if number >= at => loop {
-                    self.fate.check()?;
+                    self.abort.check()?;
                     std::thread::sleep(POLL);
                 },
-                LinkFault::Corrupt if number == at && counted => return self.link.send_damaged(message, draw),
-                LinkFault::Cut if number == at && counted => self.link.cut(),
+                LinkFault::Corrupt if number == at && counted => return self.send_damaged(&message, draw),
+                LinkFault::Cut if number == at && counted => self.cut(),
                 _ => {}
             }
         }
-        self.link.send(message)
+        self.link.as_mut().ok_or(Fault::Lost)?.send(message)
+    }
+}
+
+impl Faulty {
+    /// Writes a message to the socket with one bit flipped, which `draw` selects. Within a process there are no bytes to
+    /// damage, so this reports the damage as a receiver would.
+    fn send_damaged(&mut self, message: &Message, draw: u64) -> Result<(), Fault> {
+        let Some(RawSocket { stream, framer }) = &mut self.socket else {
+            return Err(Fault::Injected(format!("{} arrived with bit {} flipped", message.tag, draw % 64)));
+        };
+        let deadline = Deadline::new(&self.abort, WRITE_LIMIT);
+        let mut bytes = Vec::new();
+        framer.write(&mut bytes, message, &deadline)?;
+        let bit = usize::try_from(draw % (bytes.len() as u64 * 8)).unwrap_or(0);
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        write_all(stream, &bytes, &deadline)
     }
 
-    fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault> {
-        self.link.send_damaged(message, seed)
-    }
-
+    /// Breaks the link. The connection over a closed socket notices by itself, as it would with a pulled cable.
     fn cut(&mut self) {
-        self.link.cut();
+        match &self.socket {
+            Some(socket) => drop(socket.stream.shutdown(Shutdown::Both)),
+            None => self.link = None,
+        }
     }
 }
 
@@ -163,24 +234,24 @@ impl FromStr for Scenario {
     fn from_str(text: &str) -> Result<Self, ScenarioError> {
         let mut scenario = Scenario::default();
         for part in text.split(';').map(str::trim).filter(|p| !p.is_empty()) {
-            let wrong = || ScenarioError { got: part.to_owned() };
+            let invalid = || ScenarioError { got: part.to_owned() };
             if let Some(seed) = part.strip_prefix("seed=") {
-                scenario.seed = seed.parse().map_err(|_| wrong())?;
+                scenario.seed = seed.parse().map_err(|_| invalid())?;
                 continue;
             }
-            let (who, what) = part.split_once(':').ok_or_else(wrong)?;
-            let (fault, at) = what.split_once('@').ok_or_else(wrong)?;
-            scenario.mishaps.push(match who.split_once('>') {
-                Some((from, to)) => Mishap::Link {
+            let (place, rest) = part.split_once(':').ok_or_else(invalid)?;
+            let (fault, at) = rest.split_once('@').ok_or_else(invalid)?;
+            scenario.faults.push(match place.split_once('>') {
+                Some((from, to)) => InjectedFault::Link {
                     from: from.to_owned(),
                     to: to.to_owned(),
-                    fault: link_fault(fault).ok_or_else(wrong)?,
-                    at: at.parse().map_err(|_| wrong())?,
+                    fault: link_fault(fault).ok_or_else(invalid)?,
+                    at: at.parse().map_err(|_| invalid())?,
                 },
-                None => Mishap::Worker {
-                    worker: who.to_owned(),
-                    fault: worker_fault(fault).ok_or_else(wrong)?,
-                    at: at.parse().map_err(|_| wrong())?,
+                None => InjectedFault::Worker {
+                    worker: place.to_owned(),
+                    fault: worker_fault(fault).ok_or_else(invalid)?,
+                    at: at.parse().map_err(|_| invalid())?,
                 },
             });
         }
@@ -210,19 +281,37 @@ fn link_fault(text: &str) -> Option<LinkFault> {
 impl fmt::Display for Scenario {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "seed={}", self.seed)?;
-        for mishap in &self.mishaps {
-            match mishap {
-                Mishap::Worker { worker, fault, at } => {
+        for fault in &self.faults {
+            match fault {
+                InjectedFault::Worker { worker, fault, at } => {
                     write!(f, ";{worker}:{}@{at}", format!("{fault:?}").to_lowercase())?;
                 }
-                Mishap::Link { from, to, fault: LinkFault::Delay(ms), at } => {
+                InjectedFault::Link { from, to, fault: LinkFault::Delay(ms), at } => {
                     write!(f, ";{from}>{to}:delay={ms}@{at}")?;
                 }
-                Mishap::Link { from, to, fault, at } => {
+                InjectedFault::Link { from, to, fault, at } => {
                     write!(f, ";{from}>{to}:{}@{at}", format!("{fault:?}").to_lowercase())?;
                 }
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scenario_prints_as_it_is_parsed() {
+        let text = "seed=7;server:panic@1F2;server/1:error@1B0;server:kill@1F1;a:hang@0F0;client>server:delay=20@0;\
+                    client>server:stall@3;client>server:corrupt@4;server>client:cut@5";
+        let scenario: Scenario = text.parse().unwrap();
+        assert_eq!(scenario.faults.len(), 8);
+        assert_eq!(scenario.to_string(), text);
+        for text in ["nonsense", "server:panic", "server:cut@1F0", "a>b:panic@1", "a>b:cut@1F0", "seed=x"] {
+            let error = text.parse::<Scenario>().unwrap_err().to_string();
+            assert!(error.contains(&format!("`{text}`")), "{error}");
+        }
     }
 }

@@ -1,17 +1,20 @@
-//! Between threads of one process, through the link's codec: what arrives is what would arrive over a wire.
+//! Between threads of one process, through the link's codec: the receiver gets what it would get over a network.
 //!
 //! ```text
-//!  stage ──queue──► thread: encode, decode ──► mailbox of the stage it is for
+//!  stage ──queue──► link thread: encode, decode ──► mailbox of the receiving stage
 //! ```
 //!
-//! For trying a codec without a second machine, and for partitions that share one. The thread works beside the stages, as
-//! the threads of a connection do.
+//! Used to try a codec without a second machine, and for partitions that share one. The thread runs in the background of
+//! the stages, as the threads of a connection do.
 
 use super::queue::Queue;
-use super::{Counters, Outgoing};
-use crate::coding::{Decoder, Encoder};
-use crate::failure::{Failure, Fate, Fault};
-use crate::mailbox::{Mailbox, Message};
+use super::Outgoing;
+use crate::comm::abort::AbortFlag;
+use crate::comm::link_codecs::{Decoder, Encoder};
+use crate::comm::mailbox::Mailbox;
+use crate::comm::message::Message;
+use crate::comm::traffic::Counters;
+use crate::failure::{Failure, Fault};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
@@ -19,103 +22,95 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// What such a link is made of.
-pub struct Options {
-    /// The name of the sending worker, for faults.
+/// What [`Loopback::start`] needs.
+pub struct LoopbackOptions {
+    /// The name of the sending worker, for failures.
     pub here: String,
-    /// Where it leads.
+    /// The mailbox of the receiving worker.
     pub to: Arc<Mailbox>,
-    /// How many messages may wait.
+    /// The most messages that may wait to be encoded.
     pub queue: usize,
-    /// The memory meter of the receiving worker.
+    /// The memory meter of the receiving worker, which the decoded tensors count on.
     pub meter: usize,
-    /// The sending worker's.
+    /// The encoder of the sending worker.
     pub encoder: Encoder,
-    /// The receiving worker's.
+    /// The decoder of the receiving worker.
     pub decoder: Decoder,
-    /// Of the sending worker.
+    /// The counters of the sending worker.
     pub counters: Counters,
-    /// The run's.
-    pub fate: Fate,
+    /// The abort flag of the run in this process.
+    pub abort: AbortFlag,
 }
 
-/// The sending end.
-pub struct Recoded {
+/// The sending end of a loopback link.
+pub struct Loopback {
     queue: Option<Queue>,
     thread: Option<JoinHandle<()>>,
-    /// Set when the sending worker panics: nobody waits for what is queued then.
+    /// Set when the sending worker panics: the thread then discards what is queued.
     abandoned: Arc<AtomicBool>,
 }
 
-impl Recoded {
-    /// Starts the link's thread.
-    pub fn start(options: Options) -> Result<Self, Fault> {
-        let (queue, waiting) = mpsc::sync_channel(options.queue.max(1));
-        let (counters, fate) = (options.counters.clone(), options.fate.clone());
+impl Loopback {
+    /// Starts the thread of the link.
+    pub fn start(options: LoopbackOptions) -> Result<Self, Fault> {
+        let (queue, queued) = mpsc::sync_channel(options.queue.max(1));
+        let (counters, abort) = (options.counters.clone(), options.abort.clone());
         let abandoned = Arc::new(AtomicBool::new(false));
-        let given_up = abandoned.clone();
+        let thread_abandoned = abandoned.clone();
         let body = move || {
             crate::engine::attach_thread(1, options.meter);
-            let (here, fate) = (options.here.clone(), options.fate.clone());
-            let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &waiting, &given_up)));
+            let (here, abort) = (options.here.clone(), options.abort.clone());
+            let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &queued, &thread_abandoned)));
             let fault = match result {
                 Ok(Ok(())) => return,
                 Ok(Err(fault)) => fault,
-                Err(_) => Fault::Panic("see above".to_owned()),
+                Err(_) => Fault::Panic("the panic message is on standard error".to_owned()),
             };
-            fate.fail(Failure::new(here, "encoding what it sends", fault));
+            abort.fail(Failure::new(here, "encoding what it sends", fault));
         };
         let thread = std::thread::Builder::new().name("codec".to_owned()).spawn(body);
-        let thread = thread.map_err(|e| Fault::io("starting a codec's thread", e))?;
-        Ok(Recoded { queue: Some(Queue::new(queue, fate, counters)), thread: Some(thread), abandoned })
+        let thread = thread.map_err(|e| Fault::io("starting the thread of a loopback link", e))?;
+        Ok(Loopback { queue: Some(Queue::new(queue, abort, counters)), thread: Some(thread), abandoned })
     }
 }
 
-fn pump(mut options: Options, waiting: &Receiver<Message>, abandoned: &AtomicBool) -> Result<(), Fault> {
-    // Ends when the sending end is gone.
-    while let Ok(mut message) = waiting.recv() {
+/// Encodes, decodes and delivers until the sending end is dropped.
+fn pump(mut options: LoopbackOptions, queued: &Receiver<Message>, abandoned: &AtomicBool) -> Result<(), Fault> {
+    while let Ok(mut message) = queued.recv() {
         let start = Instant::now();
-        let (tensors, payload) = (message.carries_tensors(), message.payload_bytes());
+        let payload = message.payload_bytes();
         for index in 0..message.tensors.len() {
-            // A run that has failed waits for nobody's codec.
-            options.fate.check()?;
+            // A run that has failed does not wait for codecs.
+            options.abort.check()?;
             if abandoned.load(Ordering::Acquire) {
                 return Ok(());
             }
             let Some(tensor) = message.tensors[index].take() else { continue };
             let (encoder, decoder) = (&mut options.encoder, &mut options.decoder);
-            let arrived = encoder
+            let decoded = encoder
                 .with_encoded(&message, index, &tensor, |meta, body| decoder.decode(&message.tag, &meta, body))?;
-            message.tensors[index] = Some(arrived);
+            message.tensors[index] = Some(decoded);
         }
         options.to.put(message)?;
-        options.counters.count(tensors, payload, 0, start.elapsed());
-        options.counters.sent();
+        options.counters.count_message(payload, 0, start.elapsed());
+        options.counters.dequeued();
     }
     Ok(())
 }
 
-impl Outgoing for Recoded {
+impl Outgoing for Loopback {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
         self.queue.as_mut().ok_or(Fault::Lost)?.send(message)
     }
-
-    /// Damage is found where a checksum would find it: at delivery.
-    fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault> {
-        Err(Fault::protocol(format!("{} whole", message.tag), format!("it damaged (bit {})", seed % 64)))
-    }
-
-    fn cut(&mut self) {
-        self.queue = None;
-    }
 }
 
-impl Drop for Recoded {
+impl Drop for Loopback {
     fn drop(&mut self) {
         self.queue = None;
         self.abandoned.store(std::thread::panicking(), Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // It ends with what was queued, or at the next tensor if the run has failed or this worker is panicking.
+            // The thread ends after the last queued message, or at the next tensor if the run has failed or this worker is
+            // panicking.
             let _ = thread.join();
         }
     }

@@ -1,49 +1,45 @@
-//! The way from a stage to the thread of a link, bounded by what the plan sends in a step.
+//! The queue from a stage to the thread of a link. The plan bounds its length.
 
-use super::{Counters, Outgoing};
-use crate::failure::{Fate, Fault};
-use crate::mailbox::Message;
+use super::Outgoing;
+use crate::comm::abort::AbortFlag;
+use crate::comm::message::Message;
+use crate::comm::traffic::Counters;
+use crate::failure::Fault;
 use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
 
-/// Hands messages to the thread that sends them.
+/// Queues messages for the thread that sends them.
 #[derive(Clone)]
 pub struct Queue {
     queue: SyncSender<Message>,
-    fate: Fate,
+    abort: AbortFlag,
     counters: Counters,
 }
 
 impl Queue {
-    /// Into this channel; what waits in it is counted.
-    pub fn new(queue: SyncSender<Message>, fate: Fate, counters: Counters) -> Self {
-        Queue { queue, fate, counters }
+    /// Queues messages in this channel, and counts those that wait in it.
+    pub fn new(queue: SyncSender<Message>, abort: AbortFlag, counters: Counters) -> Self {
+        Queue { queue, abort, counters }
     }
 }
 
 impl Outgoing for Queue {
     fn send(&mut self, mut message: Message) -> Result<(), Fault> {
-        self.counters.queued();
+        self.counters.enqueued();
         loop {
             match self.queue.try_send(message) {
                 Ok(()) => return Ok(()),
                 Err(TrySendError::Disconnected(_)) => {
-                    self.fate.check()?;
+                    self.abort.check()?;
                     return Err(Fault::Lost);
                 }
                 Err(TrySendError::Full(back)) => {
-                    // Cannot happen within a step, whose messages all fit; state transfers wait here.
-                    self.fate.check()?;
+                    // The messages of a step all fit, so only state transfers wait here.
+                    self.abort.check()?;
                     message = back;
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
         }
     }
-
-    fn send_damaged(&mut self, message: Message, _: u64) -> Result<(), Fault> {
-        self.send(message)
-    }
-
-    fn cut(&mut self) {}
 }

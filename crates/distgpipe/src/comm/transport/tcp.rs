@@ -1,85 +1,98 @@
-//! Between processes, on one host or several: framed TCP.
+//! Between processes, on one host or several: frames over TCP.
 //!
 //! ```text
-//!  stage ──queue──► writer thread ──socket──► reader thread ──► mailbox of the stage it is for
+//!  stage ──queue──► writer thread ──socket──► reader thread ──► mailbox of the receiving stage
 //!                   encode, checksum           verify, decode
 //! ```
 //!
-//! Each connection has one writer and one reader thread, so encoding, sending and receiving overlap with computing.
-//! The queue is bounded by what the plan sends in a step. A writer with nothing to send gives a sign of life every
-//! [`HEARTBEAT`]; a reader that hears nothing for the silence time-out calls the peer dead.
+//! Each connection has one writer and one reader thread, so encoding, sending and receiving overlap with computing. The
+//! plan bounds the queue. A writer with nothing to send sends a heartbeat every [`HEARTBEAT`]; a reader that receives
+//! nothing for [`Timeouts::silence_s`] counts the peer as dead.
 
-#[path = "tcp/frames.rs"]
+mod deadline;
 mod frames;
+mod reader;
+mod writer;
 
-pub use frames::{read_frame, write_frame, Frame, Patience};
+pub use deadline::Deadline;
+pub use frames::{read_frame, write_frame, Frame};
+pub(crate) use frames::{write_all, Framer};
 
 use super::queue::Queue;
-use super::{Counters, Outgoing, Timeouts};
-use crate::coding::{Coding, Decoder, Encoder};
-use crate::failure::{Failure, Fate, Fault, POLL};
-use crate::mailbox::Message;
-use distgpipe_core::wire::{AbortNotice, Header, Kind, Limits};
-use frames::Framer;
-use std::io::{ErrorKind, Read};
-use std::net::{Shutdown, TcpStream};
+use super::Outgoing;
+use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::link_codecs::{Decoder, Encoder, LinkCodecs};
+use crate::comm::message::Message;
+use crate::comm::timeouts::Timeouts;
+use crate::comm::traffic::Counters;
+use crate::failure::{Failure, Fault};
+use distgpipe_core::wire::{Header, Limits};
+use reader::Reader;
+use std::net::TcpStream;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{self, SyncSender};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use writer::{Socket, Writer};
 
-/// How often an idle writer says that it is alive.
+/// How often an idle writer sends a heartbeat.
 pub const HEARTBEAT: Duration = Duration::from_millis(250);
 
-/// Puts something around a sending end.
+/// How long a frame in progress may still take after the run has failed.
+const FINISH_FRAME: Duration = Duration::from_millis(1500);
+
+/// Wraps the sending end of a socket.
 pub type Wrap = Box<dyn FnOnce(Box<dyn Outgoing>) -> Box<dyn Outgoing> + Send>;
 
-/// Says from its header whether a frame may come.
+/// Decides from its header whether a frame is read.
 pub type Admit = Box<dyn Fn(&Header) -> Result<(), Fault> + Send>;
 
-/// What both ends of a connection hold each other to.
+/// Takes the messages that arrive.
+pub type Deliver = Box<dyn FnMut(Message) -> Result<(), Fault> + Send>;
+
+/// Takes the texts of the peer's heartbeats.
+pub type Alive = Box<dyn FnMut(&str) + Send>;
+
+/// The limits that both ends of a connection hold each other to.
 pub fn limits() -> Limits {
-    // Traces of large plans travel in reports; embeddings of large models in one tensor.
+    // Reports contain the traces of large plans, and one tensor may be the embedding of a large model.
     Limits { text_bytes_max: 64 << 20, body_bytes_max: 4 << 30, ..Limits::default() }
 }
 
-/// How long a frame that has been begun may still take after the run has failed.
-const FINISH_FRAME: Duration = Duration::from_millis(1500);
-
-/// What a connection needs to know besides its socket.
-pub struct Options {
-    /// The name of this end, for faults that are its own.
+/// What [`Connection::start`] needs besides the socket.
+pub struct TcpOptions {
+    /// The name of this end, for failures of its own.
     pub here: String,
     /// The name of the other end.
     pub peer: String,
-    /// The run's fate in this process.
-    pub fate: Fate,
-    /// When silence counts as death.
+    /// The abort flag of the run in this process.
+    pub abort: AbortFlag,
+    /// The time-outs of the run.
     pub timeouts: Timeouts,
-    /// How many messages may wait to be sent.
+    /// The most messages that may wait to be sent.
     pub queue: usize,
     /// The memory meter that received tensors count on.
     pub meter: usize,
-    /// The codecs of what is sent and received.
-    pub coding: Coding,
-    /// The text of a sign of life.
+    /// The codecs of this worker's links.
+    pub link_codecs: LinkCodecs,
+    /// Makes the text of a heartbeat.
     pub heartbeat: Box<dyn Fn() -> String + Send>,
-    /// Wraps the socket's sending end, to break it in tests.
+    /// Wraps the sending end of the socket, on the writer thread's side of the queue.
     pub wrap: Wrap,
-    /// Says from its header whether a message may come.
+    /// Decides from its header whether a frame is read.
     pub admit: Admit,
-    /// Takes what arrives.
-    pub deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
-    /// Takes the peer's signs of life.
-    pub alive: Box<dyn FnMut(&str) + Send>,
+    /// Takes the messages that arrive.
+    pub deliver: Deliver,
+    /// Takes the texts of the peer's heartbeats.
+    pub alive: Alive,
 }
 
-/// A connection and its two threads.
+/// A connection to another process, with its two threads.
 pub struct Connection {
     queue: Option<SyncSender<Message>>,
-    fate: Fate,
+    abort: AbortFlag,
     counters: Counters,
     closing: Arc<AtomicBool>,
     writer: Option<JoinHandle<()>>,
@@ -87,87 +100,67 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Takes over a socket whose handshake is done.
-    pub fn start(stream: TcpStream, options: Options) -> Result<Self, Fault> {
+    /// Starts the threads of a connection on a socket whose handshake is done.
+    pub fn start(stream: TcpStream, options: TcpOptions) -> Result<Self, Fault> {
         let doing = |e| Fault::io(format!("setting up the connection to {}", options.peer), e);
         stream.set_nodelay(true).map_err(doing)?;
         stream.set_read_timeout(Some(POLL)).map_err(doing)?;
         stream.set_write_timeout(Some(POLL)).map_err(doing)?;
-        let sending = stream.try_clone().map_err(doing)?;
-        let (queue, waiting) = mpsc::sync_channel(options.queue.max(1));
+        let (sending, last) = (stream.try_clone().map_err(doing)?, stream.try_clone().map_err(doing)?);
+        let (queue, queued) = mpsc::sync_channel(options.queue.max(1));
         let counters = Counters::default();
         let closing = Arc::new(AtomicBool::new(false));
-        let broken = Arc::new(AtomicBool::new(false));
+        let mid_frame = Arc::new(AtomicBool::new(false));
+        let (here, peer, abort, meter) = (options.here, options.peer, options.abort, options.meter);
         let socket = Socket {
-            stream: sending.try_clone().map_err(doing)?,
-            framer: Framer::new(limits(), Encoder::new(options.coding.clone(), counters.clone())),
+            stream: sending,
+            framer: Framer::new(limits(), Encoder::new(options.link_codecs.clone(), counters.clone())),
             counters: counters.clone(),
-            fate: options.fate.clone(),
+            abort: abort.clone(),
             silence: options.timeouts.silence(),
-            broken: broken.clone(),
+            mid_frame: mid_frame.clone(),
         };
         let writer = Writer {
-            here: options.here,
-            peer: options.peer.clone(),
-            fate: options.fate.clone(),
+            here: here.clone(),
+            peer: peer.clone(),
+            abort: abort.clone(),
             heartbeat: options.heartbeat,
             link: (options.wrap)(Box::new(socket)),
             counters: counters.clone(),
-            broken,
-            farewell: sending,
+            mid_frame,
+            stream: last,
         };
         let reader = Reader {
             stream,
-            peer: options.peer.clone(),
-            fate: options.fate.clone(),
+            peer: peer.clone(),
+            abort: abort.clone(),
             silence: options.timeouts.silence(),
             closing: closing.clone(),
-            decoder: Decoder::new(options.coding, counters.clone()),
+            decoder: Decoder::new(options.link_codecs, counters.clone()),
             admit: options.admit,
             deliver: options.deliver,
             alive: options.alive,
         };
-        let (here, fate) = (writer.here.clone(), options.fate.clone());
-        let spawn = |name: String, body: Box<dyn FnOnce() + Send>| {
-            let (here, fate) = (here.clone(), fate.clone());
-            let guarded = move || {
-                if std::panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
-                    fate.fail(Failure::new(here, "an I/O thread", Fault::Panic("see above".to_owned())));
-                }
-            };
-            std::thread::Builder::new().name(name).spawn(guarded).map_err(|e| Fault::io("starting an I/O thread", e))
-        };
-        let meter = options.meter;
-        let writer = spawn(format!("to {}", options.peer), Box::new(move || writer.run(waiting)))?;
-        let reader = spawn(
-            format!("from {}", options.peer),
-            Box::new(move || {
-                crate::engine::attach_thread(1, meter);
-                reader.run();
-            }),
-        )?;
-        Ok(Connection {
-            queue: Some(queue),
-            fate: options.fate,
-            counters,
-            closing,
-            writer: Some(writer),
-            reader: Some(reader),
-        })
+        let writer = spawn(format!("to {peer}"), &here, &abort, move || writer.run(queued))?;
+        let reader = spawn(format!("from {peer}"), &here, &abort, move || {
+            crate::engine::attach_thread(1, meter);
+            reader.run();
+        })?;
+        Ok(Connection { queue: Some(queue), abort, counters, closing, writer: Some(writer), reader: Some(reader) })
     }
 
-    /// A sending end; as many as wanted share the connection.
+    /// A sending end; any number of them share the connection. `None` once the connection is closed.
     pub fn port(&self) -> Option<Queue> {
-        self.queue.clone().map(|queue| Queue::new(queue, self.fate.clone(), self.counters.clone()))
+        self.queue.clone().map(|queue| Queue::new(queue, self.abort.clone(), self.counters.clone()))
     }
 
-    /// What has been sent.
+    /// Counts what this end sends.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// Says goodbye once all that is queued is sent, and waits until the other end has done so too. All sending ends
-    /// must be gone by then, or the run has failed. Returns whether both threads ended in time.
+    /// Sends what is queued, says goodbye, and waits for the other end to do the same. All sending ends must have been
+    /// dropped, unless the run has failed. Returns whether both threads ended in time.
     pub fn close(mut self, limit: Duration) -> bool {
         self.closing.store(true, Ordering::Release);
         self.queue = None;
@@ -176,7 +169,24 @@ impl Connection {
     }
 }
 
-/// Joins a thread if it ends by then; otherwise leaves it to end with the process.
+/// Starts a thread whose panic is a failure of this end.
+fn spawn(
+    name: String,
+    here: &str,
+    abort: &AbortFlag,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, Fault> {
+    let (here, abort) = (here.to_owned(), abort.clone());
+    let guarded = move || {
+        if std::panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
+            let fault = Fault::Panic("the panic message is on standard error".to_owned());
+            abort.fail(Failure::new(here, "sending or receiving", fault));
+        }
+    };
+    std::thread::Builder::new().name(name).spawn(guarded).map_err(|e| Fault::io("starting an I/O thread", e))
+}
+
+/// Joins a thread and returns true if it ends before `deadline`; otherwise leaves it to end with the process.
 pub fn join_until(thread: JoinHandle<()>, deadline: Instant) -> bool {
     while !thread.is_finished() {
         if Instant::now() >= deadline {
@@ -184,173 +194,7 @@ pub fn join_until(thread: JoinHandle<()>, deadline: Instant) -> bool {
         }
         std::thread::sleep(Duration::from_millis(2));
     }
-    // Stages and I/O threads report their panics through the run's fate.
+    // Stages and I/O threads report their panics through the run's abort flag.
     let _ = thread.join();
     true
-}
-
-/// The socket itself, used by the writer thread.
-struct Socket {
-    stream: TcpStream,
-    framer: Framer,
-    counters: Counters,
-    fate: Fate,
-    silence: Duration,
-    /// Set while a frame is under way: what is written then would be taken for its rest.
-    broken: Arc<AtomicBool>,
-}
-
-impl Outgoing for Socket {
-    fn send(&mut self, message: Message) -> Result<(), Fault> {
-        let start = Instant::now();
-        let patience = Patience::new(&self.fate, self.silence).with_grace(FINISH_FRAME);
-        self.broken.store(true, Ordering::Release);
-        let wire = self.framer.write(&mut self.stream, &message, &patience);
-        // An error of the run's own comes from between two frames, unless the grace was used up.
-        self.broken.store(wire.is_err() && !self.framer.at_boundary(), Ordering::Release);
-        self.counters.count(message.carries_tensors(), message.payload_bytes(), wire?, start.elapsed());
-        Ok(())
-    }
-
-    fn send_damaged(&mut self, message: Message, seed: u64) -> Result<(), Fault> {
-        let patience = Patience::new(&self.fate, self.silence).with_grace(FINISH_FRAME);
-        self.framer.write_damaged(&mut self.stream, &message, seed, &patience)
-    }
-
-    fn cut(&mut self) {
-        let _ = self.stream.shutdown(Shutdown::Both);
-    }
-}
-
-struct Writer {
-    here: String,
-    peer: String,
-    fate: Fate,
-    heartbeat: Box<dyn Fn() -> String + Send>,
-    link: Box<dyn Outgoing>,
-    counters: Counters,
-    broken: Arc<AtomicBool>,
-    /// The bare socket, for the last words.
-    farewell: TcpStream,
-}
-
-impl Writer {
-    fn run(mut self, waiting: Receiver<Message>) {
-        match self.pump(&waiting) {
-            Ok(()) => self.last_words(Kind::Goodbye, &[]),
-            Err(fault) => {
-                let first = self.fate.fail(self.blame(fault));
-                self.last_words(Kind::Abort, &first.notice().encode());
-            }
-        }
-    }
-
-    fn pump(&mut self, waiting: &Receiver<Message>) -> Result<(), Fault> {
-        let mut last = Instant::now();
-        loop {
-            self.fate.check()?;
-            match waiting.recv_timeout(POLL) {
-                Ok(message) => {
-                    self.link.send(message)?;
-                    self.counters.sent();
-                    last = Instant::now();
-                }
-                Err(RecvTimeoutError::Timeout) if last.elapsed() >= HEARTBEAT => {
-                    let ping = frames::control(Kind::Ping, (self.heartbeat)().into_bytes());
-                    self.link.send(ping)?;
-                    last = Instant::now();
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return self.fate.check(),
-            }
-        }
-    }
-
-    /// Whose fault it is that sending failed. A peer that has closed may have said why: the reader finds its last words
-    /// in the socket, and is given the time to.
-    fn blame(&self, fault: Fault) -> Failure {
-        if !matches!(fault, Fault::Lost | Fault::TimedOut { .. }) {
-            return Failure::new(&self.here, "sending", fault);
-        }
-        let deadline = Instant::now() + 4 * POLL;
-        while self.fate.failure().is_none() && Instant::now() < deadline {
-            std::thread::sleep(POLL / 10);
-        }
-        Failure::new(&self.peer, "talking to it", fault)
-    }
-
-    /// Best effort: the peer may be gone already.
-    fn last_words(&mut self, kind: Kind, body: &[u8]) {
-        let undecided = Fate::default();
-        let patience = Patience::new(&undecided, Duration::from_millis(500));
-        let mut header = Header::new(kind);
-        header.seal(body);
-        if !self.broken.load(Ordering::Acquire) {
-            let _ = write_frame(&mut self.farewell, &header, body, &patience);
-        }
-        // Only this direction: a socket that is closed with unread input takes back what it has sent.
-        let _ = self.farewell.shutdown(Shutdown::Write);
-    }
-}
-
-struct Reader {
-    stream: TcpStream,
-    peer: String,
-    fate: Fate,
-    silence: Duration,
-    closing: Arc<AtomicBool>,
-    decoder: Decoder,
-    admit: Admit,
-    deliver: Box<dyn FnMut(Message) -> Result<(), Fault> + Send>,
-    alive: Box<dyn FnMut(&str) + Send>,
-}
-
-impl Reader {
-    fn run(mut self) {
-        if let Err(fault) = self.pump() {
-            // A peer that has heard our goodbye may close without one of its own.
-            if self.closing.load(Ordering::Acquire) && matches!(fault, Fault::Lost) {
-                return;
-            }
-            self.fate.fail(Failure::new(&self.peer, "talking to it", fault));
-            self.drain();
-        }
-    }
-
-    /// Reads on until the peer has closed, so that our last words, which the writer is sending, are not taken back.
-    fn drain(&mut self) {
-        let deadline = Instant::now() + FINISH_FRAME;
-        let mut rest = [0; 1 << 16];
-        while Instant::now() < deadline {
-            match self.stream.read(&mut rest) {
-                Ok(0) => return,
-                Ok(_) => {}
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
-                Err(_) => return,
-            }
-        }
-    }
-
-    fn pump(&mut self) -> Result<(), Fault> {
-        let limits = limits();
-        let mut assembler = frames::Assembler::default();
-        loop {
-            let patience = Patience::new(&self.fate, self.silence);
-            let frame = read_frame(&mut self.stream, &limits, &patience, &mut self.decoder, &self.admit)?;
-            match frame.header.kind {
-                Kind::Goodbye => return Ok(()),
-                Kind::Ping => (self.alive)(&frame.text()?),
-                Kind::Abort => {
-                    let notice = AbortNotice::decode(&frame.body)
-                        .map_err(|e| Fault::protocol("an abort notice", e.to_string()))?;
-                    return Err(Fault::Elsewhere(notice.into()));
-                }
-                _ => {
-                    if let Some(message) = assembler.add(frame)? {
-                        (self.deliver)(message)?;
-                    }
-                }
-            }
-        }
-    }
 }

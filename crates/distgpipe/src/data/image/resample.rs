@@ -1,49 +1,49 @@
-//! Cuts a box out of an image, resizes, mirrors and normalises it, in one pass over the output.
+//! Crops, resizes, mirrors and normalises an image, in one pass over the output.
 //!
-//! Bilinear, as torchvision does it: half-pixel centres, nothing outside the box is looked at, and where the image
-//! shrinks, the triangle is as wide as the source pixels of one output pixel (antialias).
+//! Bilinear interpolation as in torchvision: half-pixel centres, no pixel outside the box is read, and when the image
+//! shrinks, the triangle filter covers the source pixels of one output pixel (antialias).
 //!
 //! ```text
 //! source row ─► normalised ─► resized along x ─► kept ┐
 //!                                  the rows before ───┴► weighted sum ─► output row
 //! ```
 //!
-//! Normalisation may come first because the weights of a pixel sum to 1. Only as many rows are kept as an output row is
-//! made of, so everything but the output stays in the first cache.
+//! Normalisation may come first because the weights of a pixel sum to 1. Only the rows that one output row needs are kept,
+//! so everything but the output stays in the L1 cache.
 
 use super::Image;
 use crate::engine::Layout;
 
 const CHANNELS: usize = 3;
 
-/// Which source pixels an output pixel is made of, along one axis.
+/// The source pixels and weights of each output pixel, along one axis.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Axis {
-    /// Source pixels of an output pixel; those that do not count weigh 0.
+    /// Source pixels per output pixel. Unused ones have weight 0.
     taps: usize,
-    /// The first one, of each output pixel.
+    /// The first source pixel of each output pixel.
     starts: Vec<usize>,
-    /// As many as `taps` for each output pixel.
+    /// `taps` weights for each output pixel.
     weights: Vec<f32>,
 }
 
-/// A resized stretch of an axis.
+/// A resized interval of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stretch {
-    /// The first source pixel.
+pub struct ResizedInterval {
+    /// The first source pixel of the interval.
     pub from: usize,
-    /// Source pixels; at least 1.
+    /// The number of source pixels, at least 1.
     pub length: usize,
-    /// What they are resized to; at least 1.
+    /// The number of output pixels that they are resized to, at least 1.
     pub resized: usize,
-    /// The first of the resized pixels that is wanted.
+    /// The first output pixel that is needed.
     pub first: usize,
 }
 
 impl Axis {
-    /// The weights of `outputs` pixels of a stretch.
-    pub fn new(stretch: Stretch, outputs: usize) -> Self {
-        let Stretch { from, length, resized, first } = stretch;
+    /// The weights of `outputs` pixels of an interval.
+    pub fn new(stretch: ResizedInterval, outputs: usize) -> Self {
+        let ResizedInterval { from, length, resized, first } = stretch;
         let scale = length as f64 / resized as f64;
         let support = scale.max(1.0);
         let taps = ((2.0 * support).ceil() as usize).min(length);
@@ -51,7 +51,7 @@ impl Axis {
         for output in first..first + outputs {
             let centre = scale * (output as f64 + 0.5);
             let low = (centre - support + 0.5).max(0.0) as usize;
-            // So that all taps are within the stretch, some before the first one that counts.
+            // Moved back so that all taps lie within the interval; the first ones may have weight 0.
             let start = low.min(length - taps);
             let weight = |tap: usize| {
                 let distance = ((start + tap) as f64 - centre + 0.5).abs() / support;
@@ -64,7 +64,7 @@ impl Axis {
         axis
     }
 
-    /// The other way round.
+    /// The same weights for the mirrored axis.
     pub fn mirrored(mut self) -> Self {
         self.starts.reverse();
         let reversed = self.weights.chunks_exact(self.taps).rev().flatten().copied().collect();
@@ -77,40 +77,40 @@ impl Axis {
     }
 }
 
-/// Which pixels are wanted, and how.
+/// The part of the image to resample, and the form of the output.
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted<'a> {
-    /// Along x; within the image.
+pub struct ResampleSpec<'a> {
+    /// The horizontal interval, within the image.
     pub columns: &'a Axis,
-    /// Along y; within the image.
+    /// The vertical interval, within the image.
     pub lines: &'a Axis,
-    /// Of the colours.
+    /// The normalisation of the colours.
     pub normalisation: Normalisation,
-    /// Of the output.
+    /// The layout of the output.
     pub layout: Layout,
 }
 
-/// What a value from 0 to 255 is multiplied by and what is then added, of each channel.
+/// The normalisation of each channel: a value from 0 to 255 is scaled, then shifted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalisation {
-    /// Multiplied by this.
+    /// The scale.
     pub scale: [f32; CHANNELS],
-    /// Plus this.
+    /// The shift.
     pub shift: [f32; CHANNELS],
 }
 
-/// Memory that is kept between images.
+/// Buffers that are reused between images.
 #[derive(Debug, Default)]
 pub struct Rows {
     /// A source row, normalised.
     source: Vec<f32>,
-    /// Source rows resized along x: row y is in slot y modulo the taps.
+    /// Source rows resized along x. Row y is in slot y modulo the taps.
     resized: Vec<f32>,
 }
 
-/// Writes the wanted pixels, top to bottom. `into` has room for exactly these.
-pub fn resample(image: &Image<'_>, wanted: &Wanted<'_>, rows: &mut Rows, into: &mut [f32]) {
-    let Wanted { columns, lines, normalisation, layout } = *wanted;
+/// Writes the output pixels from top to bottom. `into` has exactly their size.
+pub fn resample(image: &Image<'_>, wanted: &ResampleSpec<'_>, rows: &mut Rows, into: &mut [f32]) {
+    let ResampleSpec { columns, lines, normalisation, layout } = *wanted;
     let width = CHANNELS * columns.starts.len();
     rows.resized.resize(width * lines.taps, 0.0);
     rows.source.resize(CHANNELS * image.width, 0.0);
@@ -149,7 +149,7 @@ fn normalise(pixels: &[u8], by: &Normalisation, into: &mut [f32]) {
     }
 }
 
-/// Along x, the channels of a pixel next to each other.
+/// Resizes a row along x, with interleaved channels.
 fn resize_interleaved(row: &[f32], columns: &Axis, into: &mut [f32]) {
     let each = into.chunks_exact_mut(CHANNELS).zip(&columns.starts).zip(columns.weights.chunks_exact(columns.taps));
     for ((into, &start), weights) in each {
@@ -157,7 +157,7 @@ fn resize_interleaved(row: &[f32], columns: &Axis, into: &mut [f32]) {
     }
 }
 
-/// Along x, channel by channel.
+/// Resizes a row along x, with planar channels.
 fn resize_planar(row: &[f32], columns: &Axis, into: &mut [f32]) {
     let side = columns.starts.len();
     for (x, (&start, weights)) in columns.starts.iter().zip(columns.weights.chunks_exact(columns.taps)).enumerate() {
@@ -179,10 +179,10 @@ fn pixel(row: &[f32], start: usize, weights: &[f32]) -> [f32; CHANNELS] {
     sum
 }
 
-/// The weighted sum of rows.
+/// Writes the weighted sum of rows.
 fn blend<'a>(weights: &[f32], row: impl Fn(usize) -> &'a [f32], into: &mut [f32]) {
     if let [first, second] = weights {
-        // An image that is enlarged: the most frequent case, and one pass less.
+        // Two rows, when an image is enlarged: the most frequent case, in one pass.
         return into.iter_mut().zip(row(0)).zip(row(1)).for_each(|((out, a), b)| *out = a * first + b * second);
     }
     into.fill(0.0);

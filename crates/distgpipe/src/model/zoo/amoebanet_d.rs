@@ -1,7 +1,7 @@
 //! AmoebaNet-D (L, D) (Real et al. 2018), as the GPipe papers measure it: L normal cells in three groups, D filters.
 //!
-//! A cell works on two states and hands on two: its output, and its own input as the next cell's second state. So two
-//! tensors cross every cut between cells.
+//! A cell takes two states and returns two: its output, and its own first input as the next cell's second state. Two
+//! tensors therefore cross every cut between cells.
 //!
 //! ```text
 //!   s1 ─┬─ 1×1 ──► state 0 ─┐
@@ -10,20 +10,20 @@
 //!       └──────────────────────────────────────────────────────────────────────────────────────► next s2
 //! ```
 //!
-//! Two things are as in the reference implementation and not as in the paper: a normal cell concatenates states 0, 3, 4
-//! and 6, and what the paper calls a 3×3 max pool is an average pool.
+//! Two details follow the reference implementation rather than the paper: a normal cell concatenates states 0, 3, 4 and
+//! 6, and the paper's 3×3 max pool is an average pool.
 
 use super::classifier::Classifier;
-use super::{recipe, require, ModelError};
+use super::{model_spec, require, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::{chain, Activation, BatchNorm2d, Conv2d, ConvNorm, Linear};
+use crate::model::blocks::{chain, Activation, BatchNorm2d, Conv2d, ConvNorm, Linear};
+use crate::model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// Settings.
+/// The settings of AmoebaNet-D.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AmoebaNetD {
@@ -31,7 +31,7 @@ pub struct AmoebaNetD {
     pub layers: usize,
     /// Filters (D), a multiple of 8.
     pub filters: i64,
-    /// How many classes it tells apart.
+    /// The number of classes.
     pub classes: i64,
     /// Height and width of the image, a multiple of 32.
     pub image: i64,
@@ -44,21 +44,24 @@ impl Default for AmoebaNetD {
 }
 
 impl AmoebaNetD {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "amoebanet_d";
         let (layers, filters) = (self.layers, self.filters);
         require((3..=3000).contains(&layers) && layers % 3 == 0, name, "layers must be a multiple of 3, 3 to 3000")?;
         require((8..=1 << 14).contains(&filters) && filters % 8 == 0, name, "filters must be a multiple of 8 to 2^14")?;
         require((1..=1 << 20).contains(&self.classes), name, "classes must be 1 to 2^20")?;
-        // Halved five times; a 2×2 and a 3×3 pool make the same of an even side only.
+        // The image is halved five times. A 2×2 and a 3×3 pool give the same size for even sides only.
         require(
             (32..=1 << 16).contains(&self.image) && self.image % 32 == 0,
             name,
             "image must be a multiple of 32, up to 2^16",
         )?;
-        let mut cells = Cells::new(filters / 4);
-        cells.list.push(Arc::new(Stem { conv: stem(filters / 4) }));
+        let mut cells = CellList::new(filters / 4);
+        cells.list.push(Arc::new(AmoebaStem { conv: stem(filters / 4) }));
         cells.reduction("stem2");
         cells.reduction("stem3");
         for group in [1, 3, 5] {
@@ -73,13 +76,13 @@ impl AmoebaNetD {
         let init = [Init::fan_in(linear.from); 2];
         cells.list.push(Arc::new(Classifier { name: "classify", prefix: "classify.fc", dropout: 0.0, linear, init }));
         let input = vec![SampleShape::float(&[3, self.image, self.image])];
-        Ok(Model { layers: cells.list, input, recipe: recipe(name, self) })
+        Ok(Model::new(cells.list, input).with_spec(model_spec(name, self)))
     }
 }
 
 /// An operation of a cell, before its channels and its stride are known.
 #[derive(Clone, Copy)]
-enum Operation {
+enum CellOperation {
     Same,
     AveragePool3x3,
     MaxPool2x2,
@@ -88,13 +91,14 @@ enum Operation {
     Conv1x7And7x1,
 }
 
-use Operation::{AveragePool3x3, Conv1x1, Conv1x7And7x1, Conv3x3, MaxPool2x2, Same};
+use CellOperation::{AveragePool3x3, Conv1x1, Conv1x7And7x1, Conv3x3, MaxPool2x2, Same};
 
-/// What a kind of cell adds up, as pairs of (state, operation), and which states it concatenates.
+/// The operations of a kind of cell, as pairs of (state, operation) whose results are added, and the states that it
+/// concatenates.
 struct Genotype {
-    sums: [[(usize, Operation); 2]; 5],
+    sums: [[(usize, CellOperation); 2]; 5],
     concatenated: &'static [usize],
-    /// Operations on states 0 and 1 have this stride, those on the sums 1.
+    /// The stride of operations on states 0 and 1. Operations on later states have stride 1.
     stride: i64,
 }
 
@@ -122,19 +126,19 @@ const REDUCTION: Genotype = Genotype {
     stride: 2,
 };
 
-/// The cells so far, and what the next one must know of them.
-struct Cells {
+/// The cells built so far, and what the next cell needs to know about them.
+struct CellList {
     list: Vec<Arc<dyn Layer>>,
     channels: i64,
-    /// Of the two states that the next cell gets.
+    /// Channels of the two states that the next cell gets.
     channels_before: [i64; 2],
-    /// Whether the second of them is twice as large as the first.
+    /// Whether the second state is twice as high and wide as the first.
     reduced_before: bool,
 }
 
-impl Cells {
+impl CellList {
     fn new(channels: i64) -> Self {
-        Cells { list: Vec::new(), channels, channels_before: [channels; 2], reduced_before: false }
+        CellList { list: Vec::new(), channels, channels_before: [channels; 2], reduced_before: false }
     }
 
     fn normal(&mut self, name: &str) {
@@ -154,7 +158,7 @@ impl Cells {
             (false, false) => Block::Convs(convs([Conv2d::square(second, c, 1)])),
             (false, true) => Block::Same,
         };
-        let block = |(state, operation): (usize, Operation)| {
+        let block = |(state, operation): (usize, CellOperation)| {
             let stride = if state < 2 { genotype.stride } else { 1 };
             (state, Block::new(operation, c, stride))
         };
@@ -170,7 +174,7 @@ impl Cells {
 }
 
 /// ReLU, 3×3 convolution with stride 2, batch norm.
-struct Stem {
+struct AmoebaStem {
     conv: ConvNorm,
 }
 
@@ -179,7 +183,7 @@ fn stem(channels: i64) -> ConvNorm {
     ConvNorm { conv, activation: Activation::None }
 }
 
-impl Layer for Stem {
+impl Layer for AmoebaStem {
     fn name(&self) -> &str {
         "stem1"
     }
@@ -193,8 +197,13 @@ impl Layer for Stem {
         Ok(vec![self.conv.conv.shape("stem1", &input)?])
     }
 
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        Ok(vec![self.conv.forward(own, &input[0].f_relu()?, context)?])
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
+        Ok(vec![self.conv.forward(tensors, &input[0].f_relu()?, context)?])
     }
 
     fn multiply_adds(&self, input: &[SampleShape]) -> u64 {
@@ -211,24 +220,24 @@ enum Block {
     MaxPool {
         stride: i64,
     },
-    /// Each ReLU, convolution, batch norm.
+    /// A sequence of ReLU, convolution and batch norm.
     Convs(Vec<ConvNorm>),
-    /// The "factorized reduction": half of the channels from the pixels at even places, half from those at odd places,
-    /// after a ReLU; then batch norm.
+    /// Factorized reduction: after a ReLU, half of the channels come from the pixels at even positions and half from those
+    /// at odd positions; then batch norm.
     Halving {
         even: Conv2d,
         odd: Conv2d,
     },
 }
 
-/// A ReLU comes before each convolution: here it is the activation of the one before.
+/// A ReLU precedes each convolution. Here it is the activation of the block before.
 fn convs<const N: usize>(convs: [Conv2d; N]) -> Vec<ConvNorm> {
     let activation = |i| if i + 1 < N { Activation::Relu } else { Activation::None };
     convs.into_iter().enumerate().map(|(i, conv)| ConvNorm { conv, activation: activation(i) }).collect()
 }
 
 impl Block {
-    fn new(operation: Operation, c: i64, stride: i64) -> Self {
+    fn new(operation: CellOperation, c: i64, stride: i64) -> Self {
         let few = c / 4;
         match operation {
             Same if stride == 1 => Block::Same,
@@ -252,7 +261,7 @@ impl Block {
 
     fn halving(from: i64, to: i64) -> Self {
         let even = Conv2d { stride: [2; 2], ..Conv2d::square(from, to / 2, 1) };
-        // Its pixels are picked before it.
+        // The input is subsampled before the convolution.
         let odd = Conv2d::square(from, to / 2, 1);
         Block::Halving { even, odd }
     }
@@ -275,7 +284,7 @@ impl Block {
         }
     }
 
-    /// What it makes of a state, and its multiply-adds.
+    /// The output shape for a state, and the multiply-adds.
     fn shape(&self, layer: &str, x: &SampleShape) -> Result<(SampleShape, u64), ShapeError> {
         let [c, h, w] = x.dims[..] else {
             let expected = "states of [channels, height, width]".to_owned();
@@ -295,30 +304,30 @@ impl Block {
         })
     }
 
-    /// Whether it works on the positive part of a state.
+    /// Whether the block starts with a ReLU.
     fn rectifies(&self) -> bool {
         matches!(self, Block::Convs(_) | Block::Halving { .. })
     }
 
-    /// Computes; `x` is the positive part already where the block works on that.
-    fn forward(&self, own: &mut Own<'_>, x: Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+    /// Runs the block. The caller has applied the leading ReLU, if there is one.
+    fn forward(&self, tensors: &mut LayerTensors<'_>, x: Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
         Ok(match self {
             Block::Same => x,
-            // The padding does not count.
+            // Padding is not part of the average.
             Block::AveragePool { stride } => x.f_avg_pool2d([3, 3], [*stride; 2], [1, 1], false, false, None::<i64>)?,
             Block::MaxPool { stride } => x.f_max_pool2d([2, 2], [*stride; 2], [0, 0], [1, 1], false)?,
-            Block::Convs(blocks) => blocks.iter().try_fold(x, |x, block| block.forward(own, &x, context))?,
+            Block::Convs(blocks) => blocks.iter().try_fold(x, |x, block| block.forward(tensors, &x, context))?,
             Block::Halving { even, odd } => {
-                let at_even = even.forward(own, &x)?;
+                let at_even = even.forward(tensors, &x)?;
                 let picked = x.f_slice(2, 1, None, 2)?.f_slice(3, 1, None, 2)?;
-                let both = Tensor::f_cat(&[at_even, odd.forward(own, &picked)?], 1)?;
-                BatchNorm2d { channels: even.to + odd.to }.forward(own, &both, context)?
+                let both = Tensor::f_cat(&[at_even, odd.forward(tensors, &picked)?], 1)?;
+                BatchNorm2d { channels: even.to + odd.to }.forward(tensors, &both, context)?
             }
         })
     }
 }
 
-/// States of a cell; the positive part of one is made once, however many operations work on it.
+/// The states of a cell. The ReLU of a state is computed once and shared by all operations on it.
 #[derive(Default)]
 struct States {
     plain: Vec<Tensor>,
@@ -344,14 +353,14 @@ impl States {
 
 struct Cell {
     name: String,
-    /// Brings the two states to the cell's channels and size.
+    /// Projects the two states to the cell's channels and size.
     fit: [Block; 2],
     sums: [[(usize, Block); 2]; 5],
     concatenated: &'static [usize],
 }
 
 impl Cell {
-    /// The first cell gets one tensor for both states.
+    /// The first cell gets one tensor for both of its states.
     fn two<T>(&self, mut input: Vec<T>, copy: impl Fn(&T) -> T) -> Option<[T; 2]> {
         if input.len() == 1 {
             input.push(copy(&input[0]));
@@ -403,21 +412,26 @@ impl Layer for Cell {
         Ok(self.shaped(input)?.0)
     }
 
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
         let Some([first, second]) = self.two(input, Tensor::shallow_clone) else {
-            return Err(Fault::Layer { layer: self.name.clone(), why: "expected one or two tensors".to_owned() });
+            return Err(Fault::layer(&self.name, "expected one or two tensors"));
         };
         let mut states = States::default();
         for (block, state) in self.fit.iter().zip([&first, &second]) {
             let x = if block.rectifies() { state.f_relu()? } else { state.shallow_clone() };
-            states.push(block.forward(own, x, context)?);
+            states.push(block.forward(tensors, x, context)?);
         }
         for pair in &self.sums {
             let [(a, left), (b, right)] = pair;
             let x = states.input_of(left, *a)?;
-            let left = left.forward(own, x, context)?;
+            let left = left.forward(tensors, x, context)?;
             let x = states.input_of(right, *b)?;
-            states.push(left.f_add(&right.forward(own, x, context)?)?);
+            states.push(left.f_add(&right.forward(tensors, x, context)?)?);
         }
         let outputs: Vec<&Tensor> = self.concatenated.iter().map(|&i| &states.plain[i]).collect();
         Ok(vec![Tensor::f_cat(&outputs, 1)?, first])

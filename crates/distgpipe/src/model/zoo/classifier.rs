@@ -1,21 +1,21 @@
-//! The head that the image classifiers share: the average over the image, dropout, a linear map.
+//! The classification head that image models share: global average pool, dropout, linear map.
 
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::Linear;
+use crate::model::blocks::Linear;
+use crate::model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use tch::Tensor;
 
-/// Scores from the first of the tensors it gets; others (AmoebaNet's second state) end here.
+/// Computes class scores from its first input tensor and drops the others (AmoebaNet's second state).
 pub(super) struct Classifier {
-    /// Of the layer.
+    /// The layer's name.
     pub name: &'static str,
-    /// Of the linear map's tensors.
+    /// The prefix of the linear map's tensors.
     pub prefix: &'static str,
-    /// Before the linear map.
+    /// Dropout probability before the linear map.
     pub dropout: f64,
-    /// From channels to classes.
+    /// The map from channels to classes.
     pub linear: Linear,
-    /// First values of weight and bias.
+    /// Initialization of weight and bias.
     pub init: [Init; 2],
 }
 
@@ -42,14 +42,19 @@ impl Layer for Classifier {
         }
     }
 
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
         let size = input[0].size();
         let whole = [size[2], size[3]];
-        // Not libtorch's adaptive pool: its gradient lies channel by channel, whatever the image's layout. A gradient that
-        // comes over a link lies as the image does, and the norms before would round it in another order.
+        // Not libtorch's adaptive pool, whose gradient is always contiguous, whatever the layout of the image. A gradient
+        // that arrives over a link has the image's layout, so the batch norms before this layer would sum in another order.
         let pooled = input[0].f_avg_pool2d(whole, whole, [0, 0], false, true, None::<i64>)?.f_flatten(1, -1)?;
         let dropped = context.dropout(pooled, self.dropout)?;
-        Ok(vec![self.linear.forward(own, &dropped)?])
+        Ok(vec![self.linear.forward(tensors, &dropped)?])
     }
 
     fn multiply_adds(&self, _: &[SampleShape]) -> u64 {

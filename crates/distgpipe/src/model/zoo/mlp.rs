@@ -1,25 +1,25 @@
-//! A multi-layer perceptron: the smallest thing that learns. Each linear map with its ReLU and dropout is a layer.
+//! A multi-layer perceptron: the smallest model. Each linear map with its ReLU and dropout is a layer.
 
-use super::{recipe, require, ModelError};
+use super::{model_spec, require, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::Linear;
+use crate::model::blocks::Linear;
+use crate::model::layer::{Context, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// Settings.
+/// The settings of the perceptron.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mlp {
-    /// The dimensions of a sample; they are flattened.
+    /// The dimensions of a sample, which is flattened.
     pub input: Vec<i64>,
-    /// Hidden sizes.
+    /// The sizes of the hidden layers.
     pub hidden: Vec<i64>,
-    /// Outputs.
+    /// The number of classes.
     pub classes: i64,
-    /// After each hidden layer.
+    /// Dropout probability after each hidden layer.
     pub dropout: f64,
 }
 
@@ -30,7 +30,10 @@ impl Default for Mlp {
 }
 
 impl Mlp {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let mut sizes = self.input.iter().chain(&self.hidden).chain([&self.classes]);
         require(sizes.all(|n| (1..=1 << 24).contains(n)), "mlp", "all sizes must be 1 to 2^24")?;
@@ -45,7 +48,7 @@ impl Mlp {
             layers.push(Arc::new(Dense { name: format!("layers.{i}"), linear: Linear { from, to }, hidden, dropout }));
             from = to;
         }
-        Ok(Model { layers, input: vec![SampleShape::float(&self.input)], recipe: recipe("mlp", self) })
+        Ok(Model::new(layers, vec![SampleShape::float(&self.input)]).with_spec(model_spec("mlp", self)))
     }
 }
 
@@ -78,8 +81,13 @@ impl Layer for Dense {
         }
     }
 
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let y = self.linear.forward(own, &input[0].f_flatten(1, -1)?)?;
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
+        let y = self.linear.forward(tensors, &input[0].f_flatten(1, -1)?)?;
         Ok(vec![if self.hidden { context.dropout(y.f_relu()?, self.dropout)? } else { y }])
     }
 

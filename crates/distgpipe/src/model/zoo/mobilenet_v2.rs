@@ -1,31 +1,31 @@
 //! MobileNetV2 (Sandler et al. 2018), with torchvision's layers and names: 19 feature blocks and the classifier.
 
 use super::classifier::Classifier;
-use super::{recipe, require, single, ModelError};
+use super::{model_spec, require, single, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::{chain, Activation, Conv2d, ConvNorm, Linear};
+use crate::model::blocks::{chain, Activation, Conv2d, ConvNorm, Linear};
+use crate::model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// Settings.
+/// The settings of MobileNetV2.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MobileNetV2 {
-    /// How many classes it tells apart.
+    /// The number of classes.
     pub classes: i64,
-    /// Multiplies the channels.
+    /// Width multiplier for the channels.
     pub width: f64,
-    /// Before the classifier.
+    /// Dropout probability before the classifier.
     pub dropout: f64,
     /// Height and width of the image.
     pub image: i64,
     /// Channels of the image.
     pub channels: i64,
-    /// Stride of the first convolution and of the first block of each of the seven groups; smaller ones suit
-    /// smaller images.
+    /// Strides of the first convolution and of the first block of each of the seven groups. Small images need smaller
+    /// strides.
     pub strides: [i64; 8],
 }
 
@@ -46,7 +46,7 @@ impl Default for MobileNetV2 {
 const GROUPS: [(i64, i64, usize); 7] =
     [(1, 16, 1), (6, 24, 2), (6, 32, 3), (6, 64, 4), (6, 96, 3), (6, 160, 3), (6, 320, 1)];
 
-/// The nearest multiple of 8, never more than a tenth below.
+/// The nearest multiple of 8, but at most 10 % below.
 fn divisible(channels: f64) -> i64 {
     let nearest = (((channels + 4.0) / 8.0).floor() as i64 * 8).max(8);
     if (nearest as f64) < 0.9 * channels {
@@ -57,7 +57,10 @@ fn divisible(channels: f64) -> i64 {
 }
 
 impl MobileNetV2 {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "mobilenet_v2";
         require(
@@ -71,7 +74,7 @@ impl MobileNetV2 {
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
         let mut from = divisible(32.0 * self.width);
         let conv = Conv2d { stride: [self.strides[0]; 2], ..Conv2d::square(self.channels, from, 3) };
-        layers.push(Arc::new(Stem::new(0, conv)));
+        layers.push(Arc::new(ConvLayer::new(0, conv)));
         for ((expand, channels, blocks), stride) in GROUPS.into_iter().zip(&self.strides[1..]) {
             let to = divisible(channels as f64 * self.width);
             for block in 0..blocks {
@@ -81,7 +84,7 @@ impl MobileNetV2 {
             }
         }
         let last = divisible(1280.0 * self.width.max(1.0));
-        layers.push(Arc::new(Stem::new(layers.len(), Conv2d::square(from, last, 1))));
+        layers.push(Arc::new(ConvLayer::new(layers.len(), Conv2d::square(from, last, 1))));
         layers.push(Arc::new(Classifier {
             name: "classifier",
             prefix: "classifier.1",
@@ -90,23 +93,23 @@ impl MobileNetV2 {
             init: [Init::Normal { deviation: 0.01 }, Init::Constant(0.0)],
         }));
         let input = vec![SampleShape::float(&[self.channels, self.image, self.image])];
-        Ok(Model { layers, input, recipe: recipe(name, self) })
+        Ok(Model::new(layers, input).with_spec(model_spec(name, self)))
     }
 }
 
-/// The first and the last convolution: each with batch norm and ReLU6.
-struct Stem {
+/// The first or last convolution, with batch norm and ReLU6.
+struct ConvLayer {
     name: String,
     block: ConvNorm,
 }
 
-impl Stem {
+impl ConvLayer {
     fn new(index: usize, conv: Conv2d) -> Self {
-        Stem { name: format!("features.{index}"), block: ConvNorm { conv, activation: Activation::Relu6 } }
+        ConvLayer { name: format!("features.{index}"), block: ConvNorm { conv, activation: Activation::Relu6 } }
     }
 }
 
-impl Layer for Stem {
+impl Layer for ConvLayer {
     fn name(&self) -> &str {
         &self.name
     }
@@ -120,8 +123,13 @@ impl Layer for Stem {
         Ok(vec![self.block.conv.shape(&self.name, &input)?])
     }
 
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        Ok(vec![self.block.forward(own, &input[0], context)?])
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
+        Ok(vec![self.block.forward(tensors, &input[0], context)?])
     }
 
     fn multiply_adds(&self, input: &[SampleShape]) -> u64 {
@@ -132,7 +140,7 @@ impl Layer for Stem {
 /// Expand by a 1×1 convolution, filter each channel, project back; add the input where shapes allow.
 struct InvertedResidual {
     name: String,
-    /// Each with the names of its convolution and its norm below the layer's.
+    /// Each block with the names of its convolution and its norm, relative to the layer's.
     blocks: Vec<(ConvNorm, String, String)>,
     residual: bool,
 }
@@ -182,14 +190,14 @@ impl Layer for InvertedResidual {
 
     fn forward(
         &self,
-        own: &mut Own<'_>,
+        tensors: &mut LayerTensors<'_>,
         mut input: Vec<Tensor>,
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, Fault> {
         let x = input.swap_remove(0);
         let mut y = x.shallow_clone();
         for (block, ..) in &self.blocks {
-            y = block.forward(own, &y, context)?;
+            y = block.forward(tensors, &y, context)?;
         }
         Ok(vec![if self.residual { y.f_add_(&x)? } else { y }])
     }

@@ -4,26 +4,26 @@
 //! stride is the 3×3 convolution's, as in torchvision.
 
 use super::classifier::Classifier;
-use super::{recipe, require, single, ModelError};
+use super::{model_spec, require, single, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::{chain, Activation, Conv2d, ConvNorm, Linear};
+use crate::model::blocks::{chain, Activation, Conv2d, ConvNorm, Linear};
+use crate::model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// Settings.
+/// The settings of ResNet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ResNet {
-    /// 18, 34, 50, 101 or 152.
+    /// The number of layers: 18, 34, 50, 101 or 152.
     pub depth: usize,
-    /// How many classes it tells apart.
+    /// The number of classes.
     pub classes: i64,
     /// Height and width of the image.
     pub image: i64,
-    /// Channels of the stem; those of the blocks grow with it.
+    /// Channels of the stem. The channels of the blocks scale with it.
     pub width: i64,
 }
 
@@ -42,11 +42,14 @@ const DEPTHS: [(usize, [usize; 4], bool); 5] = [
     (152, [3, 8, 36, 3], true),
 ];
 
-/// A bottleneck's outputs are so many times its inner channels.
+/// The ratio of a bottleneck's output channels to its inner channels.
 const EXPANSION: i64 = 4;
 
 impl ResNet {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "resnet";
         let known = DEPTHS.iter().find(|(depth, ..)| *depth == self.depth);
@@ -57,7 +60,7 @@ impl ResNet {
         require((1..=1 << 12).contains(&self.width), name, "width must be 1 to 4096")?;
         let stem = Conv2d { stride: [2; 2], ..Conv2d::square(3, self.width, 7) };
         let mut layers: Vec<Arc<dyn Layer>> =
-            vec![Arc::new(Stem { block: ConvNorm { conv: stem, activation: Activation::Relu } })];
+            vec![Arc::new(ResNetStem { block: ConvNorm { conv: stem, activation: Activation::Relu } })];
         let mut from = self.width;
         for (group, &blocks) in groups.iter().enumerate() {
             let inner = self.width << group;
@@ -83,16 +86,16 @@ impl ResNet {
         let linear = Linear { from, to: self.classes };
         layers.push(Arc::new(Classifier { name: "fc", prefix: "fc", dropout: 0.0, linear, init }));
         let input = vec![SampleShape::float(&[3, self.image, self.image])];
-        Ok(Model { layers, input, recipe: recipe(name, self) })
+        Ok(Model::new(layers, input).with_spec(model_spec(name, self)))
     }
 }
 
 /// 7×7 convolution with stride 2, batch norm, ReLU, 3×3 max pool with stride 2.
-struct Stem {
+struct ResNetStem {
     block: ConvNorm,
 }
 
-impl Layer for Stem {
+impl Layer for ResNetStem {
     fn name(&self) -> &str {
         "stem"
     }
@@ -110,8 +113,13 @@ impl Layer for Stem {
         Ok(vec![output])
     }
 
-    fn forward(&self, own: &mut Own<'_>, input: Vec<Tensor>, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let y = self.block.forward(own, &input[0], context)?;
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        input: Vec<Tensor>,
+        context: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
+        let y = self.block.forward(tensors, &input[0], context)?;
         Ok(vec![y.f_max_pool2d([3, 3], [2, 2], [1, 1], [1, 1], false)?])
     }
 
@@ -120,7 +128,7 @@ impl Layer for Stem {
     }
 }
 
-/// Convolutions, and the input added to what they make; a 1×1 convolution fits it where shapes differ.
+/// A residual block. A 1×1 convolution projects the input where the shapes differ.
 struct Residual {
     name: String,
     blocks: Vec<ConvNorm>,
@@ -166,17 +174,17 @@ impl Layer for Residual {
 
     fn forward(
         &self,
-        own: &mut Own<'_>,
+        tensors: &mut LayerTensors<'_>,
         mut input: Vec<Tensor>,
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, Fault> {
         let x = input.swap_remove(0);
         let mut y = x.shallow_clone();
         for block in &self.blocks {
-            y = block.forward(own, &y, context)?;
+            y = block.forward(tensors, &y, context)?;
         }
         let x = match &self.fit {
-            Some(fit) => fit.forward(own, &x, context)?,
+            Some(fit) => fit.forward(tensors, &x, context)?,
             None => x,
         };
         // In place: neither the norm's nor the sum's backward pass needs its output.

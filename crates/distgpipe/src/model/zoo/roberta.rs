@@ -4,46 +4,46 @@
 //!
 //! The input is token ids and the attention mask (1 where there is a token). The mask travels with the activations.
 
-use super::{recipe, require, ModelError};
+use super::{model_spec, require, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::{LayerNorm, Linear};
+use crate::model::blocks::{LayerNorm, Linear};
+use crate::model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::{Kind, Tensor};
 
-/// Settings; the default is RoBERTa-base.
+/// The settings of RoBERTa. The default is RoBERTa-base.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Roberta {
     /// Encoder layers.
     pub layers: usize,
-    /// Width.
+    /// The hidden size.
     pub hidden: i64,
-    /// Attention heads; they divide the width.
+    /// Attention heads; must divide the hidden size.
     pub heads: i64,
-    /// Width of the feed-forward part.
+    /// The hidden size of the feed-forward network.
     pub feed_forward: i64,
-    /// Different tokens.
+    /// The size of the vocabulary.
     pub vocabulary: i64,
-    /// Tokens of a sample.
+    /// Tokens per sample.
     pub tokens: i64,
-    /// Rows of the position table; positions are counted from `padding` + 1.
+    /// Rows of the position embedding. Positions start at `padding` + 1.
     pub positions: i64,
-    /// Rows of the table of token types; every token is of type 0.
+    /// Rows of the token-type embedding. Every token has type 0.
     pub token_types: i64,
-    /// The token that fills short samples up; its rows in the tables do not learn.
+    /// The padding token. Its rows in the embeddings are not trained.
     pub padding: i64,
-    /// Outputs.
+    /// The number of classes.
     pub classes: i64,
-    /// Everywhere but where the next two say otherwise.
+    /// Dropout probability, except where the next two fields apply.
     pub dropout: f64,
-    /// Of attention weights.
+    /// Dropout probability of attention weights.
     pub attention_dropout: Option<f64>,
-    /// In the head.
+    /// Dropout probability in the classification head.
     pub classifier_dropout: Option<f64>,
-    /// Of the layer norms.
+    /// The epsilon of the layer norms.
     pub eps: f64,
 }
 
@@ -69,7 +69,10 @@ impl Default for Roberta {
 }
 
 impl Roberta {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "roberta";
         let widths = [self.hidden, self.heads, self.feed_forward, self.tokens];
@@ -92,21 +95,22 @@ impl Roberta {
         )?;
         let settings = Arc::new(self.clone());
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
-        let mut push =
-            |name: String, part: Part| layers.push(Arc::new(Piece { name, part, settings: settings.clone() }));
-        push("embeddings".to_owned(), Part::Embeddings);
+        let mut push = |name: String, part: RobertaLayer| {
+            layers.push(Arc::new(NamedRobertaLayer { name, part, settings: settings.clone() }))
+        };
+        push("embeddings".to_owned(), RobertaLayer::Embeddings);
         for i in 0..self.layers {
-            push(format!("encoder.layer.{i}.attention"), Part::Attention);
-            push(format!("encoder.layer.{i}"), Part::FeedForward);
+            push(format!("encoder.layer.{i}.attention"), RobertaLayer::Attention);
+            push(format!("encoder.layer.{i}"), RobertaLayer::FeedForward);
         }
-        push("classifier".to_owned(), Part::Classifier);
+        push("classifier".to_owned(), RobertaLayer::Classifier);
         let input = vec![SampleShape::int(&[self.tokens]), SampleShape::int(&[self.tokens])];
-        Ok(Model { layers, input, recipe: recipe(name, self) })
+        Ok(Model::new(layers, input).with_spec(model_spec(name, self)))
     }
 }
 
-/// What of Hugging Face's `config.json` says how a RoBERTa is built. Sizes must be there; the others have the defaults of
-/// Hugging Face's `RobertaConfig`.
+/// The fields of Hugging Face's `config.json` that determine the architecture. Sizes are required; the others default to
+/// the values of Hugging Face's `RobertaConfig`.
 #[derive(Deserialize)]
 struct HuggingFaceConfig {
     model_type: String,
@@ -151,12 +155,12 @@ fn a_trillionth() -> f64 {
     1e-12
 }
 
-/// Those of Hugging Face's models that differ from RoBERTa in name only.
+/// The Hugging Face model types that differ from RoBERTa in name only.
 const HUGGING_FACE_TYPES: [&str; 3] = ["roberta", "xlm-roberta", "camembert"];
 
 impl Roberta {
-    /// The settings that a `config.json` of Hugging Face describes: any size of RoBERTa. Samples are as long as the
-    /// default's, or as the table of positions allows.
+    /// The settings in a `config.json` of Hugging Face. Samples have the default length, or less if the position embedding is
+    /// shorter.
     pub fn from_hugging_face(config: &str) -> Result<Self, ModelError> {
         let wrong = |why: String| ModelError::settings("roberta", format!("Hugging Face's config.json: {why}"));
         let config: HuggingFaceConfig = serde_json::from_str(config).map_err(|e| wrong(e.to_string()))?;
@@ -191,20 +195,20 @@ impl Roberta {
     }
 }
 
-enum Part {
+enum RobertaLayer {
     Embeddings,
     Attention,
     FeedForward,
     Classifier,
 }
 
-struct Piece {
+struct NamedRobertaLayer {
     name: String,
-    part: Part,
+    part: RobertaLayer,
     settings: Arc<Roberta>,
 }
 
-impl Piece {
+impl NamedRobertaLayer {
     fn linear(&self, prefix: &str, from: i64, to: i64) -> Vec<TensorSpec> {
         Linear { from, to }.tensors_from(prefix, WEIGHT, Init::Constant(0.0))
     }
@@ -214,10 +218,10 @@ impl Piece {
     }
 }
 
-/// The paper's first values of all weights.
+/// The paper's initialization of all weights.
 const WEIGHT: Init = Init::Normal { deviation: 0.02 };
 
-impl Layer for Piece {
+impl Layer for NamedRobertaLayer {
     fn name(&self) -> &str {
         &self.name
     }
@@ -227,7 +231,7 @@ impl Layer for Piece {
         let table =
             |what: &str, rows| TensorSpec::parameter(format!("{name}.{what}.weight"), &[rows, s.hidden], WEIGHT);
         match self.part {
-            Part::Embeddings => {
+            RobertaLayer::Embeddings => {
                 let mut all = vec![
                     table("word_embeddings", s.vocabulary),
                     table("position_embeddings", s.positions),
@@ -236,7 +240,7 @@ impl Layer for Piece {
                 all.extend(self.norm().tensors(&format!("{name}.LayerNorm")));
                 all
             }
-            Part::Attention => {
+            RobertaLayer::Attention => {
                 let mut all = Vec::new();
                 for which in ["self.query", "self.key", "self.value", "output.dense"] {
                     all.extend(self.linear(&format!("{name}.{which}"), s.hidden, s.hidden));
@@ -244,13 +248,13 @@ impl Layer for Piece {
                 all.extend(self.norm().tensors(&format!("{name}.output.LayerNorm")));
                 all
             }
-            Part::FeedForward => {
+            RobertaLayer::FeedForward => {
                 let mut all = self.linear(&format!("{name}.intermediate.dense"), s.hidden, s.feed_forward);
                 all.extend(self.linear(&format!("{name}.output.dense"), s.feed_forward, s.hidden));
                 all.extend(self.norm().tensors(&format!("{name}.output.LayerNorm")));
                 all
             }
-            Part::Classifier => {
+            RobertaLayer::Classifier => {
                 let mut all = self.linear(&format!("{name}.dense"), s.hidden, s.hidden);
                 all.extend(self.linear(&format!("{name}.out_proj"), s.hidden, s.classes));
                 all
@@ -263,31 +267,31 @@ impl Layer for Piece {
         let mask = SampleShape::int(&[s.tokens]);
         let hidden = SampleShape::float(&[s.tokens, s.hidden]);
         let expected = match self.part {
-            Part::Embeddings => vec![SampleShape::int(&[s.tokens]), mask.clone()],
+            RobertaLayer::Embeddings => vec![SampleShape::int(&[s.tokens]), mask.clone()],
             _ => vec![hidden.clone(), mask.clone()],
         };
         if input != expected {
             return Err(ShapeError { layer: self.name.clone(), expected: format!("{expected:?}"), got: input });
         }
         Ok(match self.part {
-            Part::Classifier => vec![SampleShape::float(&[s.classes])],
+            RobertaLayer::Classifier => vec![SampleShape::float(&[s.classes])],
             _ => vec![hidden, mask],
         })
     }
 
     fn forward(
         &self,
-        own: &mut Own<'_>,
+        tensors: &mut LayerTensors<'_>,
         mut input: Vec<Tensor>,
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, Fault> {
         let mask = input.swap_remove(1);
         let x = input.swap_remove(0);
         let y = match self.part {
-            Part::Embeddings => self.embed(own, &x, context)?,
-            Part::Attention => self.attend(own, &x, &mask, context)?,
-            Part::FeedForward => self.feed_forward(own, &x, context)?,
-            Part::Classifier => return Ok(vec![self.classify(own, &x, context)?]),
+            RobertaLayer::Embeddings => self.embed(tensors, &x, context)?,
+            RobertaLayer::Attention => self.attend(tensors, &x, &mask, context)?,
+            RobertaLayer::FeedForward => self.feed_forward(tensors, &x, context)?,
+            RobertaLayer::Classifier => return Ok(vec![self.classify(tensors, &x, context)?]),
         };
         Ok(vec![y, mask])
     }
@@ -295,45 +299,51 @@ impl Layer for Piece {
     fn multiply_adds(&self, _: &[SampleShape]) -> u64 {
         let s = &self.settings;
         let count = match self.part {
-            Part::Embeddings => 0,
-            Part::Attention => 4 * s.tokens * s.hidden * s.hidden + 2 * s.tokens * s.tokens * s.hidden,
-            Part::FeedForward => 2 * s.tokens * s.hidden * s.feed_forward,
-            Part::Classifier => s.hidden * s.hidden + s.hidden * s.classes,
+            RobertaLayer::Embeddings => 0,
+            RobertaLayer::Attention => 4 * s.tokens * s.hidden * s.hidden + 2 * s.tokens * s.tokens * s.hidden,
+            RobertaLayer::FeedForward => 2 * s.tokens * s.hidden * s.feed_forward,
+            RobertaLayer::Classifier => s.hidden * s.hidden + s.hidden * s.classes,
         };
         u64::try_from(count).unwrap_or(0)
     }
 }
 
-impl Piece {
-    fn embed(&self, own: &mut Own<'_>, ids: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
-        let (words, positions, types) = (own.next(), own.next(), own.next());
-        // Tokens count up from the padding's place, where the padding itself stays: what is padding, the ids say, not
-        // the mask.
+impl NamedRobertaLayer {
+    fn embed(&self, tensors: &mut LayerTensors<'_>, ids: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+        let (words, positions, types) = (tensors.next(), tensors.next(), tensors.next());
+        // Token positions count up from `padding` + 1 and padding has position `padding`. The ids say what is padding, not the
+        // mask.
         let padding = self.settings.padding;
         let token = ids.f_ne(padding)?.f_to_kind(Kind::Int64)?;
         let place = token.f_cumsum(1, Kind::Int64)?.f_mul(&token)?.f_add_scalar(padding)?;
         let sum = Tensor::f_embedding(words, ids, padding, false, false)?
             .f_add(&Tensor::f_embedding(positions, &place, padding, false, false)?)?
             .f_add(&types.f_select(0, 0)?)?;
-        let normed = self.norm().forward(own, &sum)?;
+        let normed = self.norm().forward(tensors, &sum)?;
         context.dropout(normed, self.settings.dropout)
     }
 
-    fn attend(&self, own: &mut Own<'_>, x: &Tensor, mask: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+    fn attend(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        x: &Tensor,
+        mask: &Tensor,
+        context: &mut Context<'_>,
+    ) -> Result<Tensor, Fault> {
         let s = &self.settings;
         let linear = Linear { from: s.hidden, to: s.hidden };
         let size = x.size();
         let (rows, tokens, width) = (size[0], size[1], s.hidden / s.heads);
         let mut project = || -> Result<Tensor, Fault> {
-            Ok(linear.forward(own, x)?.f_view([rows, tokens, s.heads, width])?.f_transpose(1, 2)?)
+            Ok(linear.forward(tensors, x)?.f_view([rows, tokens, s.heads, width])?.f_transpose(1, 2)?)
         };
         let (query, key, value) = (project()?, project()?, project()?);
         let hidden_keys = mask.f_eq(0)?.f_view([rows, 1, 1, tokens])?;
         let dropout = s.attention_dropout.unwrap_or(s.dropout);
         let mixed = if context.training() && dropout > 0.0 {
-            // Written out, because libtorch's fused attention draws its dropout from the global generator.
+            // Written out because libtorch's fused attention draws its dropout from the global generator.
             let scores = query.f_matmul(&key.f_transpose(-2, -1)?)?.f_div_scalar((width as f64).sqrt())?;
-            // The least number that the scores' type has: bfloat16 ends a little before 32-bit floats do.
+            // The lowest finite value of the scores' own type: bfloat16's range is a little smaller than float32's.
             let least = f32::from_bits(if scores.kind() == Kind::BFloat16 { 0xff7f_0000 } else { f32::MIN.to_bits() });
             let scores = scores.f_masked_fill(&hidden_keys, f64::from(least))?;
             let weights = context.dropout(scores.f_softmax(-1, None)?, dropout)?;
@@ -343,25 +353,30 @@ impl Piece {
             Tensor::f_scaled_dot_product_attention(&query, &key, &value, Some(visible), 0.0, false, None, false)?
         };
         let mixed = mixed.f_transpose(1, 2)?.f_reshape([rows, tokens, s.hidden])?;
-        let out = context.dropout(linear.forward(own, &mixed)?, s.dropout)?;
-        self.norm().forward(own, &out.f_add(x)?)
+        let out = context.dropout(linear.forward(tensors, &mixed)?, s.dropout)?;
+        self.norm().forward(tensors, &out.f_add(x)?)
     }
 
-    fn feed_forward(&self, own: &mut Own<'_>, x: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+    fn feed_forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        x: &Tensor,
+        context: &mut Context<'_>,
+    ) -> Result<Tensor, Fault> {
         let s = &self.settings;
-        let inner = Linear { from: s.hidden, to: s.feed_forward }.forward(own, x)?.f_gelu("none")?;
-        let out = Linear { from: s.feed_forward, to: s.hidden }.forward(own, &inner)?;
+        let inner = Linear { from: s.hidden, to: s.feed_forward }.forward(tensors, x)?.f_gelu("none")?;
+        let out = Linear { from: s.feed_forward, to: s.hidden }.forward(tensors, &inner)?;
         let out = context.dropout(out, s.dropout)?;
-        self.norm().forward(own, &out.f_add(x)?)
+        self.norm().forward(tensors, &out.f_add(x)?)
     }
 
-    fn classify(&self, own: &mut Own<'_>, x: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+    fn classify(&self, tensors: &mut LayerTensors<'_>, x: &Tensor, context: &mut Context<'_>) -> Result<Tensor, Fault> {
         let s = &self.settings;
         let dropout = s.classifier_dropout.unwrap_or(s.dropout);
         let first = context.dropout(x.f_select(1, 0)?, dropout)?;
-        let dense = Linear { from: s.hidden, to: s.hidden }.forward(own, &first)?.f_tanh()?;
+        let dense = Linear { from: s.hidden, to: s.hidden }.forward(tensors, &first)?.f_tanh()?;
         let dense = context.dropout(dense, dropout)?;
-        Linear { from: s.hidden, to: s.classes }.forward(own, &dense)
+        Linear { from: s.hidden, to: s.classes }.forward(tensors, &dense)
     }
 }
 

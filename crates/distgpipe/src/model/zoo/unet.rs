@@ -3,17 +3,17 @@
 //! Every convolution, dropout, norm, activation, pool, stash and pop is a layer of its own, so a cut may fall anywhere
 //! and the long skips cross it.
 
-use super::{recipe, require, single, ModelError};
+use super::{model_spec, require, single, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::Conv2d;
+use crate::model::blocks::Conv2d;
+use crate::model::layer::{Context, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use distgpipe_core::skip::SkipUse;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// Settings.
+/// The settings of U-Net.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct UNet {
@@ -21,11 +21,11 @@ pub struct UNet {
     pub convolutions: usize,
     /// Base channels (C), even.
     pub channels: i64,
-    /// Times the image is halved.
+    /// How many times the image is halved.
     pub depth: usize,
     /// Height and width of the image.
     pub image: i64,
-    /// Channel dropout after each convolution.
+    /// Channel dropout probability after each convolution.
     pub dropout: f64,
 }
 
@@ -36,7 +36,10 @@ impl Default for UNet {
 }
 
 impl UNet {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "unet";
         require((1..=1000).contains(&self.convolutions), name, "convolutions must be 1 to 1000")?;
@@ -58,29 +61,29 @@ impl UNet {
         for i in 0..self.depth {
             let to = c << i;
             self.cell(&mut layers, &format!("encoder.{i}"), [from, to, to]);
-            layers.push(step(format!("encoder.{i}.stash"), Operation::Stash(skip(i))));
-            layers.push(step(format!("encoder.{i}.pool"), Operation::Pool));
+            layers.push(step(format!("encoder.{i}.stash"), UNetOperation::Stash(skip(i))));
+            layers.push(step(format!("encoder.{i}.pool"), UNetOperation::Pool));
             from = to;
         }
         self.cell(&mut layers, "bottleneck", [from, from * 2, from]);
         for i in (0..self.depth).rev() {
             let to = (c << i) / 2;
-            layers.push(step(format!("decoder.{i}.upsample"), Operation::Upsample));
-            layers.push(step(format!("decoder.{i}.pop"), Operation::Pop(skip(i))));
+            layers.push(step(format!("decoder.{i}.upsample"), UNetOperation::Upsample));
+            layers.push(step(format!("decoder.{i}.pop"), UNetOperation::Pop(skip(i))));
             self.cell(&mut layers, &format!("decoder.{i}"), [c << (i + 1), to, to]);
         }
-        layers.push(step("output".to_owned(), Operation::Conv(Conv2d::square(c / 2, 1, 1))));
-        Ok(Model { layers, input: vec![SampleShape::float(&[3, self.image, self.image])], recipe: recipe(name, self) })
+        layers.push(step("output".to_owned(), UNetOperation::Conv(Conv2d::square(c / 2, 1, 1))));
+        Ok(Model::new(layers, vec![SampleShape::float(&[3, self.image, self.image])]).with_spec(model_spec(name, self)))
     }
 
     fn cell(&self, layers: &mut Vec<Arc<dyn Layer>>, name: &str, [from, middle, to]: [i64; 3]) {
         for b in 0..self.convolutions {
             let from = if b == 0 { from } else { middle };
             let to = if b + 1 == self.convolutions { to } else { middle };
-            layers.push(step(format!("{name}.{b}.conv"), Operation::Conv(Conv2d::square(from, to, 3))));
-            layers.push(step(format!("{name}.{b}.dropout"), Operation::Dropout(self.dropout)));
-            layers.push(step(format!("{name}.{b}.norm"), Operation::InstanceNorm));
-            layers.push(step(format!("{name}.{b}.relu"), Operation::LeakyRelu));
+            layers.push(step(format!("{name}.{b}.conv"), UNetOperation::Conv(Conv2d::square(from, to, 3))));
+            layers.push(step(format!("{name}.{b}.dropout"), UNetOperation::Dropout(self.dropout)));
+            layers.push(step(format!("{name}.{b}.norm"), UNetOperation::InstanceNorm));
+            layers.push(step(format!("{name}.{b}.relu"), UNetOperation::LeakyRelu));
         }
     }
 }
@@ -89,7 +92,7 @@ fn skip(level: usize) -> String {
     format!("skip.{level}")
 }
 
-enum Operation {
+enum UNetOperation {
     Conv(Conv2d),
     Dropout(f64),
     InstanceNorm,
@@ -100,31 +103,31 @@ enum Operation {
     Pop(String),
 }
 
-struct Step {
+struct UNetLayer {
     name: String,
-    operation: Operation,
+    operation: UNetOperation,
 }
 
-fn step(name: String, operation: Operation) -> Arc<dyn Layer> {
-    Arc::new(Step { name, operation })
+fn step(name: String, operation: UNetOperation) -> Arc<dyn Layer> {
+    Arc::new(UNetLayer { name, operation })
 }
 
-impl Layer for Step {
+impl Layer for UNetLayer {
     fn name(&self) -> &str {
         &self.name
     }
 
     fn tensors(&self) -> Vec<TensorSpec> {
         match &self.operation {
-            Operation::Conv(conv) => conv.tensors(&self.name),
+            UNetOperation::Conv(conv) => conv.tensors(&self.name),
             _ => Vec::new(),
         }
     }
 
     fn skips(&self) -> SkipUse {
         match &self.operation {
-            Operation::Stash(name) => SkipUse { stash: vec![name.clone()], pop: vec![] },
-            Operation::Pop(name) => SkipUse { stash: vec![], pop: vec![name.clone()] },
+            UNetOperation::Stash(name) => SkipUse { stash: vec![name.clone()], pop: vec![] },
+            UNetOperation::Pop(name) => SkipUse { stash: vec![], pop: vec![name.clone()] },
             _ => SkipUse::default(),
         }
     }
@@ -134,12 +137,12 @@ impl Layer for Step {
         let wrong = |expected: &str, got| ShapeError { layer: self.name.clone(), expected: expected.to_owned(), got };
         let [c, h, w] = x.dims[..] else { return Err(wrong("[channels, height, width]", vec![x])) };
         match &self.operation {
-            Operation::Conv(conv) => x = conv.shape(&self.name, &x)?,
-            Operation::Dropout(_) | Operation::InstanceNorm | Operation::LeakyRelu => {}
-            Operation::Pool => x.dims = vec![c, h / 2, w / 2],
-            Operation::Upsample => x.dims = vec![c, h * 2, w * 2],
-            Operation::Stash(name) => drop(skips.insert(name.clone(), x.clone())),
-            Operation::Pop(name) => match skips.remove(name) {
+            UNetOperation::Conv(conv) => x = conv.shape(&self.name, &x)?,
+            UNetOperation::Dropout(_) | UNetOperation::InstanceNorm | UNetOperation::LeakyRelu => {}
+            UNetOperation::Pool => x.dims = vec![c, h / 2, w / 2],
+            UNetOperation::Upsample => x.dims = vec![c, h * 2, w * 2],
+            UNetOperation::Stash(name) => drop(skips.insert(name.clone(), x.clone())),
+            UNetOperation::Pop(name) => match skips.remove(name) {
                 Some(skip) if skip.dims.len() == 3 => {
                     x.dims = vec![c + skip.dims[0], skip.dims[1], skip.dims[2]];
                 }
@@ -151,31 +154,32 @@ impl Layer for Step {
 
     fn forward(
         &self,
-        own: &mut Own<'_>,
+        tensors: &mut LayerTensors<'_>,
         mut input: Vec<Tensor>,
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, Fault> {
         let mut x = input.swap_remove(0);
         let y = match &self.operation {
-            Operation::Conv(conv) => conv.forward(own, &x)?,
-            Operation::Dropout(p) => context.dropout_channels(x, *p)?,
-            Operation::InstanceNorm => {
+            UNetOperation::Conv(conv) => conv.forward(tensors, &x)?,
+            UNetOperation::Dropout(p) => context.dropout_channels(x, *p)?,
+            UNetOperation::InstanceNorm => {
                 let none = None::<&Tensor>;
                 x.f_instance_norm(none, none, none, none, true, 0.1, 1e-5, true)?
             }
-            // The norm's backward pass does not need its output; a partition's input is never overwritten, though.
-            Operation::LeakyRelu if x.is_leaf() => x.f_leaky_relu()?,
-            Operation::LeakyRelu => x.f_leaky_relu_()?,
-            Operation::Pool => x.f_max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)?,
-            Operation::Upsample => {
+            // In place where allowed: the norm's backward pass does not need its output, but a partition's input must not
+            // be overwritten.
+            UNetOperation::LeakyRelu if x.is_leaf() => x.f_leaky_relu()?,
+            UNetOperation::LeakyRelu => x.f_leaky_relu_()?,
+            UNetOperation::Pool => x.f_max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)?,
+            UNetOperation::Upsample => {
                 let size = x.size();
                 x.f_upsample_nearest2d([size[2] * 2, size[3] * 2], None, None)?
             }
-            Operation::Stash(name) => {
+            UNetOperation::Stash(name) => {
                 context.stash(name, x.shallow_clone());
                 x
             }
-            Operation::Pop(name) => {
+            UNetOperation::Pop(name) => {
                 let skip = context.pop(name)?;
                 let (have, want) = (x.size(), skip.size());
                 if have[2..] != want[2..] {
@@ -189,7 +193,7 @@ impl Layer for Step {
 
     fn multiply_adds(&self, input: &[SampleShape]) -> u64 {
         match (&self.operation, input) {
-            (Operation::Conv(conv), [x]) => conv.shape(&self.name, x).map_or(0, |y| conv.multiply_adds(&y)),
+            (UNetOperation::Conv(conv), [x]) => conv.shape(&self.name, x).map_or(0, |y| conv.multiply_adds(&y)),
             _ => 0,
         }
     }

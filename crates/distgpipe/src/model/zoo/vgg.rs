@@ -1,29 +1,29 @@
 //! VGG-13 (Simonyan and Zisserman 2014), configuration B without batch norm, with torchvision's layers and names.
 //!
-//! Each convolution with its ReLU, each pool and each linear map is an entry.
+//! Each convolution with its ReLU, each pool and each linear map is a layer.
 
-use super::{recipe, require, single, ModelError};
+use super::{model_spec, require, single, ModelError};
 use crate::failure::Fault;
-use crate::layer::{Context, Init, Layer, Own, SampleShape, ShapeError, SkipShapes, TensorSpec};
-use crate::layers::{chain, Conv2d, Linear};
+use crate::model::blocks::{chain, Conv2d, Linear};
+use crate::model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::Model;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use tch::Tensor;
 
-/// Settings.
+/// The settings of VGG-13.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Vgg13 {
-    /// How many classes it tells apart.
+    /// The number of classes.
     pub classes: i64,
     /// Height and width of the image.
     pub image: i64,
-    /// Channels of the first convolution; the others grow with it.
+    /// Channels of the first convolution. Those of the others scale with it.
     pub width: i64,
     /// Width of the two hidden linear maps.
     pub hidden: i64,
-    /// After each of them.
+    /// Dropout probability after each of them.
     pub dropout: f64,
 }
 
@@ -33,14 +33,17 @@ impl Default for Vgg13 {
     }
 }
 
-/// Channels of the five groups of two convolutions, in widths.
+/// Channels of the five groups of two convolutions, as multiples of the width.
 const GROUPS: [i64; 5] = [1, 2, 4, 8, 8];
 
-/// The image is averaged to so many places a side before the linear maps.
+/// The height and width that the image is average-pooled to before the linear maps.
 const POOLED: i64 = 7;
 
 impl Vgg13 {
-    /// The list of layers.
+    /// Builds the list of layers.
+    ///
+    /// # Errors
+    /// If a setting is out of range.
     pub fn model(&self) -> Result<Model, ModelError> {
         let name = "vgg13";
         require((1..=1 << 20).contains(&self.classes), name, "classes must be 1 to 2^20")?;
@@ -49,48 +52,48 @@ impl Vgg13 {
         require((1..=1 << 16).contains(&self.hidden), name, "hidden must be 1 to 2^16")?;
         require((0.0..1.0).contains(&self.dropout), name, "dropout must be at least 0 and below 1")?;
         let mut layers: Vec<Arc<dyn Layer>> = Vec::new();
-        // torchvision's list counts the ReLUs too.
+        // torchvision numbers the ReLUs too.
         let mut place = 0;
-        let mut push = |part: Part, places: usize| {
-            layers.push(Arc::new(Piece { name: format!("features.{place}"), part }));
+        let mut push = |part: VggLayer, places: usize| {
+            layers.push(Arc::new(NamedVggLayer { name: format!("features.{place}"), part }));
             place += places;
         };
         let mut from = 3;
         for factor in GROUPS {
             for _ in 0..2 {
                 let to = self.width * factor;
-                push(Part::Conv(Conv2d { bias: true, ..Conv2d::square(from, to, 3) }), 2);
+                push(VggLayer::Conv(Conv2d { bias: true, ..Conv2d::square(from, to, 3) }), 2);
                 from = to;
             }
-            push(Part::Pool, 1);
+            push(VggLayer::Pool, 1);
         }
         let sizes = [from * POOLED * POOLED, self.hidden, self.hidden, self.classes];
         for (i, pair) in sizes.windows(2).enumerate() {
             let linear = Linear { from: pair[0], to: pair[1] };
             let dropout = (i < 2).then_some(self.dropout);
-            let part = if i == 0 { Part::First(linear, dropout) } else { Part::Linear(linear, dropout) };
-            layers.push(Arc::new(Piece { name: format!("classifier.{}", 3 * i), part }));
+            let part = if i == 0 { VggLayer::First(linear, dropout) } else { VggLayer::Linear(linear, dropout) };
+            layers.push(Arc::new(NamedVggLayer { name: format!("classifier.{}", 3 * i), part }));
         }
         let input = vec![SampleShape::float(&[3, self.image, self.image])];
-        Ok(Model { layers, input, recipe: recipe(name, self) })
+        Ok(Model::new(layers, input).with_spec(model_spec(name, self)))
     }
 }
 
-/// A linear map is followed by ReLU and dropout unless it is the last.
-enum Part {
+/// What a layer computes. ReLU and dropout follow every linear map but the last.
+enum VggLayer {
     Conv(Conv2d),
     Pool,
-    /// After averaging to 7×7.
+    /// The first linear map, after average pooling to 7×7.
     First(Linear, Option<f64>),
     Linear(Linear, Option<f64>),
 }
 
-struct Piece {
+struct NamedVggLayer {
     name: String,
-    part: Part,
+    part: VggLayer,
 }
 
-impl Piece {
+impl NamedVggLayer {
     fn shaped(&self, input: Vec<SampleShape>) -> Result<(SampleShape, u64), ShapeError> {
         let x = single(&self.name, "one tensor", input)?;
         let wrong =
@@ -98,27 +101,27 @@ impl Piece {
         let mapped =
             |linear: &Linear| (SampleShape::float(&[linear.to]), u64::try_from(linear.from * linear.to).unwrap_or(0));
         match (&self.part, &x.dims[..]) {
-            (Part::Conv(conv), _) => chain(&self.name, &x, [conv]),
-            (Part::Pool, &[c, h, w]) if h > 1 && w > 1 => Ok((SampleShape::float(&[c, h / 2, w / 2]), 0)),
-            (Part::Pool, _) => wrong("[channels, height, width] of at least 2×2".to_owned(), x),
-            (Part::First(linear, _), &[c, _, _]) if c * POOLED * POOLED == linear.from => Ok(mapped(linear)),
-            (Part::First(linear, _), _) => wrong(format!("[{}, height, width]", linear.from / POOLED / POOLED), x),
-            (Part::Linear(linear, _), &[from]) if from == linear.from => Ok(mapped(linear)),
-            (Part::Linear(linear, _), _) => wrong(format!("[{}]", linear.from), x),
+            (VggLayer::Conv(conv), _) => chain(&self.name, &x, [conv]),
+            (VggLayer::Pool, &[c, h, w]) if h > 1 && w > 1 => Ok((SampleShape::float(&[c, h / 2, w / 2]), 0)),
+            (VggLayer::Pool, _) => wrong("[channels, height, width] of at least 2×2".to_owned(), x),
+            (VggLayer::First(linear, _), &[c, _, _]) if c * POOLED * POOLED == linear.from => Ok(mapped(linear)),
+            (VggLayer::First(linear, _), _) => wrong(format!("[{}, height, width]", linear.from / POOLED / POOLED), x),
+            (VggLayer::Linear(linear, _), &[from]) if from == linear.from => Ok(mapped(linear)),
+            (VggLayer::Linear(linear, _), _) => wrong(format!("[{}]", linear.from), x),
         }
     }
 }
 
-impl Layer for Piece {
+impl Layer for NamedVggLayer {
     fn name(&self) -> &str {
         &self.name
     }
 
     fn tensors(&self) -> Vec<TensorSpec> {
         match &self.part {
-            Part::Conv(conv) => conv.tensors(&self.name),
-            Part::Pool => Vec::new(),
-            Part::First(linear, _) | Part::Linear(linear, _) => {
+            VggLayer::Conv(conv) => conv.tensors(&self.name),
+            VggLayer::Pool => Vec::new(),
+            VggLayer::First(linear, _) | VggLayer::Linear(linear, _) => {
                 linear.tensors_from(&self.name, Init::Normal { deviation: 0.01 }, Init::Constant(0.0))
             }
         }
@@ -130,21 +133,21 @@ impl Layer for Piece {
 
     fn forward(
         &self,
-        own: &mut Own<'_>,
+        tensors: &mut LayerTensors<'_>,
         mut input: Vec<Tensor>,
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, Fault> {
         let x = input.swap_remove(0);
         let (x, linear, dropout) = match &self.part {
             // In place: a convolution's backward pass does not need its output.
-            Part::Conv(conv) => return Ok(vec![conv.forward(own, &x)?.f_relu_()?]),
-            Part::Pool => return Ok(vec![x.f_max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)?]),
-            Part::First(linear, dropout) => {
+            VggLayer::Conv(conv) => return Ok(vec![conv.forward(tensors, &x)?.f_relu_()?]),
+            VggLayer::Pool => return Ok(vec![x.f_max_pool2d([2, 2], [2, 2], [0, 0], [1, 1], false)?]),
+            VggLayer::First(linear, dropout) => {
                 (x.f_adaptive_avg_pool2d([POOLED, POOLED])?.f_flatten(1, -1)?, linear, dropout)
             }
-            Part::Linear(linear, dropout) => (x, linear, dropout),
+            VggLayer::Linear(linear, dropout) => (x, linear, dropout),
         };
-        let mut y = linear.forward(own, &x)?;
+        let mut y = linear.forward(tensors, &x)?;
         Ok(vec![match dropout {
             Some(p) => context.dropout(y.f_relu_()?, *p)?,
             None => y,

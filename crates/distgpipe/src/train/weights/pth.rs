@@ -1,28 +1,28 @@
-//! Files of `torch.save` since PyTorch 1.6: a zip archive with a pickle that lists tensors and the storages that they are
-//! views of. What the pickle may say is in [`distgpipe_core::weights::pickle`]; nothing of it is executed.
+//! Files of `torch.save` since PyTorch 1.6: a zip archive with a pickle that lists tensors, and with the storages that the
+//! tensors are views of. [`distgpipe_core::weights::pickle`] reads the pickle; nothing of it is executed.
 
-use super::{Entry, Opened, Source, WeightsError};
+use super::{Entry, OpenFile, TensorSource, WeightsError};
 use distgpipe_core::weights::pickle::{self, PickledTensor, PICKLE_BYTES_MAX};
 use distgpipe_core::weights::{zip, FormatError, COPY_AGAIN, SAVE_AGAIN};
 use std::collections::HashMap;
 use std::ops::Range;
 use tch::Tensor;
 
-/// The longest directory that is read: some 500,000 entries.
+/// The most bytes of an archive's directory: some 500,000 entries.
 const DIRECTORY_BYTES_MAX: u64 = 64 << 20;
 
 /// An open file of `torch.save`.
 #[derive(Debug)]
 pub struct PthFile {
-    file: Opened,
+    file: OpenFile,
     entries: Vec<Entry>,
     tensors: Vec<PickledTensor>,
-    /// Of each tensor, where its storage is in the file.
+    /// The range of each tensor's storage in the file.
     storages: Vec<Range<u64>>,
 }
 
 impl PthFile {
-    pub(super) fn new(mut file: Opened) -> Result<Self, WeightsError> {
+    pub(super) fn new(mut file: OpenFile) -> Result<Self, WeightsError> {
         let archive = Archive::read(&mut file)?;
         let top = archive.top(&file)?;
         if let Some(entry) = archive.entries.get(&format!("{top}byteorder")) {
@@ -35,7 +35,7 @@ impl PthFile {
                     range.start,
                     "numbers in little-endian order",
                     got,
-                    "save it on such a machine",
+                    "save it on a little-endian machine",
                 ));
             }
         }
@@ -56,7 +56,7 @@ impl PthFile {
                 Some(range) => range.clone(),
                 None => archive.storage(&mut file, &top, tensor)?,
             };
-            // Another tensor may say that the same storage is longer, or of other elements.
+            // Checked for each tensor, because two of them may disagree on the length or type of a shared storage.
             let bytes = tensor.storage_elements.checked_mul(tensor.dtype.size_bytes());
             if bytes.is_none_or(|bytes| bytes > range.end - range.start) {
                 let expected = format!("{} {} for `{}`", tensor.storage_elements, tensor.dtype.name(), tensor.name);
@@ -71,19 +71,19 @@ impl PthFile {
     }
 }
 
-impl Source for PthFile {
+impl TensorSource for PthFile {
     fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
     fn read(&mut self, index: usize) -> Result<Tensor, WeightsError> {
         let (entry, tensor) = (&self.entries[index], &self.tensors[index]);
-        // Inside the storage, which is inside the file.
+        // The tensor was checked to be inside its storage, and the storage inside the file.
         let start = self.storages[index].start + tensor.offset * tensor.dtype.size_bytes();
         if tensor.is_contiguous() || tensor.elements() == 0 {
             return self.file.tensor_at(start, entry.kind, &entry.dims);
         }
-        // The elements between the view's first and its last, of which some may be others'.
+        // All elements from the view's first to its last, including those in between that are not the view's.
         let around = self.file.tensor_at(start, entry.kind, &[tensor.span() as i64])?;
         let strides: Vec<i64> = tensor.strides.iter().map(|&stride| stride as i64).collect();
         let view = around.f_as_strided(&entry.dims, &strides, 0).and_then(|view| view.f_contiguous());
@@ -91,13 +91,13 @@ impl Source for PthFile {
     }
 }
 
-/// The archive's directory.
+/// The archive's directory, by name.
 struct Archive {
-    entries: HashMap<String, zip::Entry>,
+    entries: HashMap<String, zip::ArchiveEntry>,
 }
 
 impl Archive {
-    fn read(file: &mut Opened) -> Result<Self, WeightsError> {
+    fn read(file: &mut OpenFile) -> Result<Self, WeightsError> {
         let tail_bytes = file.bytes.min(zip::TAIL_BYTES);
         let tail = file.bytes_at(file.bytes - tail_bytes, tail_bytes)?;
         let range = zip::directory(&tail, file.bytes).map_err(file.format(None))?;
@@ -118,8 +118,8 @@ impl Archive {
         Ok(Archive { entries })
     }
 
-    /// The folder that everything is in, with its slash.
-    fn top(&self, file: &Opened) -> Result<String, WeightsError> {
+    /// The archive's top folder, with its slash.
+    fn top(&self, file: &OpenFile) -> Result<String, WeightsError> {
         let tops = self.entries.keys().filter_map(|name| name.strip_suffix("data.pkl"));
         let tops: Vec<&str> = tops.filter(|top| top.ends_with('/') && top.matches('/').count() == 1).collect();
         match tops[..] {
@@ -131,7 +131,7 @@ impl Archive {
         }
     }
 
-    fn data(&self, file: &mut Opened, entry: &zip::Entry) -> Result<Range<u64>, WeightsError> {
+    fn data(&self, file: &mut OpenFile, entry: &zip::ArchiveEntry) -> Result<Range<u64>, WeightsError> {
         let mut local = [0; zip::LOCAL_BYTES];
         if entry.header.checked_add(local.len() as u64).is_some_and(|end| end <= file.bytes) {
             file.read_at(entry.header, &mut local)?;
@@ -139,7 +139,7 @@ impl Archive {
         zip::data(entry, &local, file.bytes).map_err(file.format(None))
     }
 
-    fn storage(&self, file: &mut Opened, top: &str, tensor: &PickledTensor) -> Result<Range<u64>, WeightsError> {
+    fn storage(&self, file: &mut OpenFile, top: &str, tensor: &PickledTensor) -> Result<Range<u64>, WeightsError> {
         let path = format!("{top}data/{}", tensor.storage);
         match self.entries.get(&path) {
             Some(entry) => self.data(file, entry),
@@ -149,7 +149,7 @@ impl Archive {
 }
 
 fn wrong(
-    file: &Opened,
+    file: &OpenFile,
     offset: u64,
     expected: impl Into<String>,
     got: impl Into<String>,

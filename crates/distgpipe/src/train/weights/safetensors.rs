@@ -1,9 +1,9 @@
 //! Safetensors files: read tensor by tensor, and written tensor by tensor.
 
-use super::{dtype, Entry, Opened, Source, WeightsError};
+use super::{dtype, Entry, OpenFile, TensorSource, WeightsError};
 use crate::engine::{self, Layout};
 use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, LENGTH_BYTES};
-use distgpipe_core::weights::Dtype;
+use distgpipe_core::weights::TensorType;
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
 use std::fs::File;
@@ -15,13 +15,13 @@ use tch::Tensor;
 /// An open safetensors file.
 #[derive(Debug)]
 pub struct SafetensorsFile {
-    file: Opened,
+    file: OpenFile,
     entries: Vec<Entry>,
     offsets: Vec<u64>,
 }
 
 impl SafetensorsFile {
-    pub(super) fn new(mut file: Opened) -> Result<Self, WeightsError> {
+    pub(super) fn new(mut file: OpenFile) -> Result<Self, WeightsError> {
         let first = file.bytes_at(0, file.bytes.min(LENGTH_BYTES as u64))?;
         let length = header_bytes(&first, file.bytes).map_err(file.format(None))?;
         let header = file.bytes_at(LENGTH_BYTES as u64, length)?;
@@ -33,7 +33,7 @@ impl SafetensorsFile {
     }
 }
 
-impl Source for SafetensorsFile {
+impl TensorSource for SafetensorsFile {
     fn entries(&self) -> &[Entry] {
         &self.entries
     }
@@ -44,10 +44,11 @@ impl Source for SafetensorsFile {
     }
 }
 
-/// A safetensors file while it is written. Its tensors are announced first and then given one by one; the file has its
-/// name when all are in it and on the disk, and until then it is another beside it, which goes if this does.
+/// Writes a safetensors file: first the list of tensors, then one tensor after the other. It writes into a temporary file
+/// next to the target and renames that once all tensors are on the disk. If it is dropped before, it removes the
+/// temporary file.
 ///
-/// PyTorch and Hugging Face read it: the metadata says `"format": "pt"`.
+/// PyTorch and Hugging Face read the result: the metadata says `"format": "pt"`.
 #[derive(Debug)]
 pub struct SafetensorsWriter {
     path: PathBuf,
@@ -55,22 +56,22 @@ pub struct SafetensorsWriter {
     file: File,
     entries: Vec<Entry>,
     ranges: Vec<Range<u64>>,
-    /// The number of the next tensor.
+    /// The index of the next tensor.
     next: usize,
     finished: bool,
 }
 
 impl SafetensorsWriter {
-    /// Begins a file with these tensors. `about` goes into its metadata.
-    pub fn create(path: &Path, entries: Vec<Entry>, about: &BTreeMap<String, String>) -> Result<Self, WeightsError> {
-        let wrong = |expected: &str, got: String| WeightsError::Unannounced {
+    /// Starts a file with these tensors. `metadata` is added to its header.
+    pub fn create(path: &Path, entries: Vec<Entry>, metadata: &BTreeMap<String, String>) -> Result<Self, WeightsError> {
+        let wrong = |expected: &str, got: String| WeightsError::UnexpectedTensor {
             file: path.to_owned(),
             expected: expected.to_owned(),
             got,
         };
         let mut names = HashSet::new();
         for entry in &entries {
-            // The header keeps its metadata under this name.
+            // The header uses this name for its metadata.
             if entry.name == "__metadata__" || !names.insert(&entry.name) {
                 return Err(wrong("each name once", format!("`{}`", entry.name)));
             }
@@ -79,7 +80,7 @@ impl SafetensorsWriter {
             .iter()
             .map(|entry| entry.dims.iter().map(|&dim| u64::try_from(dim).unwrap_or(u64::MAX)).collect())
             .collect();
-        let mut tensors: Vec<(&str, Dtype, &[u64])> = Vec::with_capacity(entries.len());
+        let mut tensors: Vec<(&str, TensorType, &[u64])> = Vec::with_capacity(entries.len());
         for (entry, dims) in entries.iter().zip(&dims) {
             let dtype = dtype(entry.kind).ok_or_else(|| WeightsError::Type {
                 file: path.to_owned(),
@@ -88,27 +89,28 @@ impl SafetensorsWriter {
             })?;
             tensors.push((&entry.name, dtype, dims));
         }
-        let mut about = about.clone();
-        about.insert("format".to_owned(), "pt".to_owned());
-        let layout = layout(&tensors, &about)
-            .ok_or_else(|| wrong("as much as a file can hold", format!("{} tensors of more", tensors.len())))?;
-        // Whoever names a link means the file behind it.
+        let mut metadata = metadata.clone();
+        metadata.insert("format".to_owned(), "pt".to_owned());
+        let layout = layout(&tensors, &metadata).ok_or_else(|| {
+            wrong("a file within the limits of the format", format!("{} tensors that exceed them", tensors.len()))
+        })?;
+        // A symbolic link is written through, not replaced.
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         if path.exists() && !path.is_file() {
-            let got = "expected the name of a file, got a directory, pipe or device: name a file";
-            return Err(io(&path, "making it", Error::other(got)));
+            let got = "expected a regular file, got a directory, pipe or device";
+            return Err(io(&path, "creating it", Error::other(got)));
         }
         let mut name = OsString::from(".");
         name.push(path.file_name().unwrap_or_default());
         name.push(format!(".{}.part", std::process::id()));
         let part = path.with_file_name(name);
-        let created = File::create(&part).map_err(|source| io(&path, "making it", source))?;
-        // From here on the file is this value's to remove.
+        let created = File::create(&part).map_err(|source| io(&path, "creating it", source))?;
+        // From here on dropping the writer removes the file.
         let mut writer =
             SafetensorsWriter { path, part, file: created, entries, ranges: layout.ranges, next: 0, finished: false };
         let total = writer.ranges.iter().map(|range| range.end).max().unwrap_or(layout.bytes.len() as u64);
-        let begun = writer.file.write_all(&layout.bytes).and_then(|()| writer.file.set_len(total));
-        begun.map_err(|source| io(&writer.path, "writing it", source))?;
+        let written = writer.file.write_all(&layout.bytes).and_then(|()| writer.file.set_len(total));
+        written.map_err(|source| io(&writer.path, "writing it", source))?;
         Ok(writer)
     }
 
@@ -117,10 +119,10 @@ impl SafetensorsWriter {
         self.entries.get(self.next)
     }
 
-    /// Writes the next of the announced tensors; it may be on any device and in any layout.
+    /// Writes the next tensor, from any device and in any layout. Its type and dimensions must be those of the entry.
     pub fn write(&mut self, tensor: &Tensor) -> Result<(), WeightsError> {
         let unannounced =
-            |expected: String, got: String| WeightsError::Unannounced { file: self.path.clone(), expected, got };
+            |expected: String, got: String| WeightsError::UnexpectedTensor { file: self.path.clone(), expected, got };
         let (dims, kind) = (tensor.size(), tensor.kind());
         let Some(entry) = self.entries.get(self.next) else {
             return Err(unannounced(format!("{} tensors", self.entries.len()), "one more".to_owned()));
@@ -142,22 +144,26 @@ impl SafetensorsWriter {
         Ok(())
     }
 
-    /// Gives the file its name, when all tensors are in it and on the disk.
+    /// Syncs the file and gives it its name. Fails if tensors are missing.
     pub fn finish(mut self) -> Result<(), WeightsError> {
         if let Some(entry) = self.expected() {
             let expected = format!("`{}` and {} more", entry.name, self.entries.len() - self.next - 1);
-            return Err(WeightsError::Unannounced { file: self.path.clone(), expected, got: "the end".to_owned() });
+            return Err(WeightsError::UnexpectedTensor {
+                file: self.path.clone(),
+                expected,
+                got: "the end".to_owned(),
+            });
         }
         self.file.sync_all().map_err(|source| io(&self.path, "writing it", source))?;
-        std::fs::rename(&self.part, &self.path).map_err(|source| io(&self.path, "naming it", source))?;
+        std::fs::rename(&self.part, &self.path).map_err(|source| io(&self.path, "renaming it", source))?;
         self.finished = true;
-        // The name is in the directory, which has to reach the disk as well.
+        // The new name is durable once the directory is synced.
         let directory = match self.path.parent() {
             Some(parent) if parent != Path::new("") => parent,
             _ => Path::new("."),
         };
         let synced = File::open(directory).and_then(|directory| directory.sync_all());
-        synced.map_err(|source| io(&self.path, "naming it", source))
+        synced.map_err(|source| io(&self.path, "renaming it", source))
     }
 }
 

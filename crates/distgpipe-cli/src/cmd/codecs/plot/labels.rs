@@ -1,30 +1,28 @@
-//! Where the points' texts go, so that they can be read: each takes the best of some places around its point, and looks
-//! again when the others have theirs.
+//! Places the labels of the points so that they are readable: each label takes the best of some positions around its point, and
+//! looks again after the other labels moved.
 
 use super::{Line, Point, FONT_SIZE, LEFT, LETTER_WIDTH, POINT_RADIUS, RIGHT, TOP, ZERO};
 
-/// So often every label looks for a better place among the others.
+/// How many times each label looks for a better position.
 const ROUNDS: usize = 6;
 
-/// How far from its point a text may be, in points' widths.
+/// The distances of a label from its point, in pixels.
 const DISTANCES: [f64; 4] = [0.0, 12.0, 26.0, 42.0];
 
-/// A text's rectangle.
+/// The rectangle of a label.
 #[derive(Clone, Copy, Debug)]
 pub struct Label {
-    /// Its left end.
     pub left: f64,
-    /// Its upper end.
     pub top: f64,
     width: f64,
-    /// Whether it is so far from its point that a line should join them.
+    /// Whether it is so far from its point that a line should connect them.
     pub far: bool,
 }
 
 impl Label {
     const HEIGHT: f64 = FONT_SIZE + 2.0;
 
-    /// The place on its edge that is nearest to a point.
+    /// The position in the rectangle that is nearest to a point.
     pub fn nearest(&self, x: f64, y: f64) -> (f64, f64) {
         (x.clamp(self.left, self.left + self.width), y.clamp(self.top, self.top + Self::HEIGHT))
     }
@@ -39,14 +37,14 @@ impl Label {
         (near_x - x).hypot(near_y - y) < POINT_RADIUS + 1.0
     }
 
-    /// Whether a line goes through it.
+    /// Whether a line crosses the rectangle.
     fn crosses(&self, line: &Line) -> bool {
         line.places().any(|(x, y)| self.nearest(x, y) == (x, y))
     }
 }
 
 impl Line {
-    /// Places on it, less than half a letter apart.
+    /// Positions on the line, less than half a letter apart.
     fn places(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
         let (from, to) = (self.from, self.to);
         let steps = ((to.0 - from.0).hypot(to.1 - from.1) / 3.0).ceil().clamp(1.0, 1000.0) as usize;
@@ -56,7 +54,7 @@ impl Line {
     }
 }
 
-/// A place for each point's text.
+/// Finds a position for the label of each point.
 pub fn place(points: &[Point], places: &[(f64, f64)], lines: &[Line]) -> Vec<Label> {
     let mut labels: Vec<Label> =
         points.iter().zip(places).map(|(point, &at)| candidates(&point.label, at)[0]).collect();
@@ -66,7 +64,7 @@ pub fn place(points: &[Point], places: &[(f64, f64)], lines: &[Line]) -> Vec<Lab
                 let others = labels.iter().enumerate().filter(|&(j, _)| j != i);
                 others.map(|(_, other)| label.overlap(other)).sum::<f64>() + own_cost(label, places[i], places, lines)
             };
-            // Candidates come in order of preference, and the first of equals is kept.
+            // Candidates are in order of preference; the first of equals wins.
             let all = candidates(&point.label, places[i]).into_iter().enumerate();
             let rated = all.map(|(rank, label)| (cost(&label) + rank as f64, label));
             let best = rated.reduce(|best, next| if next.0 < best.0 { next } else { best });
@@ -78,8 +76,8 @@ pub fn place(points: &[Point], places: &[(f64, f64)], lines: &[Line]) -> Vec<Lab
     labels
 }
 
-/// What is wrong with a place for the text of the point at `own`, apart from other texts: points and lines under it,
-/// points under the line that leads to it, or the edge of the chart.
+/// The cost of a position for the label of the point at `own`, apart from other labels: points and lines under it, points under
+/// the line that leads to it, and parts outside the chart.
 fn own_cost(label: &Label, own: (f64, f64), places: &[(f64, f64)], lines: &[Line]) -> f64 {
     let leader = Line { family: 0, from: own, to: label.nearest(own.0, own.1) };
     let near = |at: (f64, f64)| leader.places().any(|(x, y)| (x - at.0).hypot(y - at.1) < POINT_RADIUS + 1.0);
@@ -92,7 +90,7 @@ fn own_cost(label: &Label, own: (f64, f64), places: &[(f64, f64)], lines: &[Line
     80.0 * covered + 18.0 * crossed + 60.0 * outside
 }
 
-/// Places around a point, the most natural first.
+/// Positions around a point, in order of preference.
 fn candidates(text: &str, (x, y): (f64, f64)) -> Vec<Label> {
     let width = text.chars().count() as f64 * LETTER_WIDTH;
     let gap = POINT_RADIUS + 3.0;
@@ -127,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_of_points_side_by_side_do_not_overlap() {
+    fn labels_of_adjacent_points_do_not_overlap() {
         let point = |i: usize| Point { label: format!("codec:{i}"), family: 0, ratio: 1.0, error: 1.0 };
         let points: Vec<Point> = (0..6).map(point).collect();
         let places: Vec<(f64, f64)> = (0..6).map(|i| (400.0 + 9.0 * f64::from(i), 300.0)).collect();
@@ -139,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_at_the_edge_stays_inside() {
+    fn a_label_at_the_edge_stays_inside() {
         let points = [Point { label: "feedback(tile:4)".to_owned(), family: 0, ratio: 1.0, error: 1.0 }];
         for at in [(RIGHT - 5.0, 300.0), (LEFT + 5.0, 300.0), (RIGHT - 5.0, ZERO)] {
             let label = place(&points, &[at], &[])[0];

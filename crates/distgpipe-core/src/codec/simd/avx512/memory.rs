@@ -1,4 +1,4 @@
-//! Between vectors and memory: whole vectors behind references, and the front of one where memory ends.
+//! Loads and stores: whole vectors behind references, and parts of vectors at the end of a slice.
 
 use super::super::super::tile::TILES;
 use std::arch::x86_64::*;
@@ -10,7 +10,7 @@ with_avx512! {
         unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
     }
 
-    /// The first 64 bytes, with zeros for those that are missing.
+    /// Loads up to 64 bytes, with zeros for those that are missing.
     #[inline]
     pub fn load_front(from: &[u8]) -> __m512i {
         // SAFETY: only as many bytes are read as the slice has.
@@ -23,14 +23,14 @@ with_avx512! {
         unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
     }
 
-    /// 16 codes, each as a 32-bit number.
+    /// Loads 16 codes as 32-bit numbers.
     #[inline]
     pub fn load_codes(from: &[u16; 16]) -> __m512i {
         // SAFETY: 32 bytes are readable behind the reference, and need not be aligned.
         _mm512_cvtepu16_epi32(unsafe { _mm256_loadu_si256(from.as_ptr().cast()) })
     }
 
-    /// 16 codes, each as a 32-bit number; zeros for those that are missing.
+    /// Loads up to 16 codes as 32-bit numbers, with zeros for those that are missing.
     #[inline]
     pub fn load_codes_front(from: &[u16]) -> __m512i {
         // SAFETY: only as many codes are read as the slice has.
@@ -44,7 +44,7 @@ with_avx512! {
         unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
     }
 
-    /// The first bytes of a vector, as many as there is room for.
+    /// Stores the first bytes of a vector, as many as fit.
     #[inline]
     pub fn store_front(value: __m512i, to: &mut [u8]) {
         // SAFETY: only as many bytes are written as the slice has.
@@ -63,14 +63,14 @@ with_avx512! {
         unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), value) }
     }
 
-    /// The first of 16 codes, as many as there is room for.
+    /// Stores the first of 16 codes, as many as fit.
     #[inline]
     pub fn store_codes_front(value: __m256i, to: &mut [u16]) {
         // SAFETY: only as many codes are written as the slice has.
         unsafe { _mm256_mask_storeu_epi16(to.as_mut_ptr().cast(), first_bytes(to.len()) as u16, value) }
     }
 
-    /// A bit for each of the first `length`, at most 64.
+    /// A mask of the lowest `length` bits, at most 64.
     #[inline]
     pub fn first_bytes(length: usize) -> u64 {
         _bzhi_u64(u64::MAX, length.min(64) as u32)
@@ -82,7 +82,7 @@ with_avx512! {
         unsafe { _mm512_loadu_ps(from.as_ptr()) }
     }
 
-    /// Eight numbers from place `at` on.
+    /// Loads eight numbers from index `at` on.
     #[inline]
     pub fn load_eight(from: &[f32; TILES], at: usize) -> __m256 {
         let from: &[f32; 8] = from[at..].first_chunk().expect("a multiple of eight");

@@ -1,0 +1,78 @@
+//! The values of flags that name one of several things.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+/// Data sets: `--data`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DataName {
+    /// 1,797 handwritten digits, built in
+    Digits,
+    /// Generated for the model's input shape, with a pattern that can be trained on
+    Synthetic,
+    /// CIFAR-10: 60,000 images in 10 classes
+    Cifar10,
+    /// CIFAR-100: 60,000 images in 100 classes
+    Cifar100,
+    /// Food-101: 101,000 photographs in 101 classes
+    Food101,
+    /// Your own JPEG and PNG files in DIR/train/CLASS/ and DIR/test/CLASS/
+    ImageFolder,
+    /// GLUE RTE: does one sentence follow from another?
+    Rte,
+    /// GLUE CoLA: is a sentence grammatical English?
+    Cola,
+}
+
+impl DataName {
+    /// The name that the flag takes.
+    pub fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+}
+
+/// Optimizers: `--optimizer`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OptimizerName {
+    /// Stochastic gradient descent, with momentum by default
+    Sgd,
+    /// Adam
+    Adam,
+    /// Adam with decoupled weight decay
+    Adamw,
+    /// RMSprop, not centered
+    Rmsprop,
+}
+
+impl OptimizerName {
+    /// The name that the flag takes.
+    pub fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+}
+
+/// Learning rate schedules: `--lr-decay`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DecayName {
+    /// No decay
+    Constant,
+    /// To 0 along a half cosine
+    Cosine,
+    /// To 0 linearly
+    Linear,
+    /// To 0 as a power (--lr-power) of the remaining share of updates
+    Polynomial,
+}
+
+/// What to resume from: `--resume`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ResumeName {
+    /// The newest checkpoint; it is an error if there is none
+    Newest,
+    /// The newest checkpoint, or a new run if there is none; for commands that are retried until they succeed
+    IfAny,
+}

@@ -1,0 +1,61 @@
+//! Flags as a command line for a shell, and their defaults in the help.
+
+use super::TrainFlags;
+use clap::Args as _;
+
+impl TrainFlags {
+    /// These flags as a command for a shell, in pieces of one flag with its value.
+    pub fn to_words(&self) -> anyhow::Result<Vec<String>> {
+        let table = toml::Table::try_from(self)?;
+        let mut words = vec!["distgpipe train".to_owned()];
+        let mut push = |name: &str, value: &toml::Value| match value {
+            toml::Value::Boolean(true) => words.push(format!("--{name}")),
+            toml::Value::Boolean(false) => words.push(format!("--{name}=false")),
+            toml::Value::String(text) => words.push(format!("--{name} {}", quoted(text))),
+            other => words.push(format!("--{name} {other}")),
+        };
+        for name in names() {
+            match table.get(&name) {
+                Some(toml::Value::Array(values)) => values.iter().for_each(|v| push(&name, v)),
+                Some(value) => push(&name, value),
+                None => {}
+            }
+        }
+        Ok(words)
+    }
+
+    /// These flags as a command for a shell, on one line.
+    pub fn to_command(&self) -> anyhow::Result<String> {
+        Ok(self.to_words()?.join(" "))
+    }
+}
+
+/// A word quoted for a POSIX shell, where it needs to be.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=+".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', "'\\''"))
+    }
+}
+
+/// The long names of all flags, in the order of the help.
+pub(super) fn names() -> Vec<String> {
+    let command = TrainFlags::augment_args(clap::Command::new("train"));
+    command.get_arguments().filter_map(|arg| arg.get_long().map(str::to_owned)).collect()
+}
+
+/// Adds the default value to the help of a flag that has a fixed one.
+pub fn show_defaults(arg: clap::Arg) -> clap::Arg {
+    let table = toml::Table::try_from(TrainFlags::defaults()).unwrap_or_default();
+    let default = arg.get_long().and_then(|name| table.get(name)).map(|value| match value {
+        toml::Value::String(text) => text.clone(),
+        toml::Value::Float(number) => number.to_string(),
+        other => other.to_string(),
+    });
+    match (default, arg.get_help().map(ToString::to_string)) {
+        (Some(default), Some(help)) => arg.help(format!("{help} [default: {default}]")),
+        _ => arg,
+    }
+}

@@ -1,0 +1,106 @@
+//! Flags from and to TOML: `--config` files, recipes, and the config.toml of a run's log.
+
+use super::command_line::names;
+use super::TrainFlags;
+use crate::exit::usage;
+use crate::files::read_text;
+use std::path::Path;
+
+/// The largest configuration file that is read.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+impl TrainFlags {
+    /// These flags, on top of those in the file that `--config` names.
+    pub fn with_config(self) -> anyhow::Result<Self> {
+        let Some(path) = self.config.clone() else {
+            return Ok(self);
+        };
+        let text = read_text("--config", &path, CONFIG_BYTES_MAX)?;
+        let mut flags = from_toml(&text, &path)?.overlaid(&self)?;
+        flags.config = Some(path);
+        Ok(flags)
+    }
+
+    /// These flags as the text of a `--config` file.
+    pub fn to_toml(&self) -> anyhow::Result<String> {
+        Ok(toml::to_string(self)?)
+    }
+}
+
+/// Parses the text of a TOML file. Errors name `path` and the key.
+pub fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
+    let wrong = |why: String| usage(format!("--config {}: {why}", path.display()));
+    let table: toml::Table = text.parse().map_err(|e: toml::de::Error| wrong(e.to_string()))?;
+    let mut known = names();
+    known.retain(|name| name != "config");
+    let mut flags = toml::Table::new();
+    for (written, value) in table {
+        let mut key = written.replace('_', "-");
+        if key == "micro-batches" || key == "chunk" {
+            key = "chunks".to_owned();
+        }
+        if !known.contains(&key) {
+            let nearest =
+                known.iter().max_by(|a, b| strsim::jaro_winkler(a, &key).total_cmp(&strsim::jaro_winkler(b, &key)));
+            let nearest = nearest.map(String::as_str).unwrap_or_default();
+            return Err(wrong(format!(
+                "unknown key `{written}`: did you mean `{nearest}`? Keys are the flags of `distgpipe train`"
+            )));
+        }
+        let value = normalized(&key, value).map_err(|why| wrong(format!("`{written}`: {why}")))?;
+        // Parsed one by one, so that the error names the key.
+        let alone = toml::Table::from_iter([(key.clone(), value.clone())]);
+        alone.try_into::<TrainFlags>().map_err(|e| wrong(format!("`{written}`: {}", e.message())))?;
+        flags.insert(key, value);
+    }
+    flags.try_into().map_err(|e: toml::de::Error| wrong(e.message().to_owned()))
+}
+
+/// Brings a value into the form that the command line has: a file may write comma-separated lists as arrays, and model settings
+/// as a table.
+fn normalized(key: &str, value: toml::Value) -> Result<toml::Value, String> {
+    let word = |value: &toml::Value| match value {
+        toml::Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    Ok(match (key, value) {
+        ("balance" | "place" | "workers", toml::Value::Array(values)) => {
+            toml::Value::String(values.iter().map(word).collect::<Vec<_>>().join(","))
+        }
+        ("set", toml::Value::Table(settings)) => {
+            let setting = |(key, value): (String, toml::Value)| {
+                let value = serde_json::to_string(&value).map_err(|e| e.to_string())?;
+                Ok(toml::Value::String(format!("{key}={value}")))
+            };
+            toml::Value::Array(settings.into_iter().map(setting).collect::<Result<_, String>>()?)
+        }
+        (_, value) => value,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> anyhow::Result<TrainFlags> {
+        from_toml(text, Path::new("run.toml"))
+    }
+
+    #[test]
+    fn errors_in_a_file_name_the_key_and_the_nearest_one() {
+        let error = |text| parse(text).unwrap_err().to_string();
+        assert!(error("shedule = 'gpipe'").contains("unknown key `shedule`: did you mean `schedule`?"));
+        assert!(error("batch = 'many'").contains("`batch`: invalid type"), "{}", error("batch = 'many'"));
+        assert!(error("config = 'other.toml'").contains("unknown key"));
+        assert!(error("batch = ").contains("--config run.toml"));
+    }
+
+    #[test]
+    fn defaults_survive_a_round_trip_through_toml() {
+        let flags = TrainFlags { trace: Some(true), set: vec!["a='b c'".to_owned()], ..TrainFlags::defaults() };
+        assert_eq!(parse(&flags.to_toml().unwrap()).unwrap(), flags);
+        let command = flags.to_command().unwrap();
+        assert!(command.starts_with("distgpipe train --model mlp --set 'a='\\''b c'\\''' --data digits"), "{command}");
+        assert!(command.contains("--trace"), "{command}");
+    }
+}

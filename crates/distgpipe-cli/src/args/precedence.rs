@@ -1,0 +1,91 @@
+//! How the flags of one source override those of another: the command line over a TOML file, both over a recipe or over the
+//! flags of the checkpoint to resume from.
+
+use super::TrainFlags;
+use crate::exit::usage;
+
+/// Flags that exclude others. Where the overriding source gives one of the first list, the flags of the second list are dropped
+/// from the source below, so that users get no error about flags that they did not give.
+const DISPLACED: [(&[&str], &[&str]); 6] = [
+    (&["partitions", "balance", "cut", "auto-balance"], &CUTS),
+    (&["plan"], &["place", "chunks", "schedule", "recompute"]),
+    (&["chunks", "schedule", "recompute"], &["plan"]),
+    (&["codec"], &["sortquant", "quant", "split"]),
+    (&["sortquant"], &["codec"]),
+    (&["lr-decay"], &["lr-power"]),
+];
+
+/// The flags that describe or depend on one cut of the model.
+const CUTS: [&str; 11] = [
+    "partitions",
+    "balance",
+    "cut",
+    "auto-balance",
+    "plan",
+    "place",
+    "balance-by",
+    "memory-limit",
+    "link-rate",
+    "link-latency",
+    "codec-link",
+];
+
+/// The same, where the overriding source changes the flag's value.
+const DISPLACED_BY_ANOTHER: [(&str, &[&str]); 2] =
+    [("optimizer", &["momentum", "nesterov", "lr", "weight-decay"]), ("data", &["data-dir", "samples"])];
+
+impl TrainFlags {
+    /// These flags, overridden by those that `other` gives. Model settings are merged by key.
+    pub fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
+        let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
+        let changed: Vec<String> = other.set.iter().map(|setting| key(setting)).collect();
+        let mut set: Vec<String> =
+            self.set.iter().filter(|setting| !changed.contains(&key(setting))).cloned().collect();
+        set.extend(other.set.iter().cloned());
+        let table = |flags: &Self| {
+            let too_large = |e| usage(format!("expected numbers up to {}: {e}", i64::MAX));
+            toml::Table::try_from(flags).map_err(too_large)
+        };
+        let (mut table, overriding) = (table(&self)?, table(other)?);
+        for (given, displaced) in DISPLACED {
+            if given.iter().any(|name| overriding.contains_key(*name)) {
+                table.retain(|name, _| !displaced.contains(&name));
+            }
+        }
+        for (given, displaced) in DISPLACED_BY_ANOTHER {
+            if overriding.contains_key(given) && overriding.get(given) != table.get(given) {
+                table.retain(|name, _| !displaced.contains(&name));
+            }
+        }
+        table.extend(overriding);
+        let mut flags: TrainFlags = table.try_into()?;
+        flags.set = set;
+        Ok(flags)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::from_toml;
+    use distgpipe_core::schedule::Schedule;
+    use std::path::Path;
+
+    fn parse(text: &str) -> anyhow::Result<TrainFlags> {
+        from_toml(text, Path::new("run.toml"))
+    }
+
+    #[test]
+    fn the_command_line_wins_over_the_file() {
+        let file = parse(
+            "batch = 32\nmicro_batches = 2\nbalance = [1, 2]\nschedule = 'gpipe'\n[set]\nclasses = 5\nhidden = [8, 8]",
+        )
+        .unwrap();
+        assert_eq!(parse("lr = 1").unwrap().lr, Some(1.0));
+        let line = TrainFlags { batch: Some(16), set: vec!["classes=7".to_owned()], ..TrainFlags::default() };
+        let flags = file.overlaid(&line).unwrap();
+        assert_eq!((flags.batch, flags.chunks, flags.balance.as_deref()), (Some(16), Some(2), Some("1,2")));
+        assert_eq!(flags.set, ["hidden=[8,8]", "classes=7"]);
+        assert_eq!(flags.schedule, Some(Schedule::GPipe));
+    }
+}

@@ -1,0 +1,50 @@
+//! Where the workers of a run are.
+
+use crate::args::TrainFlags;
+use crate::cmd::worker::given_token;
+use crate::exit::usage;
+use anyhow::Context;
+use distgpipe::{WorkerProgram, Workers};
+
+/// The workers that `--workers` names. `count` includes this process and all replicas.
+pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
+    let addresses: Vec<String> = match flags.workers.as_deref().unwrap_or("threads") {
+        "threads" => return Ok(Workers::Threads),
+        "processes" => {
+            let program = std::env::current_exe().context("--workers processes: finding the path of this program")?;
+            return Ok(Workers::Processes(WorkerProgram {
+                program,
+                arguments: vec!["worker".to_owned(), "--child".to_owned()],
+            }));
+        }
+        addresses => addresses.split(',').map(|address| address.trim().to_owned()).collect(),
+    };
+    if let Some(wrong) = addresses.iter().find(|address| !address.contains(':')) {
+        return Err(usage(format!(
+            "--workers {wrong}: expected `threads`, `processes`, or addresses such as 10.0.0.2:7000"
+        )));
+    }
+    if let Some(twice) = addresses.iter().enumerate().find(|(i, address)| addresses[..*i].contains(address)) {
+        return Err(usage(format!(
+            "--workers: {} is named twice, and a worker process takes one worker's part: start another `distgpipe worker`",
+            twice.1
+        )));
+    }
+    if count == 1 {
+        return Err(usage(
+            "--workers: there is one partition, which runs in this process: cut the model with --partitions or --balance, or \
+             use --replicas",
+        ));
+    }
+    if addresses.len() + 1 != count {
+        return Err(usage(format!(
+            "--workers: expected {} address(es) for {count} workers, because the first is this process; got {}: see --place and --replicas",
+            count.saturating_sub(1),
+            addresses.len()
+        )));
+    }
+    let token = given_token(flags.token_file.as_deref())?.ok_or_else(|| {
+        usage("--workers: remote workers need their token: give it with --token-file FILE or the variable DISTGPIPE_TOKEN")
+    })?;
+    Ok(Workers::Remote { addresses, token })
+}

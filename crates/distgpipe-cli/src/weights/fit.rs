@@ -1,0 +1,278 @@
+//! Compares a file with the model, and lists whatever does not fit.
+
+use super::names::{spellings, BODY, COUNTER, IGNORED, PARALLEL};
+use super::{Fitted, Missing};
+use crate::exit::usage;
+use crate::report::{listed, FEW};
+use distgpipe::tch::Kind;
+use distgpipe::train::weights::{self, Entry};
+use distgpipe::{Model, TensorSpec};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Mutex;
+
+/// How many names an error lists of each kind of mismatch.
+const LISTED_MAX: usize = 50;
+
+/// Opens a file whose tensors fit the model. It must have all of the model's tensors, or some of them with
+/// [`Missing::Initialize`], and no unknown ones.
+pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted> {
+    let flag = format!("--weights {}", path.display());
+    let source = weights::open(path).map_err(|e| usage(format!("--weights {e}")))?;
+    let mut matches = Matches::new(source.entries(), model, allow);
+    let mut notes = Vec::new();
+    let mut note = |names: &[String], what: &str| {
+        if !names.is_empty() {
+            notes.push(format!("{flag}: {} {what}: {}", names.len(), listed(names, FEW)));
+        }
+    };
+    note(&matches.ignored, "unused, because the model has no such part");
+    if allow == Missing::Initialize && !matches.found.is_empty() {
+        note(&matches.missing, "missing: these tensors keep their initial values");
+        note(&matches.reinitialized, "with another shape in the last layer: these tensors keep their initial values");
+        matches.missing.clear();
+    } else {
+        matches.misshaped.append(&mut matches.reinitialized);
+    }
+    let mismatches = matches.mismatches();
+    if mismatches.is_empty() {
+        return Ok(Fitted { path: path.to_owned(), source: Mutex::new(source), found: matches.found, notes });
+    }
+    Err(usage(format!(
+        "{flag} does not fit the model: check --model and --set, or rename the tensors; with --init-missing, tensors that are \
+         missing and last-layer tensors of another shape keep their initial values:\n{}",
+        mismatches.join("\n")
+    )))
+}
+
+/// The tensors of a file, sorted by whether they fit the model.
+#[derive(Default)]
+struct Matches {
+    /// By the model's name: the tensor's number in the file, and its type in the model.
+    found: BTreeMap<String, (usize, Kind)>,
+    /// Known to be no part of the models here.
+    ignored: Vec<String>,
+    unknown: Vec<String>,
+    misshaped: Vec<String>,
+    /// Of another shape, in the last layer, where that is allowed.
+    reinitialized: Vec<String>,
+    duplicated: Vec<String>,
+    missing: Vec<String>,
+}
+
+impl Matches {
+    fn new(entries: &[Entry], model: &Model, allow: Missing) -> Self {
+        let last: BTreeSet<String> =
+            model.layers.last().iter().flat_map(|layer| layer.tensors()).map(|spec| spec.name).collect();
+        let specs: BTreeMap<String, TensorSpec> =
+            model.layers.iter().flat_map(|layer| layer.tensors()).map(|spec| (spec.name.clone(), spec)).collect();
+        let parallel = entries.iter().all(|entry| entry.name.starts_with(PARALLEL));
+        let mut matches = Matches::default();
+        let mut named = BTreeMap::new();
+        for (index, entry) in entries.iter().enumerate() {
+            let name = &entry.name;
+            let bare = if parallel { &name[PARALLEL.len()..] } else { name };
+            let Some(spec) = spellings(bare).iter().find_map(|spelling| specs.get(spelling)) else {
+                let body = bare.strip_prefix(BODY).unwrap_or(bare);
+                if IGNORED.iter().any(|beginning| body.starts_with(beginning)) {
+                    matches.ignored.push(name.clone());
+                } else if !name.ends_with(COUNTER) {
+                    matches.unknown.push(name.clone());
+                }
+                continue;
+            };
+            if let Some(other) = named.insert(spec.name.clone(), name.clone()) {
+                matches.duplicated.push(format!("{other} and {name}"));
+            } else if entry.dims == spec.dims {
+                matches.found.insert(spec.name.clone(), (index, spec.kind));
+            } else {
+                let shapes = format!("{name} is {:?}, the model expects {:?}", entry.dims, spec.dims);
+                let new = allow == Missing::Initialize && last.contains(&spec.name);
+                if new { &mut matches.reinitialized } else { &mut matches.misshaped }.push(shapes);
+            }
+        }
+        let absent = |name: &String| !named.contains_key(name) && !name.ends_with(COUNTER);
+        matches.missing = specs.into_keys().filter(absent).collect();
+        matches
+    }
+
+    /// A line for each kind of tensor that does not fit; empty if all do.
+    fn mismatches(&self) -> Vec<String> {
+        let kinds = [
+            ("missing", &self.missing),
+            ("unknown to the model", &self.unknown),
+            ("of the wrong shape", &self.misshaped),
+            ("names for one tensor", &self.duplicated),
+        ];
+        let some = kinds.into_iter().filter(|(_, names)| !names.is_empty());
+        some.map(|(what, names)| format!("  {} {what}: {}", names.len(), listed(names, LISTED_MAX))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::names::public_name;
+    use super::*;
+    use distgpipe::model::zoo::{Mlp, Roberta};
+    use safetensors::Dtype;
+    use std::path::PathBuf;
+
+    fn model() -> Model {
+        Mlp { hidden: vec![4], ..Mlp::default() }.model().unwrap()
+    }
+
+    /// A temporary file, removed on drop.
+    struct Written(PathBuf);
+
+    impl std::ops::Deref for Written {
+        type Target = Path;
+        fn deref(&self) -> &Path {
+            &self.0
+        }
+    }
+
+    impl Drop for Written {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+    }
+
+    fn write(name: &str, bytes: &[u8]) -> Written {
+        let path = std::env::temp_dir().join(format!("distgpipe-weights-{}-{name}", std::process::id()));
+        std::fs::write(&path, bytes).unwrap();
+        Written(path)
+    }
+
+    fn file(tensors: &[(&str, &[usize])]) -> Vec<u8> {
+        let data: Vec<Vec<u8>> = tensors.iter().map(|(_, dims)| vec![0; 4 * dims.iter().product::<usize>()]).collect();
+        let views = tensors.iter().zip(&data).map(|((name, dims), data)| {
+            (*name, safetensors::tensor::TensorView::new(Dtype::F32, dims.to_vec(), data).unwrap())
+        });
+        safetensors::serialize(views, &None).unwrap()
+    }
+
+    #[test]
+    fn everything_that_does_not_fit_is_listed() {
+        let whole: [(&str, &[usize]); 4] = [
+            ("layers.0.weight", &[4, 64]),
+            ("layers.0.bias", &[4]),
+            ("layers.1.weight", &[10, 4]),
+            ("layers.1.bias", &[10]),
+        ];
+        let path = write("whole", &file(&whole));
+        assert_eq!(fit(&path, &model(), Missing::Refuse).unwrap().found.len(), 4);
+        let body = write("body", &file(&whole[..2]));
+        let refused = fit(&body, &model(), Missing::Refuse).err().unwrap().to_string();
+        assert!(refused.contains("2 missing") && refused.contains("--init-missing"), "{refused}");
+        assert_eq!(fit(&body, &model(), Missing::Initialize).unwrap().found.len(), 2);
+        let strange = write("strange", &file(&[("other", &[1])]));
+        assert!(fit(&strange, &model(), Missing::Initialize).is_err(), "the file has no tensor of the model");
+        let broken: [(&str, &[usize]); 4] =
+            [("layers.0.weight", &[4, 65]), ("layers.0.bias", &[4]), ("other", &[1]), ("x.num_batches_tracked", &[1])];
+        let text = fit(&write("broken", &file(&broken)), &model(), Missing::Refuse).err().unwrap().to_string();
+        assert!(text.contains("2 missing: layers.1.bias, layers.1.weight"), "{text}");
+        assert!(text.contains("1 unknown to the model: other"), "{text}");
+        assert!(text.contains("layers.0.weight is [4, 65], the model expects [4, 64]"), "{text}");
+    }
+
+    fn names(model: &Model) -> Vec<(String, Vec<usize>)> {
+        let specs = model.layers.iter().flat_map(|layer| layer.tensors());
+        specs.map(|spec| (spec.name, spec.dims.iter().map(|&d| d as usize).collect())).collect()
+    }
+
+    fn written(name: &str, tensors: &[(String, Vec<usize>)]) -> Written {
+        let tensors: Vec<(&str, &[usize])> = tensors.iter().map(|(name, dims)| (&name[..], &dims[..])).collect();
+        write(name, &file(&tensors))
+    }
+
+    /// With the names of `RobertaForSequenceClassification`, `RobertaModel` and `RobertaForMaskedLM`, the last as in files from 2019.
+    #[test]
+    fn names_of_hugging_face_and_data_parallel_files_match_the_model() {
+        let settings = Roberta { layers: 1, hidden: 4, heads: 1, feed_forward: 8, vocabulary: 9, ..Roberta::default() };
+        let model = settings.model().unwrap();
+        let ours = names(&model);
+        let head = |name: &str| name.starts_with("classifier.");
+        let renamed = |rename: &dyn Fn(&str) -> String| -> Vec<(String, Vec<usize>)> {
+            ours.iter().map(|(name, dims)| (rename(name), dims.clone())).collect()
+        };
+        let classifier = renamed(&|name| public_name(&model, name));
+        assert!(classifier.iter().any(|(name, _)| name == "roberta.encoder.layer.0.attention.self.query.weight"));
+        assert!(classifier.iter().any(|(name, _)| name == "classifier.out_proj.weight"));
+        let parallel = renamed(&|name| format!("module.{}", public_name(&model, name)));
+        for (label, tensors) in [("ours", &ours), ("classifier", &classifier), ("parallel", &parallel)] {
+            let fitted = fit(&written(label, tensors), &model, Missing::Refuse).unwrap();
+            assert_eq!((fitted.found.len(), fitted.notes.len()), (ours.len(), 0), "{label}");
+        }
+        let mut base: Vec<_> = ours.iter().filter(|(name, _)| !head(name)).cloned().collect();
+        let body = base.len();
+        base.extend(
+            ["pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"].map(|n| (n.to_owned(), vec![1])),
+        );
+        let mut masked = renamed(&|name| format!("roberta.{name}"));
+        masked.retain(|(name, _)| !head(&name["roberta.".len()..]));
+        for (name, _) in &mut masked {
+            let old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
+            *name = old;
+        }
+        assert!(masked.iter().any(|(name, _)| name.ends_with("LayerNorm.gamma")));
+        masked.extend(
+            ["lm_head.bias", "lm_head.dense.weight", "lm_head.layer_norm.weight"].map(|n| (n.to_owned(), vec![1])),
+        );
+        for (label, tensors) in [("base", &base), ("masked", &masked)] {
+            let path = written(label, tensors);
+            let text = fit(&path, &model, Missing::Refuse).err().unwrap().to_string();
+            assert!(
+                text.contains("4 missing: classifier.dense.bias") && !text.contains("unknown to the model"),
+                "{text}"
+            );
+            let fitted = fit(&path, &model, Missing::Initialize).unwrap();
+            assert_eq!(fitted.found.len(), body, "{label}");
+            assert!(fitted.notes[0].contains("3 unused"), "{:?}", fitted.notes);
+            assert!(fitted.notes[1].contains("4 missing"), "{:?}", fitted.notes);
+        }
+        let mut both = classifier.clone();
+        both.push(ours[0].clone());
+        let text = fit(&written("both", &both), &model, Missing::Initialize).err().unwrap().to_string();
+        assert!(text.contains("1 names for one tensor: "), "{text}");
+    }
+
+    #[test]
+    fn another_number_of_classes_gives_a_new_classifier_and_another_body_is_an_error() {
+        let path = written("classes", &names(&Mlp { hidden: vec![4], classes: 7, ..Mlp::default() }.model().unwrap()));
+        let text = fit(&path, &model(), Missing::Refuse).err().unwrap().to_string();
+        assert!(text.contains("2 of the wrong shape") && text.contains("--init-missing"), "{text}");
+        let fitted = fit(&path, &model(), Missing::Initialize).unwrap();
+        assert_eq!(fitted.found.keys().collect::<Vec<_>>(), ["layers.0.bias", "layers.0.weight"]);
+        assert!(fitted.notes[0].contains("layers.1.weight is [7, 4], the model expects [10, 4]"), "{:?}", fitted.notes);
+        let path = written("body", &names(&Mlp { hidden: vec![5], ..Mlp::default() }.model().unwrap()));
+        assert!(fit(&path, &model(), Missing::Initialize).is_err());
+    }
+
+    /// ResNet files from 2017 have no batch counters.
+    #[test]
+    fn batch_counters_may_be_missing() {
+        let spec =
+            distgpipe::model::ModelSpec { name: "resnet".to_owned(), settings: serde_json::json!({ "depth": 18 }) };
+        let model = distgpipe::model::zoo::build(&spec).unwrap();
+        let mut tensors = names(&model);
+        tensors.retain(|(name, _)| !name.ends_with(COUNTER));
+        let path = written("counters", &tensors);
+        assert_eq!(fit(&path, &model, Missing::Refuse).unwrap().found.len(), tensors.len());
+    }
+
+    #[test]
+    fn arbitrary_bytes_are_an_error_and_do_not_panic() {
+        let good = file(&[("layers.0.bias", &[4])]);
+        let mut cases = vec![vec![], vec![0xff; 7], vec![0xff; 64], good[..good.len() - 1].to_vec()];
+        for i in 0..good.len() {
+            let mut bytes = good.clone();
+            bytes[i] ^= 0x55;
+            cases.push(bytes);
+        }
+        let path = write("any", &[]);
+        for bytes in cases {
+            std::fs::write(&*path, bytes).unwrap();
+            assert!(fit(&path, &model(), Missing::Refuse).is_err());
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Communication: everything between a stage that sends a tensor and the stage that receives it, and between the driver and
+//! its workers.
+//!
+//! ```text
+//!  driver   protocol: Job, Command, StepReport        topology: the members of a run and who is linked to whom
+//!
+//!  stage ── message ──► transport: memory │ loopback │ tcp ──► admission ──► mailbox ──► stage
+//!                       link_codecs: encode by codec_policy      (between processes,
+//!                       traffic: count                            after a handshake)
+//!
+//!  failures  abort: ends all threads of a run; status, watchdog: find who stalls; timeouts: say when
+//! ```
+
+pub mod abort;
+pub mod admission;
+pub mod codec_policy;
+pub mod handshake;
+pub mod link_codecs;
+pub mod mailbox;
+pub mod message;
+pub mod protocol;
+pub mod status;
+pub mod timeouts;
+pub mod topology;
+pub mod traffic;
+pub mod transport;
+pub mod watchdog;

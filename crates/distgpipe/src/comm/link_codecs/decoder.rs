@@ -1,0 +1,116 @@
+//! The receiving end of a link: bytes to tensors.
+
+use super::dtype::kind_of;
+use super::{CodecCache, LinkCodecs};
+use crate::comm::message::Tag;
+use crate::comm::traffic::Counters;
+use crate::engine::{self, Layout};
+use crate::failure::Fault;
+use crate::runtime::trace::{now_ns, Phase};
+use distgpipe_core::codec::raw::Raw;
+use distgpipe_core::codec::{Codec, CodecId};
+use distgpipe_core::wire::{self, Header, Kind, TensorMeta};
+use tch::Tensor;
+
+/// Decodes the tensors that one direction of a link receives.
+pub struct Decoder {
+    /// `None` during the handshake, when no job is known: everything is raw then.
+    codecs: Option<CodecCache>,
+    raw: Raw,
+    counters: Counters,
+    body: Vec<u8>,
+}
+
+impl Decoder {
+    /// A decoder that counts its tensors on `counters`.
+    pub fn new(link_codecs: LinkCodecs, counters: Counters) -> Self {
+        Decoder { codecs: Some(CodecCache::new(link_codecs)), raw: Raw, counters, body: Vec::new() }
+    }
+
+    /// A decoder for the frames before the job, which are all raw.
+    pub fn raw() -> Self {
+        Decoder { codecs: None, raw: Raw, counters: Counters::default(), body: Vec::new() }
+    }
+
+    /// The device that a tensor of this kind is copied to next. State tensors stay on the CPU.
+    fn device(&self, kind: Kind) -> tch::Device {
+        let computed = matches!(kind, Kind::Activation | Kind::Gradient | Kind::Input | Kind::Target | Kind::Share);
+        self.codecs.as_ref().filter(|_| computed).map_or(tch::Device::Cpu, |codecs| codecs.link_codecs.device)
+    }
+
+    /// Reads and decodes the tensor of a frame whose header has been checked. `fill` reads the body from the connection.
+    pub fn read(
+        &mut self,
+        header: &Header,
+        meta: &TensorMeta,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<Tensor, Fault> {
+        if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
+            let mut tensor = empty(meta, self.device(header.kind))?;
+            let bytes = bytes_of(&mut tensor)?;
+            fill(bytes)?;
+            header.verify(bytes)?;
+            return Ok(tensor);
+        }
+        let tag = Tag::of(header);
+        // The body's size is checked against what the codec can produce before memory is allocated for it.
+        let dims: Vec<usize> = meta.shape.dims().iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
+        let codec = self.codec(&tag, meta.codec)?;
+        let max = codec.encoded_bytes(meta.dtype, &dims) as u64;
+        if header.body_bytes > max || !codec.size_varies() && header.body_bytes != max {
+            let at_most = if codec.size_varies() { "at most " } else { "" };
+            return Err(Fault::protocol(format!("{at_most}{max} bytes for {tag}"), header.body_bytes.to_string()));
+        }
+        let mut body = std::mem::take(&mut self.body);
+        body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
+        fill(&mut body)?;
+        header.verify(&body)?;
+        let tensor = self.decode(&tag, meta, &body);
+        self.body = body;
+        tensor
+    }
+
+    /// Decodes the tensor of a body that has arrived whole.
+    pub fn decode(&mut self, tag: &Tag, meta: &TensorMeta, body: &[u8]) -> Result<Tensor, Fault> {
+        let start = now_ns();
+        let mut tensor = empty(meta, self.device(tag.kind))?;
+        let bytes = bytes_of(&mut tensor)?;
+        let decoded = self.codec(tag, meta.codec)?.decode(meta, body, bytes);
+        decoded.map_err(|source| Fault::Codec { tensor: tag.to_string(), source })?;
+        if let Some((edge, codecs)) = tag.edge().zip(self.codecs.as_ref()) {
+            self.counters.count_decoded(edge, now_ns().saturating_sub(start));
+            if meta.codec != CodecId::Raw {
+                codecs.link_codecs.background.record(tag.step, Phase::Decode, tag, start);
+            }
+        }
+        Ok(tensor)
+    }
+
+    /// The codec for a frame that says codec `id` encoded it. Any frame may be raw; otherwise it must be the job's codec.
+    fn codec(&mut self, tag: &Tag, id: CodecId) -> Result<&mut dyn Codec, Fault> {
+        if id == CodecId::Raw {
+            return Ok(&mut self.raw);
+        }
+        let codecs = tag.edge().zip(self.codecs.as_mut());
+        match codecs.and_then(|(edge, codecs)| codecs.of(edge)) {
+            Some(codec) if codec.id() == id => Ok(codec.as_mut()),
+            Some(codec) => Err(Fault::protocol(format!("{tag} in codec {} or raw", codec.id()), id.to_string())),
+            None => Err(Fault::protocol(format!("{tag} raw"), format!("codec {id}"))),
+        }
+    }
+}
+
+/// A tensor in host memory for the decoder to fill, from where the copy to `device` is fast.
+fn empty(meta: &TensorMeta, device: tch::Device) -> Result<Tensor, Fault> {
+    let dims: Vec<i64> = meta.shape.dims().iter().map(|&d| i64::try_from(d).unwrap_or(i64::MAX)).collect();
+    let layout = match meta.layout {
+        wire::Layout::ChannelsLast if dims.len() == 4 => Layout::ChannelsLast,
+        _ => Layout::Contiguous,
+    };
+    engine::empty_near(device, &dims, kind_of(meta.dtype), layout)
+}
+
+/// The bytes of a new tensor.
+fn bytes_of(tensor: &mut Tensor) -> Result<&mut [u8], Fault> {
+    engine::bytes_mut(tensor).ok_or_else(|| Fault::internal("a dense tensor in host memory", "another"))
+}

@@ -1,0 +1,41 @@
+//! The time-outs of a run.
+
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// How long a run waits before it counts silence as failure, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Timeouts {
+    /// The run fails when no worker finishes an action for this long. Raise it if single actions take longer.
+    pub stall_s: f64,
+    /// A peer counts as dead when nothing arrives from it for this long, not even a heartbeat.
+    pub silence_s: f64,
+    /// The limit for connecting to a worker, and for its answers until it has joined the run.
+    pub connect_s: f64,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Timeouts { stall_s: 300.0, silence_s: 20.0, connect_s: 20.0 }
+    }
+}
+
+impl Timeouts {
+    /// [`Self::stall_s`] as a duration.
+    pub fn stall(&self) -> Duration {
+        seconds(self.stall_s)
+    }
+    /// [`Self::silence_s`] as a duration.
+    pub fn silence(&self) -> Duration {
+        seconds(self.silence_s)
+    }
+    /// [`Self::connect_s`] as a duration.
+    pub fn connect(&self) -> Duration {
+        seconds(self.connect_s)
+    }
+}
+
+/// Clamps a time-out, which may come from a peer, to a range that can be added to an `Instant`.
+fn seconds(s: f64) -> Duration {
+    Duration::try_from_secs_f64(s.clamp(0.05, 1e7)).unwrap_or(Duration::from_secs(300))
+}

@@ -1,0 +1,161 @@
+//! Counts what the links of a worker carry, for reports and tables.
+
+use distgpipe_core::schedule::Pass;
+use distgpipe_core::PartitionId;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// One direction between two partitions. Each edge has a codec and a count of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PartitionEdge {
+    /// Forward for activations, backward for gradients.
+    pub pass: Pass,
+    /// The partition that sends.
+    pub from: PartitionId,
+    /// The partition that receives.
+    pub to: PartitionId,
+}
+
+/// What a worker has sent over one edge since the run began.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EdgeTraffic {
+    /// The number of tensors.
+    pub tensors: u64,
+    /// The size of the tensors in memory, in bytes.
+    pub raw_bytes: u64,
+    /// The encoded size in bytes, frame headers included. Counted for encoded tensors even where no socket is involved.
+    pub wire_bytes: u64,
+    /// Time spent encoding the tensors, in nanoseconds.
+    pub encode_ns: u64,
+    /// Tensors that were sent raw although the edge has a codec: refused by it, sent during warm-up, or in an evaluation
+    /// without codecs.
+    pub sent_raw: u64,
+    /// Why the codec refused tensors: for each kind of reason, the first occurrence.
+    pub refusals: BTreeMap<String, String>,
+}
+
+/// The cost of one encoded tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct EncodingCost {
+    /// Its size in memory, in bytes.
+    pub raw_bytes: u64,
+    /// Its encoded size in bytes, with the frame's header.
+    pub wire_bytes: u64,
+    /// Time spent encoding it, in nanoseconds.
+    pub encode_ns: u64,
+}
+
+/// Counts what one direction of a link carries. Clones share the counts, so any thread may read them.
+#[derive(Clone, Debug, Default)]
+pub struct Counters(Arc<CounterCells>);
+
+#[derive(Debug, Default)]
+struct CounterCells {
+    messages: AtomicU64,
+    payload_bytes: AtomicU64,
+    wire_bytes: AtomicU64,
+    busy_ns: AtomicU64,
+    queued: AtomicU64,
+    sent: Mutex<BTreeMap<PartitionEdge, EdgeTraffic>>,
+    decoded_ns: Mutex<BTreeMap<PartitionEdge, u64>>,
+}
+
+/// A snapshot of [`Counters`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// The number of messages that carry tensors.
+    pub messages: u64,
+    /// The size of their tensors in memory, in bytes.
+    pub payload_bytes: u64,
+    /// Bytes written to the socket since the handshake: headers, commands, reports and heartbeats included. 0 between
+    /// threads.
+    pub wire_bytes: u64,
+    /// Time spent encoding and writing, in nanoseconds; between threads, decoding too.
+    pub busy_ns: u64,
+    /// What was sent over each edge.
+    pub sent: Vec<(PartitionEdge, EdgeTraffic)>,
+    /// Time spent decoding what arrived over each edge in the other direction, in nanoseconds.
+    pub decoded_ns: Vec<(PartitionEdge, u64)>,
+}
+
+impl Counters {
+    /// Counts one message that has been sent. `payload_bytes` is [`Message::payload_bytes`]: `None` for text.
+    ///
+    /// [`Message::payload_bytes`]: crate::comm::message::Message::payload_bytes
+    pub fn count_message(&self, payload_bytes: Option<u64>, wire_bytes: u64, busy: Duration) {
+        if let Some(payload_bytes) = payload_bytes {
+            self.0.messages.fetch_add(1, Ordering::Relaxed);
+            self.0.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
+        }
+        self.0.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
+        self.0.busy_ns.fetch_add(u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Counts a tensor that has been encoded, by the edge's codec or raw.
+    pub fn count_encoded(&self, edge: PartitionEdge, tensor: EncodingCost) {
+        let mut sent = lock(&self.0.sent);
+        let traffic = sent.entry(edge).or_default();
+        traffic.tensors += 1;
+        traffic.raw_bytes += tensor.raw_bytes;
+        traffic.wire_bytes += tensor.wire_bytes;
+        traffic.encode_ns += tensor.encode_ns;
+    }
+
+    /// Counts tensors that were handed to another thread without being encoded.
+    pub fn count_unencoded(&self, edge: PartitionEdge, tensors: u64, raw_bytes: u64) {
+        let mut sent = lock(&self.0.sent);
+        let traffic = sent.entry(edge).or_default();
+        traffic.tensors += tensors;
+        traffic.raw_bytes += raw_bytes;
+    }
+
+    /// Counts a tensor that is sent raw although its edge has a codec.
+    pub fn count_sent_raw(&self, edge: PartitionEdge) {
+        lock(&self.0.sent).entry(edge).or_default().sent_raw += 1;
+    }
+
+    /// Records why a codec refused a tensor, unless a refusal of this `kind` has been recorded before.
+    pub fn record_refusal(&self, edge: PartitionEdge, kind: &str, why: impl FnOnce() -> String) {
+        let mut sent = lock(&self.0.sent);
+        sent.entry(edge).or_default().refusals.entry(kind.to_owned()).or_insert_with(why);
+    }
+
+    /// Counts the time spent decoding a tensor that arrived from the peer.
+    pub fn count_decoded(&self, edge: PartitionEdge, ns: u64) {
+        *lock(&self.0.decoded_ns).entry(edge).or_default() += ns;
+    }
+
+    /// Counts a message into the link's queue.
+    pub fn enqueued(&self) {
+        self.0.queued.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Counts a message out of the link's queue, once it has been sent.
+    pub fn dequeued(&self) {
+        self.0.queued.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Whether the queue is empty, so that the counts are complete.
+    pub fn settled(&self) -> bool {
+        self.0.queued.load(Ordering::Acquire) == 0
+    }
+
+    /// A snapshot of the counts.
+    pub fn read(&self) -> Traffic {
+        Traffic {
+            messages: self.0.messages.load(Ordering::Relaxed),
+            payload_bytes: self.0.payload_bytes.load(Ordering::Relaxed),
+            wire_bytes: self.0.wire_bytes.load(Ordering::Relaxed),
+            busy_ns: self.0.busy_ns.load(Ordering::Relaxed),
+            sent: lock(&self.0.sent).iter().map(|(edge, traffic)| (*edge, traffic.clone())).collect(),
+            decoded_ns: lock(&self.0.decoded_ns).iter().map(|(edge, ns)| (*edge, *ns)).collect(),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}

@@ -1,0 +1,119 @@
+//! Finds the worker or the link that a stalled run waits for.
+//!
+//! The driver calls [`blame`] when no worker's [status](WorkerStatus) has changed for
+//! [`Timeouts::stall_s`](crate::comm::timeouts::Timeouts::stall_s).
+
+use crate::comm::status::{Activity, WorkerStatus};
+use crate::comm::topology::Topology;
+use distgpipe_core::schedule::{Action, Op, Pass, Plan};
+use distgpipe_core::WorkerId;
+
+/// Returns the name of the worker or link at fault, and what it should have done, as the worker and the phase of a
+/// [`Failure`](crate::failure::Failure). `plan` is the plan that the replicas are running; `statuses` has one entry per
+/// member of the topology.
+///
+/// A worker that computes, or that waits for something that no worker has to send, is at fault itself. If all workers wait, some
+/// message was sent and has not arrived, because a checked plan has no deadlock: its link is at fault.
+pub fn blame(topology: &Topology, plan: &Plan, statuses: &[WorkerStatus]) -> (String, String) {
+    busy_worker(topology, statuses)
+        .or_else(|| missing_message(topology, plan, statuses))
+        .or_else(|| missing_segment(topology, statuses))
+        .unwrap_or_else(|| ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned()))
+}
+
+/// The first worker that is not waiting.
+fn busy_worker(topology: &Topology, statuses: &[WorkerStatus]) -> Option<(String, String)> {
+    topology.members().zip(statuses).find_map(|(member, status)| match status.activity {
+        Activity::Running(action) => Some((topology.name(member), action.to_string())),
+        Activity::Busy => Some((topology.name(member), "building, updating or collecting its parameters".to_owned())),
+        Activity::Idle | Activity::Waiting(_) | Activity::AllReduce => None,
+    })
+}
+
+/// The link, or the driver, whose message a worker waits for although it has been sent.
+fn missing_message(topology: &Topology, plan: &Plan, statuses: &[WorkerStatus]) -> Option<(String, String)> {
+    for (member, status) in topology.members().zip(statuses) {
+        let Activity::Waiting(action) = status.activity else { continue };
+        let name = topology.name(member);
+        let Op::Receive { pass, from } = action.op else {
+            return Some(("the driver".to_owned(), format!("sending the input that {name} waits for in {action}")));
+        };
+        // A remote worker's status comes over the network and may name any partition.
+        if from.index() >= plan.partitions() {
+            continue;
+        }
+        let role = plan.placement().worker_of(from);
+        let sender = topology.member(topology.replica_of(member), role);
+        let sender_status = statuses.get(sender.index()).copied().unwrap_or_default();
+        if has_sent(plan, role, sender_status, action) {
+            let what = if pass == Pass::Forward { "activation" } else { "gradient" };
+            let link = format!("the link {} → {name}", topology.name(sender));
+            return Some((link, format!("carrying the {what} of {action}")));
+        }
+    }
+    None
+}
+
+/// Whether a worker has sent what `receive` waits for.
+fn has_sent(plan: &Plan, role: WorkerId, status: WorkerStatus, receive: Action) -> bool {
+    let Op::Receive { pass, from } = receive.op else { return false };
+    // A sender that is idle or in the all-reduce has run all its actions.
+    matches!(status.activity, Activity::Idle | Activity::AllReduce)
+        || plan.actions(role).iter().take(status.done).any(|action| {
+            action.partition == from
+                && action.micro_batch == receive.micro_batch
+                && matches!(action.op, Op::Send { pass: p, to } if p == pass && to == receive.partition)
+        })
+}
+
+/// The link whose segment is missing in an all-reduce. Every member of a ring sends before it waits, so the segment that
+/// the member with the fewest received segments waits for is in flight.
+fn missing_segment(topology: &Topology, statuses: &[WorkerStatus]) -> Option<(String, String)> {
+    let waiting = topology.members().zip(statuses).filter(|(_, status)| status.activity == Activity::AllReduce);
+    let (member, status) = waiting.min_by_key(|(_, status)| status.done)?;
+    let (previous, name) = (topology.name(topology.previous(member)), topology.name(member));
+    Some((format!("the link {previous} → {name}"), format!("carrying gradient segment {}", status.done + 1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use distgpipe_core::schedule::{Request, Schedule};
+
+    /// Three replicas of client, server, client, with the status of each of the six members.
+    fn blamed(statuses: [&str; 6]) -> (String, String) {
+        let request = Request::new("client,server,client".parse().unwrap(), 2);
+        let topology = Topology::new(Schedule::OneFOneB.plan(&request).unwrap(), 3);
+        let statuses = statuses.map(|text| format!("1 {text}").parse().unwrap());
+        blame(&topology, topology.plan(), &statuses)
+    }
+
+    fn pair(who: &str, what: &str) -> (String, String) {
+        (who.to_owned(), what.to_owned())
+    }
+
+    #[test]
+    fn the_worker_that_does_not_wait_is_to_blame_in_any_replica() {
+        let got = blamed(["0 share", "0 share", "3 wait 0B0<1", "2 run 1B0", "0 share", "0 idle"]);
+        assert_eq!(got, pair("server/1", "1B0"));
+        let got = blamed(["1 share", "1 share", "1 share", "1 busy", "0 share", "0 share"]);
+        assert_eq!(got.0, "server/1");
+    }
+
+    /// The server has run its actions and waits in the all-reduce, so the gradient is in flight.
+    #[test]
+    fn a_missing_message_within_a_replica_is_the_fault_of_its_link() {
+        let got = blamed(["1 share", "1 share", "3 wait 0B0<1", "0 share", "1 share", "1 share"]);
+        assert_eq!(got, pair("the link server/1 → client/1", "carrying the gradient of 0B0<1"));
+        let got = blamed(["0 idle", "0 idle", "0 wait 0F0", "0 wait 1F0<0", "0 idle", "0 idle"]);
+        assert_eq!(got, pair("the driver", "sending the input that client/1 waits for in 0F0"));
+    }
+
+    #[test]
+    fn in_an_all_reduce_the_link_to_the_member_with_the_fewest_segments_is_to_blame() {
+        let got = blamed(["3 share", "2 share", "2 share", "3 share", "3 share", "1 share"]);
+        assert_eq!(got, pair("the link server/1 → server/2", "carrying gradient segment 2"));
+        let got = blamed(["0 share", "2 share", "2 share", "2 share", "1 share", "1 share"]);
+        assert_eq!(got, pair("the link client/2 → client/0", "carrying gradient segment 1"));
+    }
+}

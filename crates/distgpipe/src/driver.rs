@@ -1,0 +1,9 @@
+//! What drives a run: the pipeline that a user holds, and the starting of its workers.
+
+pub mod auto_balance;
+pub mod builder;
+pub mod launch;
+pub mod pipeline;
+pub mod profile;
+pub mod serve;
+mod wiring;

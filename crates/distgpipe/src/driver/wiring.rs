@@ -1,0 +1,144 @@
+//! One worker of this process: its mailbox and codecs, its connections, and the thread that runs it. The driver wires its
+//! worker threads with this, and a worker process wires its only worker.
+
+use crate::comm::abort::AbortFlag;
+use crate::comm::admission::{Delivery, Peer};
+use crate::comm::link_codecs::LinkCodecs;
+use crate::comm::mailbox::Mailbox;
+use crate::comm::protocol::Job;
+use crate::comm::status::SharedStatus;
+use crate::comm::topology::Topology;
+use crate::comm::traffic::Counters;
+use crate::comm::transport::faulty::Scenario;
+use crate::comm::transport::tcp::{Connection, TcpOptions};
+use crate::comm::transport::Outgoing;
+use crate::failure::Fault;
+use crate::model::Model;
+use crate::runtime::worker::{meter, Worker};
+use distgpipe_core::WorkerId;
+use std::collections::BTreeMap;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// A worker of this process before its thread runs.
+pub(super) struct LocalWorker {
+    /// The run's job; [`Job::worker`] is this worker.
+    pub job: Job,
+    pub topology: Arc<Topology>,
+    pub mailbox: Arc<Mailbox>,
+    pub link_codecs: LinkCodecs,
+    pub scenario: Scenario,
+    pub abort: AbortFlag,
+    pub status: Arc<SharedStatus>,
+}
+
+/// The other end of a connection, and where its messages go.
+pub(super) struct Remote {
+    pub peer: Peer,
+    /// The mailboxes of this process's workers.
+    pub mailboxes: BTreeMap<WorkerId, Arc<Mailbox>>,
+    /// The driver's mailbox, if the driver is in this process.
+    pub driver: Option<Arc<Mailbox>>,
+    /// What this end's heartbeats say.
+    pub heartbeat: Box<dyn Fn() -> String + Send>,
+    /// Receives the text of the peer's heartbeats.
+    pub alive: Box<dyn FnMut(&str) + Send>,
+}
+
+/// A worker's outgoing links.
+pub(super) struct Links {
+    /// The sending end of each link to another worker.
+    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    /// The counters of each link that the worker reports.
+    pub counters: Vec<(WorkerId, Counters)>,
+    /// The sending end of the link to the driver.
+    pub driver: Box<dyn Outgoing>,
+}
+
+impl Links {
+    /// No links but the one to the driver.
+    pub fn new(driver: Box<dyn Outgoing>) -> Self {
+        Links { ports: BTreeMap::new(), counters: Vec::new(), driver }
+    }
+
+    pub fn add(&mut self, to: WorkerId, port: Box<dyn Outgoing>, counters: Counters) {
+        self.ports.insert(to, port);
+        self.counters.push((to, counters));
+    }
+
+    pub fn add_connection(&mut self, to: WorkerId, connection: &Connection) -> Result<(), Fault> {
+        self.add(to, Box::new(connection.port().ok_or(Fault::Lost)?), connection.counters().clone());
+        Ok(())
+    }
+}
+
+impl LocalWorker {
+    /// A worker without connections. Fails if the job's fault scenario is not valid.
+    pub fn new(job: Job, topology: Arc<Topology>, abort: AbortFlag, status: Arc<SharedStatus>) -> Result<Self, Fault> {
+        let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
+        let mailbox = Mailbox::new(abort.clone(), topology.mailbox_capacity(job.worker));
+        let link_codecs = LinkCodecs::new(&job, topology.plan());
+        Ok(LocalWorker { job, topology, mailbox, link_codecs, scenario, abort, status })
+    }
+
+    pub fn id(&self) -> WorkerId {
+        self.job.worker
+    }
+
+    pub fn name(&self) -> String {
+        self.topology.name(self.id())
+    }
+
+    /// Starts the threads of a connection whose handshake is done. This worker's codecs and memory meter serve it.
+    pub fn connect(&self, stream: TcpStream, remote: Remote) -> Result<Connection, Fault> {
+        let other = match remote.peer {
+            // The driver's process runs worker 0, so one connection serves both.
+            Peer::Driver => WorkerId(0),
+            Peer::Worker(worker) => worker,
+        };
+        let delivery = Arc::new(Delivery {
+            topology: self.topology.clone(),
+            peer: remote.peer,
+            workers: remote.mailboxes,
+            driver: remote.driver,
+        });
+        let (here, there, admission) = (self.name(), self.topology.name(other), delivery.clone());
+        let wrap = self.scenario.wrap_tcp(&here, &there, &self.abort, &stream, &self.link_codecs)?;
+        let options = TcpOptions {
+            here,
+            peer: there,
+            abort: self.abort.clone(),
+            timeouts: self.job.timeouts,
+            queue: self.topology.queue_capacity(self.id(), other),
+            meter: meter(self.id()),
+            link_codecs: self.link_codecs.clone(),
+            heartbeat: remote.heartbeat,
+            wrap,
+            admit: Box::new(move |header| admission.admit(header)),
+            deliver: Box::new(move |message| delivery.deliver(message)),
+            alive: remote.alive,
+        };
+        Connection::start(stream, options)
+    }
+
+    /// Starts the worker's thread. The thread records its failure, if any, in the run's abort flag.
+    pub fn spawn(&self, model: Model, links: Links) -> Result<JoinHandle<()>, Fault> {
+        let worker = Worker {
+            job: self.job.clone(),
+            topology: self.topology.clone(),
+            model,
+            mailbox: self.mailbox.clone(),
+            ports: links.ports,
+            driver: links.driver,
+            links: links.counters,
+            link_codecs: self.link_codecs.clone(),
+            abort: self.abort.clone(),
+            status: self.status.clone(),
+        };
+        std::thread::Builder::new()
+            .name(format!("stage {}", self.name()))
+            .spawn(move || drop(worker.run()))
+            .map_err(|e| Fault::io("starting a worker thread", e))
+    }
+}

@@ -1,0 +1,10 @@
+//! What most programs need, in one import: `use distgpipe::prelude::*;`.
+
+pub use crate::data::{DataError, Dataset, Digits, LoadPass, Loader, LoaderOptions, Split};
+pub use crate::zoo::Mlp;
+pub use crate::{
+    Batch, Builder, Checkpoints, CodecPolicy, CodecSpec, Context, Device, Event, Failure, Fault, Init, Layer,
+    LayerTensors, Loss, LossFunction, Model, ModelSpec, Optim, ParameterState, Pipeline, Plan, Recompute, RunSummary,
+    SampleShape, SaveEvery, Schedule, ShapeError, SkipShapes, Slot, TensorSpec, TrainOptions, Trainer, UpdateRule,
+    WorkerProgram, Workers,
+};

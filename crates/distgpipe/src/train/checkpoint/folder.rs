@@ -1,0 +1,229 @@
+//! A folder of checkpoints: writes them so that a kill at any moment leaves the previous one intact, and removes old ones.
+
+use super::{
+    checksum, on_disk, own_rule, Checkpoint, CheckpointError, FileDigest, Manifest, CHECKSUM, FORMAT, MANIFEST, MODEL,
+    OPTIMIZER,
+};
+use crate::driver::pipeline::{Pipeline, StepError};
+use crate::failure::{Failure, Fault};
+use crate::model::layer::{Role, TensorSpec};
+use crate::train::weights::{Entry, SafetensorsWriter, WeightsError};
+use crate::train::Progress;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File, TryLockError};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use tch::Tensor;
+
+/// Suffix of a checkpoint that is being written.
+const PARTIAL: &str = ".partial";
+/// Suffix of a checkpoint that another one of the same step replaces.
+const OLD: &str = ".old";
+
+/// A folder of checkpoints that only this process writes into.
+#[derive(Debug)]
+pub struct Checkpoints {
+    directory: PathBuf,
+    keep: usize,
+    /// The system releases the lock when the process ends, however it ends.
+    _lock: File,
+}
+
+impl Checkpoints {
+    /// Creates the folder if it does not exist, locks it, and removes incomplete checkpoints of a killed run.
+    /// [`save`](Self::save) keeps the newest `keep` checkpoints, at least one.
+    pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
+        fs::create_dir_all(directory).map_err(on_disk("creating", directory))?;
+        let path = directory.join("lock");
+        let lock = File::options().create(true).append(true).open(&path).map_err(on_disk("opening", &path))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { directory: directory.to_owned() }),
+            Err(TryLockError::Error(source)) => return Err(on_disk("locking", &path)(source)),
+        }
+        for name in file_names(directory)? {
+            let (path, hidden) = (directory.join(&name), name.strip_prefix('.'));
+            if let Some(step) = hidden.and_then(|name| step_of(name.strip_suffix(OLD)?)) {
+                // The run was killed while it replaced this checkpoint.
+                let replacement = directory.join(name_of(step));
+                match replacement.exists() {
+                    true => remove_if_there(&path)?,
+                    false => fs::rename(&path, &replacement).map_err(on_disk("moving", &path))?,
+                }
+            } else if hidden.and_then(|name| step_of(name.strip_suffix(PARTIAL)?)).is_some() {
+                remove_if_there(&path)?;
+            }
+        }
+        Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), _lock: lock })
+    }
+
+    /// Changes how many checkpoints [`save`](Self::save) keeps, at least one.
+    pub fn set_keep(&mut self, keep: usize) {
+        self.keep = keep.max(1);
+    }
+
+    /// The path of the folder.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The steps of the checkpoints in the folder, the newest first.
+    pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        let mut steps: Vec<u64> = file_names(&self.directory)?.iter().filter_map(|name| step_of(name)).collect();
+        steps.sort_unstable_by(|a, b| b.cmp(a));
+        Ok(steps)
+    }
+
+    /// The newest checkpoint that is intact, and the errors of newer ones.
+    pub fn newest(&self) -> Result<(Option<Checkpoint>, Vec<CheckpointError>), CheckpointError> {
+        let mut damaged = Vec::new();
+        for step in self.steps()? {
+            match Checkpoint::open(&self.path(step)) {
+                Ok(checkpoint) => return Ok((Some(checkpoint), damaged)),
+                Err(error) => damaged.push(error),
+            }
+        }
+        Ok((None, damaged))
+    }
+
+    /// Renames the checkpoints of later steps to `unused-…`. A run that resumes from an earlier one reaches these steps
+    /// again, and must not count them among those it keeps.
+    pub fn retire_after(&self, step: u64) -> Result<(), CheckpointError> {
+        for later in self.steps()?.into_iter().filter(|&later| later > step) {
+            let (path, aside) = (self.path(later), self.directory.join(format!("unused-{}", name_of(later))));
+            remove_if_there(&aside)?;
+            fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
+        }
+        Ok(())
+    }
+
+    /// Saves a pipeline and the progress of its run, then removes the oldest checkpoints beyond those to keep. Resets the
+    /// pipeline's codecs; see [`Pipeline::reset_codecs`]. Returns the checkpoint's folder.
+    ///
+    /// Fails without harm to earlier checkpoints if a parameter is not finite, or if an update is in progress.
+    pub fn save(
+        &self,
+        pipeline: &mut Pipeline,
+        progress: &Progress,
+        settings: &serde_json::Value,
+    ) -> Result<PathBuf, CheckpointError> {
+        if pipeline.in_update() {
+            return Err(CheckpointError::InUpdate);
+        }
+        pipeline.reset_codecs()?;
+        let partial = self.directory.join(format!(".{}{PARTIAL}", name_of(progress.step)));
+        remove_if_there(&partial)?;
+        fs::create_dir(&partial).map_err(on_disk("creating", &partial))?;
+        write_tensors(&partial, pipeline)?;
+        write_manifest(&partial, pipeline, progress, settings)?;
+        sync_directory(&partial)?;
+        let path = self.publish(&partial, progress.step)?;
+        for step in self.steps()?.into_iter().filter(|&step| step < progress.step).skip(self.keep - 1) {
+            remove_if_there(&self.path(step))?;
+        }
+        Ok(path)
+    }
+
+    /// Gives a complete checkpoint its name. One of the same step, which may be corrupt, is replaced.
+    fn publish(&self, partial: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
+        let (path, old) = (self.path(step), self.directory.join(format!(".{}{OLD}", name_of(step))));
+        if path.exists() {
+            remove_if_there(&old)?;
+            fs::rename(&path, &old).map_err(on_disk("moving", &path))?;
+        }
+        fs::rename(partial, &path).map_err(on_disk("renaming", &path))?;
+        sync_directory(&self.directory)?;
+        remove_if_there(&old)?;
+        Ok(path)
+    }
+
+    fn path(&self, step: u64) -> PathBuf {
+        self.directory.join(name_of(step))
+    }
+}
+
+/// Writes the model's and the optimizer's tensors.
+fn write_tensors(folder: &Path, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
+    let specs = pipeline.state_specs();
+    let parameters: BTreeSet<&str> =
+        specs.iter().filter(|spec| spec.role == Role::Parameter).map(|spec| &spec.name[..]).collect();
+    let mut model = writer(&folder.join(MODEL), &specs)?;
+    pipeline.state_each(|name, tensor| {
+        if parameters.contains(name) && !is_finite(&tensor).map_err(StepError::from)? {
+            return Err(CheckpointError::NotFinite { name: name.to_owned() });
+        }
+        Ok(model.write(&tensor)?)
+    })?;
+    model.finish()?;
+    let mut optimizer = writer(&folder.join(OPTIMIZER), &pipeline.optimizer_specs())?;
+    pipeline.optimizer_each(|_, tensor| optimizer.write(&tensor).map_err(CheckpointError::from))?;
+    Ok(optimizer.finish()?)
+}
+
+fn write_manifest(
+    folder: &Path,
+    pipeline: &Pipeline,
+    progress: &Progress,
+    settings: &serde_json::Value,
+) -> Result<(), CheckpointError> {
+    let path = folder.join(MANIFEST);
+    let digest = |name: &str| Ok((name.to_owned(), FileDigest::of(&folder.join(name))?));
+    let mut manifest = serde_json::to_value(Manifest {
+        format: FORMAT,
+        model: pipeline.model().spec.clone(),
+        seed: pipeline.seed(),
+        optim: pipeline.optim(),
+        update_rule: own_rule(pipeline),
+        batches_trained: pipeline.batches_trained(),
+        progress: progress.clone(),
+        settings: settings.clone(),
+        files: [MODEL, OPTIMIZER].into_iter().map(digest).collect::<Result<_, CheckpointError>>()?,
+    })
+    .map_err(|e| on_disk("writing", &path)(e.into()))?;
+    manifest[CHECKSUM] = checksum(&manifest).into();
+    write_durably(&path, &manifest)
+}
+
+fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, WeightsError> {
+    let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
+    SafetensorsWriter::create(path, entries, &BTreeMap::new())
+}
+
+fn is_finite(tensor: &Tensor) -> Result<bool, Failure> {
+    let finite = || -> Result<bool, Fault> { Ok(i64::try_from(tensor.f_isfinite()?.f_all()?)? != 0) };
+    finite().map_err(|fault| Failure::new("the driver", "saving a checkpoint", fault))
+}
+
+fn name_of(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-").filter(|digits| digits.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()
+}
+
+fn file_names(directory: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = fs::read_dir(directory).map_err(on_disk("listing", directory))?;
+    let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+    names.collect::<io::Result<_>>().map_err(on_disk("listing", directory))
+}
+
+fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(on_disk("removing", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+fn write_durably(path: &Path, value: &impl Serialize) -> Result<(), CheckpointError> {
+    let mut text = serde_json::to_vec_pretty(value).map_err(|e| on_disk("writing", path)(e.into()))?;
+    text.push(b'\n');
+    let mut file = File::create(path).map_err(on_disk("creating", path))?;
+    file.write_all(&text).and_then(|()| file.sync_all()).map_err(on_disk("writing", path))
+}
+
+/// A rename inside a folder survives a power cut only once the folder is synced.
+fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|directory| directory.sync_all()).map_err(on_disk("syncing", path))
+}

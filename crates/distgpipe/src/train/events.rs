@@ -1,0 +1,77 @@
+//! What a [`Trainer`](crate::train::Trainer) reports while it runs. Progress bars, log files and tables are observers of
+//! these events.
+
+use crate::driver::pipeline::StepOutcome;
+use crate::train::summary::EpochSummary;
+use std::collections::BTreeMap;
+use std::path::Path;
+use tch::Tensor;
+
+/// An event of a training run.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A training step is done.
+    StepDone(&'a StepDone<'a>),
+    /// A batch of the test data is done.
+    TestStepDone {
+        /// The figures of the batch.
+        outcome: &'a StepOutcome,
+    },
+    /// The tensors that a step sent over links, before any codec. Precedes that step's [`StepDone`](Event::StepDone).
+    Captured {
+        /// The step, counted from 0 over all epochs.
+        step: u64,
+        /// The tensors by name; see [`Pipeline::captured`](crate::Pipeline::captured).
+        tensors: &'a BTreeMap<String, Tensor>,
+    },
+    /// A parameter has grown beyond [a bound](crate::runtime::divergence::PARAMETER_MAGNITUDE_MAX): the run most likely diverges, although
+    /// its loss is still finite. Reported at most once per run, before that step's [`StepDone`](Event::StepDone).
+    WeightsExploding {
+        /// The step, counted from 0 over all epochs.
+        step: u64,
+        /// The largest absolute value of any parameter after the step.
+        largest: f64,
+    },
+    /// An epoch and its test are done.
+    EpochDone(&'a EpochSummary),
+    /// A checkpoint is on the disk.
+    Saved {
+        /// Steps done when it was written.
+        step: u64,
+        /// The checkpoint's folder, such as `DIR/step-00000120`.
+        path: &'a Path,
+    },
+}
+
+/// A training step and its figures.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct StepDone<'a> {
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// The step, counted from 0 over all epochs.
+    pub step: u64,
+    /// Training steps of the whole run.
+    pub steps: u64,
+    /// The learning rate of the update that the step belongs to.
+    pub learning_rate: f64,
+    /// Seconds that the trainer waited for the batch.
+    pub loading_s: f64,
+    /// Seconds from requesting the batch to the last report, loading included.
+    pub seconds: f64,
+    /// The loss and other figures of the step.
+    pub outcome: &'a StepOutcome,
+}
+
+/// Receives the events of a run. A closure over events is an observer.
+pub trait Observer {
+    /// Called for each event, on the thread that trains: a slow observer slows training down. An error ends the run.
+    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()>;
+}
+
+impl<F: FnMut(&Event<'_>) -> std::io::Result<()>> Observer for F {
+    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
+        self(event)
+    }
+}

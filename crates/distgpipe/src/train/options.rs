@@ -1,0 +1,59 @@
+//! How long and how to train.
+
+use crate::train::learning_rate::RateSchedule;
+
+/// How to train: how long, and with which schedule. The optimizer, the learning rate and clipping belong to the pipeline;
+/// see [`Builder`](crate::Builder).
+///
+/// Fields may be added in later versions: end a literal with `..TrainOptions::default()`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TrainOptions {
+    /// Passes over the training data.
+    pub epochs: u64,
+    /// Ends the run after so many steps, if that is sooner.
+    pub steps_max: Option<u64>,
+    /// The factor by which each update multiplies the pipeline's learning rate; see
+    /// [`Builder::learning_rate`](crate::Builder::learning_rate).
+    pub rate_schedule: RateSchedule,
+    /// Batches per update of the parameters. The last update of an epoch may have fewer.
+    pub accumulate: u64,
+    /// Steps at the start of the run that times and speeds leave out, because libtorch still plans its kernels and memory.
+    pub warm_up_steps: u64,
+    /// The step of which the observer receives everything that crossed the links.
+    pub capture: Capture,
+}
+
+impl Default for TrainOptions {
+    fn default() -> Self {
+        TrainOptions {
+            epochs: 1,
+            steps_max: None,
+            rate_schedule: RateSchedule::default(),
+            accumulate: 1,
+            warm_up_steps: 2,
+            capture: Capture::Nothing,
+        }
+    }
+}
+
+/// The step of which everything that crosses the links is captured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Capture {
+    /// No step is captured.
+    #[default]
+    Nothing,
+    /// Captures the last step of the run.
+    LastStep,
+    /// Captures the step of this number, counted from 0 over all epochs.
+    Step(u64),
+}
+
+/// When a checkpoint is written, besides the end of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SaveEvery {
+    /// After each epoch and its test.
+    Epoch,
+    /// Every so many steps, at the next finished update.
+    Steps(u64),
+}

@@ -1,0 +1,133 @@
+//! The figures of a run: per epoch, per worker, per link. `builder` computes them from the events.
+
+mod builder;
+
+pub(super) use builder::{EpochTotals, SummaryBuilder};
+
+use crate::comm::traffic::PartitionEdge;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The figures of an epoch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EpochSummary {
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// Training steps of the epoch.
+    pub steps: u64,
+    /// Mean training loss over the rows, each computed before the update that its row contributed to.
+    pub train_loss: f64,
+    /// Fraction of training rows classified correctly, computed like `train_loss`.
+    pub train_accuracy: Option<f64>,
+    /// Mean loss over the rows of the test data.
+    pub test_loss: Option<f64>,
+    /// Fraction of test rows classified correctly.
+    pub test_accuracy: Option<f64>,
+    /// Classes of the test data.
+    pub test_classes: Option<usize>,
+    /// F1 on the test data: of class 1 where there are two classes, else the mean over the classes.
+    pub test_f1: Option<f64>,
+    /// The Matthews correlation of predicted and actual classes on the test data.
+    pub test_matthews: Option<f64>,
+    /// Training rows per second, loading included and testing excluded.
+    pub samples_per_s: f64,
+    /// Seconds spent in training steps, loading included.
+    pub train_s: f64,
+    /// Seconds spent in the test, loading included.
+    pub test_s: f64,
+}
+
+/// A worker's figures over the measured steps.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorkerSummary {
+    /// The worker's name, such as `server` or `server/1`.
+    pub name: String,
+    /// Seconds spent in each phase.
+    pub phases_s: BTreeMap<&'static str, f64>,
+    /// Seconds spent in steps, waiting included.
+    pub steps_s: f64,
+    /// The most bytes that the worker's tensors held at once. On a GPU, those of all workers on it.
+    pub peak_bytes: u64,
+    /// The most bytes that the GPU's allocator had reserved on the device. Absent on a CPU.
+    pub reserved_bytes: Option<u64>,
+}
+
+/// The traffic of one direction of a link over the whole run.
+#[derive(Clone, Debug, Serialize)]
+pub struct LinkSummary {
+    /// The name of the sending worker.
+    pub from: String,
+    /// The name of the receiving worker.
+    pub to: String,
+    /// Messages that carried tensors.
+    pub messages: u64,
+    /// Bytes of the tensors as they lie in memory.
+    pub payload_bytes: u64,
+    /// Bytes that the socket carried, headers included; 0 between threads.
+    pub wire_bytes: u64,
+    /// Seconds spent encoding and writing.
+    pub busy_s: f64,
+    /// Wire bytes per second of writing; absent between threads.
+    pub bytes_per_s: Option<f64>,
+    /// The same traffic by pair of partitions.
+    #[serde(rename = "cuts")]
+    pub edges: Vec<EdgeSummary>,
+}
+
+/// The traffic from one partition to another over the whole run.
+#[derive(Clone, Debug, Serialize)]
+pub struct EdgeSummary {
+    /// The sending and the receiving partition.
+    #[serde(flatten)]
+    pub edge: PartitionEdge,
+    /// The codec that encodes the tensors.
+    pub codec: String,
+    /// Tensors that were sent.
+    pub tensors: u64,
+    /// Bytes of the tensors as they lie in memory.
+    pub raw_bytes: u64,
+    /// Bytes of the tensors as encoded, frame headers included; 0 where they moved between threads unencoded.
+    pub wire_bytes: u64,
+    /// Raw bytes divided by wire bytes; absent where nothing was encoded.
+    pub ratio: Option<f64>,
+    /// Milliseconds that the sender spent encoding.
+    pub encode_ms: f64,
+    /// Milliseconds that the receiver spent decoding.
+    pub decode_ms: f64,
+    /// Tensors sent raw although a codec is set: refused by it, sent in its warm-up, or in a raw evaluation.
+    pub sent_raw: u64,
+    /// Why the codec refused tensors: the first message of each kind of reason.
+    pub refusals: BTreeMap<String, String>,
+}
+
+/// The figures of a run.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunSummary {
+    /// One entry per epoch, including those before the checkpoint that the run resumed from.
+    pub epochs: Vec<EpochSummary>,
+    /// Steps done before the checkpoint that the run resumed from. All fields below leave those steps out.
+    pub resumed_at: Option<u64>,
+    /// Training steps that this run made.
+    pub steps: u64,
+    /// The first steps, which times and speeds leave out.
+    pub warm_up_steps: u64,
+    /// Rows per second of the median step; absent if no step was measured.
+    pub samples_per_s_median: Option<f64>,
+    /// Rows of all measured steps divided by their time.
+    pub samples_per_s_mean: Option<f64>,
+    /// Seconds of the whole run, testing included.
+    pub seconds: f64,
+    /// Seconds that the measured steps waited for their batches.
+    pub loading_s: f64,
+    /// One entry per worker, by worker number.
+    pub workers: Vec<WorkerSummary>,
+    /// One entry per direction of each link.
+    pub links: Vec<LinkSummary>,
+}
+
+impl RunSummary {
+    /// The test accuracy of the last epoch, if it had a test.
+    pub fn test_accuracy(&self) -> Option<f64> {
+        self.epochs.last().and_then(|epoch| epoch.test_accuracy)
+    }
+}

@@ -1,0 +1,201 @@
+//! Computes the figures of epochs and of a run from the outcomes of steps.
+
+use super::{EdgeSummary, EpochSummary, LinkSummary, RunSummary, WorkerSummary};
+use crate::comm::codec_policy::CodecPolicy;
+use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
+use crate::driver::pipeline::{Pipeline, StepOutcome};
+use crate::runtime::trace::{Phase, PhaseTimes};
+use crate::train::events::StepDone;
+use crate::train::metrics::ClassCounts;
+use distgpipe_core::schedule::Plan;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Sums over an epoch. A checkpoint in the middle of one keeps them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EpochTotals {
+    steps: u64,
+    rows: usize,
+    loss_sum: f64,
+    correct: Option<u64>,
+    /// Classes of the data set, which may have more than occur in the batches.
+    data_classes: Option<usize>,
+    classes: Option<ClassCounts>,
+    seconds: f64,
+}
+
+impl EpochTotals {
+    /// Sums of no steps yet, for a data set with so many classes.
+    pub fn new(data_classes: Option<usize>) -> Self {
+        EpochTotals { data_classes, ..EpochTotals::default() }
+    }
+
+    pub fn add(&mut self, outcome: &StepOutcome, seconds: f64) {
+        self.steps += 1;
+        self.rows += outcome.rows;
+        self.loss_sum += outcome.loss * outcome.rows as f64;
+        self.correct = outcome.correct.map(|correct| correct + self.correct.unwrap_or(0));
+        if let Some(classes) = &outcome.classes {
+            self.classes.get_or_insert_default().add(classes);
+        }
+        self.seconds += seconds;
+    }
+
+    fn f1(&self) -> Option<f64> {
+        self.classes.as_ref().map(|counts| counts.f1(self.data_classes.unwrap_or(counts.actual.len())))
+    }
+
+    fn matthews(&self) -> Option<f64> {
+        self.classes.as_ref().map(ClassCounts::matthews)
+    }
+
+    fn per_row(&self, sum: f64) -> f64 {
+        sum / self.rows.max(1) as f64
+    }
+
+    pub fn loss(&self) -> f64 {
+        self.per_row(self.loss_sum)
+    }
+
+    fn accuracy(&self) -> Option<f64> {
+        self.correct.map(|correct| self.per_row(correct as f64))
+    }
+
+    pub fn summary(&self, epoch: u64, test: Option<EpochTotals>) -> EpochSummary {
+        EpochSummary {
+            epoch,
+            steps: self.steps,
+            train_loss: self.loss(),
+            train_accuracy: self.accuracy(),
+            test_loss: test.as_ref().map(EpochTotals::loss),
+            test_accuracy: test.as_ref().and_then(EpochTotals::accuracy),
+            test_classes: test.as_ref().and_then(|test| test.data_classes),
+            test_f1: test.as_ref().and_then(EpochTotals::f1),
+            test_matthews: test.as_ref().and_then(EpochTotals::matthews),
+            samples_per_s: rate(self.rows, self.seconds).unwrap_or(0.0),
+            train_s: self.seconds,
+            test_s: test.map_or(0.0, |test| test.seconds),
+        }
+    }
+}
+
+fn rate(rows: usize, seconds: f64) -> Option<f64> {
+    (seconds > 0.0).then(|| rows as f64 / seconds)
+}
+
+/// Computes a [`RunSummary`] from the outcomes of steps.
+pub(crate) struct SummaryBuilder {
+    summary: RunSummary,
+    plan: Plan,
+    codecs: CodecPolicy,
+    phases: Vec<PhaseTimes>,
+    /// Rows and seconds of each measured step.
+    measured: Vec<(usize, f64)>,
+}
+
+impl SummaryBuilder {
+    /// For a run of a pipeline. `warm_up_steps` are left out of times and speeds.
+    pub fn new(pipeline: &Pipeline, resumed_at: Option<u64>, warm_up_steps: u64) -> Self {
+        let topology = pipeline.topology();
+        let worker = |worker| WorkerSummary {
+            name: topology.name(worker),
+            phases_s: BTreeMap::new(),
+            steps_s: 0.0,
+            peak_bytes: 0,
+            reserved_bytes: None,
+        };
+        let summary = RunSummary {
+            epochs: Vec::new(),
+            resumed_at,
+            steps: 0,
+            warm_up_steps,
+            samples_per_s_median: None,
+            samples_per_s_mean: None,
+            seconds: 0.0,
+            loading_s: 0.0,
+            workers: topology.members().map(worker).collect(),
+            links: Vec::new(),
+        };
+        SummaryBuilder {
+            summary,
+            plan: pipeline.plan().clone(),
+            codecs: pipeline.codecs().clone(),
+            phases: vec![PhaseTimes::default(); topology.size()],
+            measured: Vec::new(),
+        }
+    }
+
+    pub fn add_step(&mut self, done: &StepDone<'_>) {
+        let measured = self.summary.steps >= self.summary.warm_up_steps;
+        self.summary.steps += 1;
+        for (i, worker) in done.outcome.workers.iter().enumerate() {
+            let summary = &mut self.summary.workers[i];
+            summary.peak_bytes = summary.peak_bytes.max(worker.report.peak_bytes);
+            summary.reserved_bytes = summary.reserved_bytes.max(worker.report.reserved_bytes);
+            if measured {
+                summary.steps_s += worker.report.step_ns as f64 / 1e9;
+                self.phases[i] = self.phases[i].plus(&worker.report.phases);
+            }
+        }
+        if measured {
+            self.summary.loading_s += done.loading_s;
+            self.measured.push((done.outcome.rows, done.seconds));
+        }
+        self.set_links(done.outcome);
+    }
+
+    /// Replaces the link figures. Counters run since the start, so the last reading is the sum.
+    pub fn set_links(&mut self, outcome: &StepOutcome) {
+        self.summary.links.clear();
+        for (from, worker) in outcome.workers.iter().enumerate() {
+            for (to, traffic) in &worker.report.links {
+                let busy_s = traffic.busy_ns as f64 / 1e9;
+                let encoding_s = traffic.sent.iter().map(|(_, sent)| sent.encode_ns).sum::<u64>() as f64 / 1e9;
+                let writing_s = busy_s - encoding_s;
+                let there = outcome.workers.get(to.index()).map(|worker| &worker.report);
+                let back = there.and_then(|report| report.links.iter().find(|(peer, _)| peer.index() == from));
+                let decoded = back.map_or(&[][..], |(_, traffic)| &traffic.decoded_ns);
+                self.summary.links.push(LinkSummary {
+                    from: worker.name.clone(),
+                    to: self.summary.workers.get(to.index()).map(|worker| worker.name.clone()).unwrap_or_default(),
+                    messages: traffic.messages,
+                    payload_bytes: traffic.payload_bytes,
+                    wire_bytes: traffic.wire_bytes,
+                    busy_s,
+                    bytes_per_s: (traffic.wire_bytes > 0 && writing_s > 0.0)
+                        .then(|| traffic.wire_bytes as f64 / writing_s),
+                    edges: traffic.sent.iter().map(|(edge, sent)| self.edge(*edge, sent, decoded)).collect(),
+                });
+            }
+        }
+    }
+
+    fn edge(&self, edge: PartitionEdge, sent: &EdgeTraffic, decoded: &[(PartitionEdge, u64)]) -> EdgeSummary {
+        let decode_ns = decoded.iter().find(|(other, _)| *other == edge).map_or(0, |(_, ns)| *ns);
+        EdgeSummary {
+            edge,
+            codec: self.codecs.of(&self.plan, edge.pass, edge.from, edge.to).to_string(),
+            tensors: sent.tensors,
+            raw_bytes: sent.raw_bytes,
+            wire_bytes: sent.wire_bytes,
+            ratio: (sent.wire_bytes > 0).then(|| sent.raw_bytes as f64 / sent.wire_bytes as f64),
+            encode_ms: sent.encode_ns as f64 / 1e6,
+            decode_ms: decode_ns as f64 / 1e6,
+            sent_raw: sent.sent_raw,
+            refusals: sent.refusals.clone(),
+        }
+    }
+
+    pub fn finish(mut self, epochs: Vec<EpochSummary>, seconds: f64) -> RunSummary {
+        (self.summary.epochs, self.summary.seconds) = (epochs, seconds);
+        for (worker, phases) in self.summary.workers.iter_mut().zip(&self.phases) {
+            worker.phases_s = Phase::ALL.iter().map(|&phase| (phase.name(), phases.of(phase) as f64 / 1e9)).collect();
+        }
+        let (rows, time) = self.measured.iter().fold((0, 0.0), |(r, s), (rows, seconds)| (r + rows, s + seconds));
+        self.summary.samples_per_s_mean = rate(rows, time);
+        let mut rates: Vec<f64> = self.measured.iter().filter_map(|&(rows, seconds)| rate(rows, seconds)).collect();
+        rates.sort_by(f64::total_cmp);
+        self.summary.samples_per_s_median = rates.get(rates.len() / 2).copied();
+        self.summary
+    }
+}
