@@ -51,6 +51,9 @@ pub fn release_memory() {
 /// Sets the number of libtorch threads of the calling thread, and the meter that counts its CPU tensors. Meter 0 counts
 /// the tensors of all threads that were never attached.
 pub fn attach_thread(threads: usize, meter: usize) {
+    // At its first parallel operation, a thread takes over the number that any thread of the process set last. Asking for
+    // the number makes it do so now, before its own is set.
+    tch::get_num_threads();
     tch::set_num_threads(i32::try_from(threads).unwrap_or(1).max(1));
     ffi::meter_attach(meter);
 }
@@ -80,6 +83,24 @@ mod tests {
 
     /// No other test or worker attaches a thread to it.
     const METER: usize = 200;
+
+    #[test]
+    fn a_thread_keeps_its_number_of_threads_whatever_others_set() {
+        let (attached, others_attached) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+        let threads = std::thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                attach_thread(3, METER);
+                attached.wait();
+                others_attached.wait();
+                tch::get_num_threads()
+            });
+            attached.wait();
+            scope.spawn(|| attach_thread(1, METER)).join().unwrap();
+            others_attached.wait();
+            worker.join().unwrap()
+        });
+        assert_eq!(threads, 3);
+    }
 
     #[test]
     fn peak_memory_is_counted_without_tuning_malloc() {
