@@ -57,6 +57,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
         lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
         spans = [json.loads(line) for line in (Path(log) / "trace.jsonl").read_text().splitlines()]
     cuts = [cut for link in summary["links"] for cut in link["cuts"]]
+    rates = [link["delivered_bytes_per_s"] for link in summary["links"]]
     return {
         "model": model,
         "codec": codec,
@@ -66,6 +67,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
         "encode_ms_a_step": sum(cut["encode_ms"] for cut in cuts) / len(lines),
         "decode_ms_a_step": sum(cut["decode_ms"] for cut in cuts) / len(lines),
         "overlap": overlap(spans),
+        "delivered_bytes_per_s": rates,
         "command": "distgpipe " + " ".join(command[len(prefix) + 1:]).replace(log, "LOG"),
     }
 
@@ -170,19 +172,22 @@ def report(rows, options):
             "",
             f"`{of['raw'][0]['command']}`",
             "",
-            "| codec | seconds per step, median | speed-up over raw | bytes on the wire per step | encoding per step | decoding per step | overlap with compute |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| codec | seconds per step, median | speed-up over raw | bytes on the wire per step | encoding per step | decoding per step | overlap with compute | delivered at |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for codec in CODECS:
             mean = lambda key: statistics.mean(row[key] for row in of[codec])
             beside = [row["overlap"] for row in of[codec] if row["overlap"] is not None]
             beside = f"{statistics.mean(beside):.0%}" if beside else "–"
+            rates = [rate for row in of[codec] for rate in row["delivered_bytes_per_s"] if rate]
+            rates = f"{min(rates) / 1e6:.2f} to {max(rates) / 1e6:.2f} MB/s" if rates else "not measured"
             lines.append(
                 f"| {codec} | {step[codec]:.3f} | {step['raw'] / step[codec]:.2f} | {mean('wire_bytes_a_step') / 1e6:.2f} MB | "
-                f"{mean('encode_ms_a_step'):.0f} ms | {mean('decode_ms_a_step'):.0f} ms | {beside} |")
+                f"{mean('encode_ms_a_step'):.0f} ms | {mean('decode_ms_a_step'):.0f} ms | {beside} | {rates} |")
     lines += [
         "",
-        "Overlap with compute is the share of the encoding and decoding time during which a stage was computing, from the trace.",
+        "Overlap with compute is the share of the encoding and decoding time during which a stage was computing, from the trace. "
+        "*Delivered at* is the lowest and the highest rate that a run reported for either direction, as its receivers timed it.",
     ]
     return "\n".join(lines) + "\n"
 

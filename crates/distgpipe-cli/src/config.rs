@@ -26,7 +26,7 @@ use crate::checkpoint::Saving;
 use crate::compute::Compute;
 use crate::datasets::loaders;
 use crate::exit::usage;
-use crate::report::log;
+use crate::report::{self, log};
 use crate::weights::{Fitted, Missing};
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::protocol::REPLICAS_MAX;
@@ -164,7 +164,7 @@ impl RunConfig {
             other => usage(other.to_string()),
         })?;
         if let Some(weights) = &self.weights {
-            weights.notes.iter().for_each(|note| crate::report::note(note));
+            weights.notes.iter().for_each(|note| report::note(note));
             weights.load(&mut pipeline)?;
         }
         Ok(pipeline)
@@ -189,6 +189,7 @@ impl RunConfig {
             .precision(flags.precision.unwrap_or_default())
             .trace(self.trace)
             .timeouts(self.timeouts)
+            .on_notice(|notice| report::note(&notice.to_string()))
             .faults(flags.faults.clone().unwrap_or_default());
         if let Some(place) = &flags.place {
             builder = builder.place(place);

@@ -1,7 +1,8 @@
-//! Exit status and error messages: 0 success, 1 the run failed, 2 wrong usage.
+//! Exit status and error messages: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run.
 
 use crate::report;
 use distgpipe::engine::exit_at_once;
+use distgpipe::Failure;
 use std::fmt;
 use std::io;
 
@@ -42,9 +43,16 @@ fn status(result: anyhow::Result<()>) -> i32 {
     report::note(&format!("error: {}", full_text(&error)));
     if error.is::<Usage>() {
         2
+    } else if error.chain().any(is_busy) {
+        3
     } else {
         1
     }
+}
+
+/// Whether a worker could not be joined because it is in another run: a script may try again later.
+fn is_busy(cause: &(dyn std::error::Error + 'static)) -> bool {
+    cause.downcast_ref().is_some_and(Failure::is_busy)
 }
 
 /// An error and its causes. A cause whose text is already included is left out.

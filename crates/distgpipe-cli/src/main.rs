@@ -35,7 +35,7 @@ Start here:
   distgpipe schedule --partitions 4 --draw  draw a schedule
   distgpipe train --help                    all flags of a training run
 
-Exit status: 0 success, 1 the run failed, 2 wrong usage."
+Exit status: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run."
 )]
 struct Args {
     #[command(subcommand)]

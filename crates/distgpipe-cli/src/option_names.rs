@@ -50,7 +50,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("ServeOptions::listen", "--listen"),
     ("ServeOptions::once", "--once"),
     ("ServeOptions::token", "--token-file"),
-    ("Timeouts::silence_s", "--timeout"),
+    ("Timeouts::silence_s", "--peer-timeout"),
     ("Timeouts::stall_s", "--timeout"),
     ("TrainOptions::accumulate", "--accumulate"),
     ("TrainOptions::capture", "--capture-step"),

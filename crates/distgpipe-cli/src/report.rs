@@ -9,8 +9,10 @@ pub mod units;
 
 use crate::option_names::with_flags;
 use distgpipe_core::schedule::Pass;
+use indicatif::ProgressBar;
 use serde::Serialize;
 use std::io::Write;
+use std::sync::Mutex;
 
 /// How many names a note lists before "and N more".
 pub const FEW: usize = 8;
@@ -49,7 +51,21 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-/// Prints a line on standard error, with options of the library named as flags. Failures are ignored.
+/// The bar that is on the terminal, if any. Threads of a run print notices while it is there.
+static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+/// Has [`note`] print above this bar from now on, or on a plain terminal.
+fn print_above(bar: Option<ProgressBar>) {
+    *BAR.lock().unwrap_or_else(|e| e.into_inner()) = bar;
+}
+
+/// Prints a line on standard error, above the progress bar if there is one, with options of the library named as flags.
+/// Failures are ignored.
 pub fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", with_flags(text));
+    let bar = BAR.lock().unwrap_or_else(|e| e.into_inner()).clone();
+    let line = with_flags(text);
+    match bar {
+        Some(bar) => bar.println(line),
+        None => drop(writeln!(std::io::stderr(), "{line}")),
+    }
 }

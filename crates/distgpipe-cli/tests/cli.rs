@@ -419,6 +419,34 @@ fn a_failed_run_ends_with_1_and_names_the_cause() {
     assert!(said.contains("server failed while running 1F1"), "{said}");
 }
 
+#[test]
+fn a_worker_logs_its_runs_with_the_time() {
+    let token = "5a".repeat(32);
+    let mut worker = distgpipe(&["worker", "--once"]);
+    let mut worker = worker.env("DISTGPIPE_TOKEN", &token).spawn().expect("it starts");
+    let mut line = String::new();
+    BufReader::new(worker.stdout.take().expect("piped")).read_line(&mut line).expect("it says where it listens");
+    let address = line.trim().strip_prefix("listening ").expect("listening ADDRESS");
+    let mut driver = distgpipe(&["train", "--partitions", "2", "--steps", "3", "--no-evaluate", "--workers", address]);
+    let driver = driver.env("DISTGPIPE_TOKEN", &token).output().expect("it runs");
+    assert!(driver.status.success(), "{}", String::from_utf8_lossy(&driver.stderr));
+    let log = String::from_utf8(worker.wait_with_output().expect("it ends").stderr).expect("text");
+    let [start, end] = log.lines().collect::<Vec<_>>()[..] else { panic!("expected two lines: {log}") };
+    let time = |line: &str| {
+        let (time, rest) = line.split_once(" UTC run ").unwrap_or_else(|| panic!("{line}"));
+        assert!(time.len() == 19 && time.starts_with("20") && time.as_bytes()[13] == b':', "{line}");
+        let (run, rest) = rest.split_once(' ').unwrap_or_else(|| panic!("{line}"));
+        (run.to_owned(), rest.to_owned())
+    };
+    let ((run, what), (same, how)) = (time(start), time(end));
+    assert!(run.len() == 8 && run == same, "{log}");
+    assert!(
+        what.starts_with("from 127.0.0.1:") && what.ends_with(": mlp as `w1`, partition 1 of 2, 1 thread"),
+        "{log}"
+    );
+    assert!(how.starts_with("is done after "), "{log}");
+}
+
 /// A worker's end used to run libtorch's destructors under its computing stage, and one in three crashed.
 #[test]
 fn a_worker_whose_driver_is_gone_ends_by_itself_and_does_not_crash() {

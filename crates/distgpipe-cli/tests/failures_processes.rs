@@ -7,16 +7,17 @@ mod servers;
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, Failure, Pipeline, StepError, WorkerProgram, Workers};
+use distgpipe::{Batch, BuildError, Failure, Notice, Pipeline, StepError, WorkerProgram, Workers};
 use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
 use distgpipe_core::WorkerId;
 use mishaps::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S};
-use servers::Servers;
-use std::io::{Read, Write};
+use servers::{Servers, TOKEN};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Worker processes that complain to nobody: what they say of the failures they are told to have is no news, and would
@@ -172,6 +173,97 @@ fn the_cause_survives_large_messages() {
     }
 }
 
+fn signal(process: u32, signal: &str) {
+    let sent = Command::new("kill").args([signal, &process.to_string()]).status().expect("kill");
+    assert!(sent.success());
+}
+
+/// Suspends a process.
+fn stop(process: u32) {
+    signal(process, "-STOP");
+    // The signal is on its way when `kill` returns; on a busy machine a step is over before it is there.
+    let patience = Instant::now();
+    while !threads_of(process).iter().all(|state| state == "T") {
+        assert!(patience.elapsed() <= BOUND, "the process does not stop: {:?}", threads_of(process));
+        std::thread::yield_now();
+    }
+}
+
+/// The user hears of a worker that is silent before the run fails, and when it is back.
+#[test]
+fn a_silent_worker_is_reported_and_so_is_its_return() {
+    let _alone = alone();
+    let notices = Arc::new(Mutex::new(Vec::new()));
+    let seen = notices.clone();
+    let patient = Timeouts { stall_s: 60.0, silence_s: 60.0, connect_s: 20.0 };
+    let mut pipeline = mishaps::builder(processes(), "")
+        .timeouts(Timeouts { silence_s: 4.0, ..patient })
+        .on_notice(move |notice| seen.lock().unwrap().push(notice.clone()))
+        .build()
+        .expect("a pipeline");
+    pipeline.train_step(&batch()).expect("a step");
+    notices.lock().unwrap().clear();
+    let server = children()[0];
+    stop(server);
+    let waiter = std::thread::spawn({
+        let notices = notices.clone();
+        move || {
+            let patience = Instant::now();
+            while notices.lock().unwrap().is_empty() && patience.elapsed() < BOUND {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            signal(server, "-CONT");
+        }
+    });
+    pipeline.train_step(&batch()).expect("it goes on once the worker is back");
+    waiter.join().expect("it ends");
+    // This process may have been starved as well.
+    let starved = |notice: &&Notice| matches!(notice, Notice::Suspended { .. });
+    let notices: Vec<Notice> = notices.lock().unwrap().iter().filter(|notice| !starved(notice)).cloned().collect();
+    let [Notice::Silent { worker, limit_s: 4.0, .. }, Notice::Back { worker: back, .. }] = &notices[..] else {
+        panic!("{notices:?}");
+    };
+    assert_eq!((&worker[..], &back[..]), ("server", "server"));
+}
+
+/// Runs `distgpipe train`, suspends it in the middle for longer than these limits, and returns its status and what it said.
+fn suspended_driver(limits: &[&str]) -> (Option<i32>, String) {
+    let slow = ["--faults", "client>server:delay=20@0", "--epochs", "2", "--no-evaluate", "--batch", "100"];
+    let mut driver = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+        .args(["train", "--place", "client,server", "--workers", "processes", "--device", "cpu", "--threads", "1"])
+        .args(slow)
+        .args(limits)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut said = BufReader::new(driver.stderr.take().expect("piped"));
+    let mut text = String::new();
+    while !text.contains("epoch 1/2") {
+        assert!(said.read_line(&mut text).expect("text") > 0, "{text}");
+    }
+    stop(driver.id());
+    std::thread::sleep(Duration::from_secs(3));
+    signal(driver.id(), "-CONT");
+    said.read_to_string(&mut text).expect("text");
+    (driver.wait().expect("it ends").code(), text)
+}
+
+/// A laptop that wakes up once blamed the server for the time in which it had slept itself.
+#[test]
+fn a_driver_that_was_suspended_does_not_blame_its_workers() {
+    let _alone = alone();
+    // The worker waits longer than the driver was away, and the driver does not count the time against the worker.
+    let (status, said) = suspended_driver(&["--timeout", "2", "--peer-timeout", "20"]);
+    assert_eq!(status, Some(0), "{said}");
+    assert!(said.contains("this process did not run for "), "{said}");
+    // The worker has given up meanwhile.
+    let (status, said) = suspended_driver(&["--timeout", "20", "--peer-timeout", "1.5"]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("error: client was suspended: this process did not run for"), "{said}");
+    assert!(said.contains("raise --peer-timeout") && !said.contains("lost the connection to server"), "{said}");
+}
+
 /// SIGSTOP: the process is there, its sockets are open, and it says nothing.
 #[test]
 fn a_suspended_worker_process_times_out() {
@@ -180,14 +272,7 @@ fn a_suspended_worker_process_times_out() {
     pipeline.train_step(&batch()).expect("a step");
     let server = children();
     assert_eq!(server.len(), 1);
-    let stopped = std::process::Command::new("kill").args(["-STOP", &server[0].to_string()]).status().expect("kill");
-    assert!(stopped.success());
-    // The signal is on its way when `kill` returns; on a busy machine a step is over before it is there.
-    let patience = Instant::now();
-    while !threads_of(server[0]).iter().all(|state| state == "T") {
-        assert!(patience.elapsed() <= BOUND, "the process does not stop: {:?}", threads_of(server[0]));
-        std::thread::yield_now();
-    }
+    stop(server[0]);
     let start = Instant::now();
     let failure = match pipeline.train_step(&batch()) {
         Err(StepError::Failed(failure)) => failure,
@@ -195,6 +280,7 @@ fn a_suspended_worker_process_times_out() {
     };
     drop(pipeline);
     assert!(failure.worker.contains("server"), "{failure}");
+    assert!(failure.phase != "lost connection" || failure.message.contains("`Timeouts::silence_s`"), "{failure}");
     assert!(start.elapsed() <= BOUND + Duration::from_secs_f64(SILENCE_S), "took {:?}", start.elapsed());
     assert_eq!(children(), Vec::<u32>::new(), "a process is left");
 }
@@ -246,19 +332,46 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     drop(servers);
 }
 
-/// A worker has one run at a time. Who comes second does not wait forever, and hears of the likeliest cause.
+/// A worker has one run at a time. A second driver once waited for 20 seconds, and then heard of a guess.
 #[test]
-fn connecting_to_a_busy_worker_times_out() {
+fn a_busy_worker_says_so_at_once() {
     let _alone = alone();
     let servers = Servers::start(1);
     let mut first = mishaps::pipeline(servers.first(1), "");
-    let short = Timeouts { connect_s: 0.5, ..Timeouts::default() };
-    let second = mishaps::builder(servers.first(1), "").timeouts(short).build();
-    let said = second.err().expect("it is busy").to_string();
-    assert!(said.contains("server failed while joining the run") && said.contains("busy with another run"), "{said}");
+    let start = Instant::now();
+    let failure = match mishaps::builder(servers.first(1), "").build() {
+        Err(BuildError::Failed(failure)) => failure,
+        other => panic!("expected a failure, got {:?}", other.map(|_| ())),
+    };
+    let said = failure.to_string();
+    assert!(failure.is_busy() && said.starts_with("server is busy with another run since 20"), "{said}");
+    assert!(said.contains("wait until that run is over"), "{said}");
+    assert!(start.elapsed() < Duration::from_secs(3), "it took {:?}", start.elapsed());
+    // A script can tell from the exit status that it may try again later.
+    let second = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+        .args(["train", "--partitions", "2", "--steps", "1", "--workers", &servers.addresses()[0]])
+        .env("DISTGPIPE_TOKEN", TOKEN)
+        .output()
+        .expect("it runs");
+    let said = String::from_utf8_lossy(&second.stderr);
+    assert_eq!(second.status.code(), Some(3), "{said}");
+    assert!(said.contains("error: w1 is busy with another run since 20"), "{said}");
     first.train_step(&batch()).expect("the first run goes on");
     drop(first);
     mishaps::pipeline(servers.first(1), "").train_step(&batch()).expect("and the next has its turn");
+}
+
+/// A stranger who connects to a worker in a run does not learn that there is one.
+#[test]
+fn a_stranger_learns_nothing_of_a_run() {
+    let _alone = alone();
+    let servers = Servers::start(1);
+    let mut first = mishaps::pipeline(servers.first(1), "");
+    let token: distgpipe::comm::handshake::Token = "f".repeat(64).parse().expect("a token");
+    let stranger = Workers::Remote { addresses: servers.addresses().to_vec(), token };
+    let refused = mishaps::builder(stranger, "").build().err().expect("an error").to_string();
+    assert!(refused.contains("different tokens") && !refused.contains("busy"), "{refused}");
+    first.train_step(&batch()).expect("the run goes on");
 }
 
 #[test]

@@ -7,19 +7,24 @@
 //!  stage ── message ──► transport: memory │ loopback │ tcp ──► admission ──► mailbox ──► stage
 //!                       link_codecs: encode by codec_policy      (between processes,
 //!                       traffic: count                            after a handshake)
+//!                                                       arrivals: time
 //!
 //!  failures  abort: ends all threads of a run; status, watchdog: find who stalls; timeouts: say when
+//!            notice: what the user should know before; suspension: this process itself did not run
 //! ```
 
 pub mod abort;
 pub mod admission;
+pub mod arrivals;
 pub mod codec_policy;
 pub mod handshake;
 pub mod link_codecs;
 pub mod mailbox;
 pub mod message;
+pub mod notice;
 pub mod protocol;
 pub mod status;
+pub mod suspension;
 pub mod timeouts;
 pub mod topology;
 pub mod traffic;

@@ -2,6 +2,7 @@
 //! offer. All `unsafe` code of the crate is here.
 
 mod autocast;
+mod clock;
 mod device;
 mod ffi;
 mod memory;
@@ -10,6 +11,7 @@ mod random;
 mod threads;
 
 pub use autocast::{Autocast, Precision};
+pub use clock::{boot_time, utc_now};
 pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
 pub use ffi::Layout;
@@ -18,7 +20,9 @@ pub use memory::{attach_thread, peak_bytes, release_memory, reserved_bytes, star
 pub(crate) use process::kill_worker_process;
 pub use process::{declare_worker_process, exit_at_once};
 pub use random::{Draws, Stream};
-pub use threads::{check_threads, default_threads, ThreadCountError, THREADS_MAX};
+#[cfg(test)]
+pub(crate) use threads::refusal;
+pub use threads::{check_threads, default_threads, spawn, spawn_scoped, ThreadCountError, ThreadError, THREADS_MAX};
 
 use crate::failure::Fault;
 use tch::Tensor;

@@ -4,10 +4,12 @@
 //! the fault, and what it was doing. It is text, because it travels to the other processes of the run. The first failure
 //! of a run ends it; see [`AbortFlag`](crate::comm::abort::AbortFlag).
 
+use crate::engine::ThreadError;
 use distgpipe_core::codec::CodecError;
 use distgpipe_core::schedule::Action;
 use distgpipe_core::wire::{AbortNotice, WireError};
 use std::fmt;
+use std::time::Duration;
 
 /// The error behind a fault. Text converts into one.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -63,6 +65,18 @@ pub enum Fault {
         /// The time-out in seconds.
         limit_s: f64,
     },
+    /// Nothing arrived from a peer for too long.
+    #[error("nothing arrived for {limit_s:.1} s, not even a heartbeat: the process is suspended or overloaded, or the network is down; to wait longer, raise `Timeouts::silence_s`")]
+    Silent {
+        /// The time-out in seconds.
+        limit_s: f64,
+    },
+    /// A peer did not read what was sent for too long.
+    #[error("it read nothing of what was sent for {limit_s:.1} s: the process is suspended or overloaded, or the network is down; to wait longer, raise `Timeouts::silence_s`")]
+    NotReading {
+        /// The time-out in seconds.
+        limit_s: f64,
+    },
     /// A peer did not answer in time.
     #[error("{what} took longer than {limit_s:.1} s: the peer is suspended or overloaded, or the network is down")]
     TimedOut {
@@ -72,10 +86,16 @@ pub enum Fault {
         limit_s: f64,
     },
     /// A worker did not accept a run in time.
-    #[error("no answer within {limit_s:.1} s: the worker may be busy with another run (wait for that, or start another worker), suspended, or the network is down")]
+    #[error("no answer within {limit_s:.1} s: the worker is suspended or overloaded, or the network is down")]
     NoAnswer {
         /// The time-out in seconds.
         limit_s: f64,
+    },
+    /// A worker is in another run.
+    #[error("{text}: wait until that run is over, or start another worker")]
+    Busy {
+        /// Since when, and for whom.
+        text: String,
     },
     /// A worker refused the connection or the run.
     #[error("the connection was refused: {reason}")]
@@ -113,6 +133,9 @@ pub enum Fault {
     /// The connection ended unexpectedly.
     #[error("the connection closed unexpectedly: the process ended or was killed, or the network is down")]
     Lost,
+    /// The operating system did not start a thread.
+    #[error(transparent)]
+    Thread(#[from] ThreadError),
     /// The operating system returned an error.
     #[error("{doing}: {source}")]
     Io {
@@ -188,6 +211,12 @@ const LOST_CONNECTION: &str = "lost connection";
 /// The phase of a failure that a worker's message caused.
 const REJECTED_MESSAGE: &str = "rejected message";
 
+/// The phase of a failure to join a worker that is in another run.
+const BUSY: &str = "busy";
+
+/// The phase of a failure of a process that did not run for too long.
+const SUSPENDED: &str = "suspended";
+
 /// The first fault of a run: which worker or link had it, and what that worker was doing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Failure {
@@ -205,6 +234,8 @@ impl fmt::Display for Failure {
         match phase.as_str() {
             LOST_CONNECTION => write!(f, "lost the connection to {worker}: {message}"),
             REJECTED_MESSAGE => write!(f, "rejected a message from {worker}: {message}"),
+            BUSY => write!(f, "{worker} is {message}"),
+            SUSPENDED => write!(f, "{worker} was suspended: {message}"),
             action if action.parse::<Action>().is_ok() => {
                 write!(f, "{worker} failed while running {action}: {message}")
             }
@@ -219,8 +250,29 @@ impl Failure {
     pub fn new(worker: impl Into<String>, phase: impl Into<String>, fault: Fault) -> Self {
         match fault {
             Fault::Elsewhere(first) => first,
+            Fault::Busy { .. } => Failure { worker: worker.into(), phase: BUSY.to_owned(), message: fault.to_string() },
             fault => Failure { worker: worker.into(), phase: phase.into(), message: fault.to_string() },
         }
+    }
+
+    /// The failure of a worker whose process did not run for so long that the others gave it up.
+    pub(crate) fn suspended(worker: impl Into<String>, missed: Duration, silence: Duration) -> Self {
+        let (missed, silence) = (missed.as_secs_f64(), silence.as_secs_f64());
+        let message = format!(
+            "this process did not run for {missed:.1} s (it was stopped, or its machine slept or was overloaded), and the other \
+             workers wait for {silence:.1} s; to have them wait longer, raise `Timeouts::silence_s`"
+        );
+        Failure { worker: worker.into(), phase: SUSPENDED.to_owned(), message }
+    }
+
+    /// Whether a worker could not be joined because it is in another run, so that a later try may succeed.
+    pub fn is_busy(&self) -> bool {
+        self.phase == BUSY
+    }
+
+    /// Whether the connection to a worker ended.
+    pub(crate) fn is_lost_connection(&self) -> bool {
+        self.phase == LOST_CONNECTION
     }
 
     /// The failure of the connection to a worker: the connection broke, or the worker sent something invalid.
@@ -231,7 +283,9 @@ impl Failure {
                 phase: LOST_CONNECTION.to_owned(),
                 message: "the process ended or was killed, or the network is down".to_owned(),
             },
-            Fault::Io { .. } | Fault::TimedOut { .. } => Failure::new(worker, LOST_CONNECTION, fault),
+            Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. } => {
+                Failure::new(worker, LOST_CONNECTION, fault)
+            }
             fault => Failure::new(worker, REJECTED_MESSAGE, fault),
         }
     }
@@ -244,8 +298,20 @@ impl Failure {
 
 impl From<AbortNotice> for Failure {
     fn from(notice: AbortNotice) -> Self {
-        Failure { worker: notice.worker, phase: notice.phase, message: notice.message }
+        let AbortNotice { worker, phase, message } = notice;
+        Failure { worker: printable(&worker), phase: printable(&phase), message: printable(&message) }
     }
+}
+
+/// Text from another process with its control characters escaped: they could move the cursor of a terminal, or hide text.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().fold(String::with_capacity(text.len()), |mut escaped, c| {
+        match c.is_control() {
+            true => escaped.extend(c.escape_default()),
+            false => escaped.push(c),
+        }
+        escaped
+    })
 }
 
 #[cfg(test)]
@@ -267,6 +333,10 @@ mod tests {
                 "lost the connection to server: the process ended or was killed, or the network is down",
             ),
             (
+                Failure::new("server", "joining the run", Fault::Busy { text: "busy since noon".to_owned() }),
+                "server is busy since noon: wait until that run is over, or start another worker",
+            ),
+            (
                 Failure::connection("server", Fault::protocol("a report", "a job")),
                 "rejected a message from server: expected a report, got a job",
             ),
@@ -282,5 +352,16 @@ mod tests {
         let first = Failure::new("server", "1F3", Fault::Panic("oh".to_owned()));
         assert_eq!(Failure::new("client", "2F3", Fault::Elsewhere(first.clone())), first);
         assert_eq!(Failure::connection("client", Fault::Elsewhere(first.clone())), first);
+    }
+
+    /// An abort notice is printed on the terminals of all workers.
+    #[test]
+    fn control_characters_of_a_peer_are_escaped() {
+        let notice =
+            AbortNotice {
+                worker: "server\r".into(), phase: "1F0".into(), message: "\u{1b}[2J\nall is well, é".into()
+            };
+        let said = Failure::from(notice).to_string();
+        assert_eq!(said, "server\\r failed while running 1F0: \\u{1b}[2J\\nall is well, é");
     }
 }

@@ -65,6 +65,7 @@ pub mod train;
 
 pub use comm::codec_policy::{CodecPolicy, LinkOverride};
 pub use comm::handshake::Token;
+pub use comm::notice::Notice;
 pub use comm::timeouts::Timeouts;
 pub use data::{DataError, Dataset, Loader, LoaderOptions};
 pub use distgpipe_core::balance::{Link, Objective};
@@ -73,8 +74,8 @@ pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
 pub use driver::auto_balance::AutoBalance;
 pub use driver::builder::{BuildError, Builder};
 pub use driver::launch::{WorkerProgram, Workers};
-pub use driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
-pub use driver::serve::{ServeEvent, ServeOptions, Server, StuckPolicy};
+pub use driver::pipeline::{Batch, Pipeline, StepError, StepLink, StepOutcome, StepWait};
+pub use driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
 pub use engine::{tune_allocator, Device, Devices, Precision};
 pub use failure::{Failure, Fault};
 pub use model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};

@@ -20,5 +20,5 @@ pub mod weights;
 
 pub use events::{Event, Observer, StepDone};
 pub use options::{Capture, SaveEvery, TrainOptions};
-pub use summary::{EdgeSummary, EpochSummary, LinkSummary, RunSummary, WorkerSummary};
+pub use summary::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunSummary, WorkerSummary};
 pub use trainer::{Progress, TrainError, Trainer};

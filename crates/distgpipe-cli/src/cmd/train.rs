@@ -122,6 +122,9 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
 /// Prints the devices and threads, the cut that `--auto-balance` found, and a warning if the codecs have no link.
 fn note_setup(config: &RunConfig, pipeline: &Pipeline) {
     report::note(&config.compute.to_string());
+    if let Some(warning) = config.compute.warning() {
+        report::note(&warning);
+    }
     if let Some(cut) = found_cut(config, pipeline) {
         report::note(&cut);
     }

@@ -1,13 +1,15 @@
 //! `distgpipe worker`: a process that runs partitions for drivers that have its token.
 
+use crate::compute::cores;
 use crate::exit::usage;
 use crate::files::read_text;
 use crate::report;
+use crate::report::units::{self, plural};
 use anyhow::Context;
 use distgpipe::comm::handshake::Token;
 use distgpipe::driver::launch::declare_worker_process;
-use distgpipe::driver::serve::{ServeEvent, ServeOptions, Server, StuckPolicy};
-use distgpipe::engine::exit_at_once;
+use distgpipe::driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
+use distgpipe::engine::{exit_at_once, spawn, utc_now};
 use distgpipe::model::zoo;
 use std::io::{BufRead, Read};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -74,16 +76,57 @@ pub fn run(args: &WorkerArgs) -> anyhow::Result<()> {
         report::note(&format!("connect with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));
     }
     report::print(&format!("listening {address}\n"))?;
+    // A child's standard error is its driver's terminal, which shows the run.
+    let quiet = args.child;
     let report_event = |event: &ServeEvent<'_>| match event {
-        ServeEvent::Rejected(failure) | ServeEvent::JobFailed(failure) => {
-            report::note(&format!("{failure}; waiting for the next job"));
-        }
         ServeEvent::Stuck(failure) => {
             report::note(&format!("error: {failure}; its thread does not end, so this process exits"));
         }
+        event if !quiet => log(event),
         _ => {}
     };
     Ok(server.run(|| false, report_event)?)
+}
+
+/// Prints a line of the worker's log on standard error.
+fn log(event: &ServeEvent<'_>) {
+    let line = match event {
+        ServeEvent::Rejected(failure) => failure.to_string(),
+        ServeEvent::JobStarted(job) => started(job),
+        ServeEvent::JobEnded { job, duration, failure } => {
+            let took = units::seconds(duration.as_secs_f64());
+            match failure {
+                None => format!("run {} is done after {took}", job.run),
+                Some(failure) => format!("run {} failed after {took}: {failure}", job.run),
+            }
+        }
+        ServeEvent::RefusedBusy(driver) => format!("refused {driver}: busy with a run"),
+        ServeEvent::Notice(notice) => notice.to_string(),
+        _ => return,
+    };
+    report::note(&format!("{} {line}", utc_now()));
+}
+
+fn started(job: &JobInfo) -> String {
+    let partitions: Vec<String> = job.partitions.iter().map(ToString::to_string).collect();
+    let mut line = format!(
+        "run {} from {}: {} as `{}`, partition{} {} of {}, {}",
+        job.run,
+        job.driver,
+        job.model,
+        job.worker,
+        if partitions.len() == 1 { "" } else { "s" },
+        partitions.join(","),
+        job.partitions_in_all,
+        plural(job.threads, "thread"),
+    );
+    if job.threads > cores() {
+        line.push_str(&format!(
+            "; warning: this host has {}, so the threads get into each other's way: give the driver a smaller --threads",
+            plural(cores(), "core")
+        ));
+    }
+    line
 }
 
 /// The token from the file, or else from the environment.
@@ -113,10 +156,10 @@ fn token_from_parent() -> anyhow::Result<Token> {
     first.read_line(&mut line).context("--child: reading the token from standard input")?;
     drop(input);
     let token = line.parse().map_err(|e| usage(format!("--child: first line of standard input: {e}")))?;
-    std::thread::spawn(|| {
+    spawn("end of the driver", || {
         let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
         exit_at_once(1);
-    });
+    })?;
     Ok(token)
 }
 

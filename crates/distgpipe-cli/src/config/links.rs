@@ -35,12 +35,15 @@ pub(super) fn codecs(flags: &TrainFlags) -> anyhow::Result<CodecPolicy> {
     })
 }
 
-/// The timeouts of a run: no timeout is longer than `--timeout`.
+/// The timeouts of a run. Without `--peer-timeout`, a silent worker is given no longer than `--timeout`.
 pub(super) fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {
     let standard = Timeouts::default();
     let stall_s = flags.timeout.unwrap_or(standard.stall_s);
-    if !(stall_s.is_finite() && stall_s > 0.0) {
-        return Err(usage(format!("--timeout {stall_s}: expected seconds above 0")));
+    let silence_s = flags.peer_timeout.unwrap_or(standard.silence_s.min(stall_s));
+    for (flag, seconds) in [("--timeout", stall_s), ("--peer-timeout", silence_s)] {
+        if !(seconds.is_finite() && seconds > 0.0) {
+            return Err(usage(format!("{flag} {seconds}: expected seconds above 0")));
+        }
     }
-    Ok(Timeouts { stall_s, silence_s: standard.silence_s.min(stall_s), ..standard })
+    Ok(Timeouts { stall_s, silence_s, ..standard })
 }

@@ -171,14 +171,12 @@ fn compression(report: &RunReport) -> Ours {
 }
 
 fn bandwidth(report: &RunReport) -> Ours {
-    let links = report
-        .summary
-        .links
-        .iter()
-        .filter_map(|link| Some(format!("{} → {} {}/s", link.from, link.to, units::bytes(link.bytes_per_s?))));
+    let links = report.summary.links.iter().filter_map(|link| {
+        Some(format!("{} → {} {}/s", link.from, link.to, units::bytes(link.delivered_bytes_per_s?)))
+    });
     let links: Vec<String> = links.collect();
     if links.is_empty() {
-        return Ours::Not(": tensors moved between threads".to_owned());
+        return Ours::Not(": tensors moved between threads, or in messages too small to measure a link".to_owned());
     }
     Ours::Measured { text: links.join(", "), value: None }
 }

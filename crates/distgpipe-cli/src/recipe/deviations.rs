@@ -6,7 +6,7 @@ use crate::args::TrainFlags;
 use crate::compute::cores;
 
 /// Flags that do not change the experiment, and flags with a sentence of their own.
-const SILENT: [&str; 23] = [
+const SILENT: [&str; 24] = [
     "weights",
     "init-missing",
     "data-dir",
@@ -16,6 +16,7 @@ const SILENT: [&str; 23] = [
     "loader-threads",
     "token-file",
     "timeout",
+    "peer-timeout",
     "capture",
     "capture-step",
     "device",

@@ -4,6 +4,7 @@ use crate::config::RunConfig;
 use anyhow::Context;
 use distgpipe::runtime::trace::{write_chrome, write_jsonl, Span};
 use distgpipe::train::{Event, Observer, StepDone};
+use distgpipe::StepLink;
 use serde::Serialize;
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -41,6 +42,7 @@ struct StepLine<'a> {
     seconds: f64,
     loading_s: f64,
     workers: Vec<WorkerLine<'a>>,
+    links: &'a [StepLink],
 }
 
 #[derive(Serialize)]
@@ -128,6 +130,7 @@ impl Log {
                     peak_bytes: worker.report.peak_bytes,
                 })
                 .collect(),
+            links: &outcome.step_links,
         };
         serde_json::to_writer(&mut self.steps, &line)?;
         self.steps.write_all(b"\n")?;

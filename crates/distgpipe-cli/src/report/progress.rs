@@ -1,8 +1,7 @@
 //! The progress of a run: a bar on a terminal, a line per epoch elsewhere. It goes to standard error, so that results can be piped.
 
 use super::run::two_class_scores;
-use super::{carried, note, units};
-use crate::option_names::with_flags;
+use super::{carried, note, print_above, units};
 use distgpipe::comm::traffic::PartitionEdge;
 use distgpipe::driver::pipeline::StepOutcome;
 use distgpipe::train::{EpochSummary, Event, Observer};
@@ -27,10 +26,12 @@ impl Progress {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
+        print_above(bar.clone());
         Progress { bar, epochs, warned: BTreeSet::new() }
     }
 
     pub fn finish(&self) {
+        print_above(None);
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
@@ -38,10 +39,7 @@ impl Progress {
 
     /// Prints a line, above the bar if there is one.
     pub fn print(&self, line: &str) {
-        match &self.bar {
-            Some(bar) => bar.println(with_flags(line)),
-            None => note(line),
-        }
+        note(line);
     }
 }
 

@@ -5,7 +5,9 @@ use distgpipe::Workers;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
-const TOKEN: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+/// The token of all of them.
+#[allow(dead_code)]
+pub const TOKEN: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
 
 /// Worker processes, ended with this value.
 pub struct Servers {

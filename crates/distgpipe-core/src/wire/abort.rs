@@ -45,10 +45,3 @@ impl AbortNotice {
         Ok(Self { worker, phase, message })
     }
 }
-
-impl std::fmt::Display for AbortNotice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { worker, phase, message } = self;
-        write!(f, "{worker} failed in {phase}: {message}")
-    }
-}

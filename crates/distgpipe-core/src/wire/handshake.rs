@@ -45,7 +45,7 @@ pub struct Hello {
 #[non_exhaustive]
 pub enum HandshakeError {
     /// The token is wrong.
-    #[error("expected the token of this end, got another from the peer: start both ends with the same token")]
+    #[error("the two ends have different tokens: start both with the same one")]
     Token,
     /// The token is right, but the peer belongs to another run.
     #[error("expected a peer of run {expected}, got one of run {got}: a process of an earlier run is still alive, or the address belongs to another run; stop that process, or use another port", expected = Hex(.expected), got = Hex(.got))]

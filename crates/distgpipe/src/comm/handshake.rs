@@ -10,8 +10,8 @@
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::link_codecs::Decoder;
 use crate::comm::transport::tcp::{limits, read_frame, write_frame, Deadline, Frame};
-use crate::failure::Fault;
-use distgpipe_core::wire::{Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
+use crate::failure::{printable, Fault};
+use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
 use std::fmt;
 use std::io::Read;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -87,7 +87,10 @@ pub fn send_text(stream: &mut TcpStream, kind: Kind, body: &[u8], limit: Duratio
     let mut header = Header::new(kind);
     header.seal(body);
     header.check(&limits())?;
-    write_frame(stream, &header, body, &Deadline::new(&abort, limit))
+    write_frame(stream, &header, body, &Deadline::new(&abort, limit)).map_err(|fault| match fault {
+        Fault::NotReading { limit_s } => Fault::TimedOut { what: "the handshake".to_owned(), limit_s },
+        other => other,
+    })
 }
 
 /// Reads one frame of one of these kinds. `limit` bounds the whole read, progress or not, because the peer may not have
@@ -114,7 +117,8 @@ pub fn prepare(stream: &TcpStream) -> Result<(), Fault> {
     set.map_err(|e| Fault::io("setting up a socket", e))
 }
 
-/// Connects to a worker and shows the credentials. Fails with [`Fault::Refused`] if the worker does not accept them.
+/// Connects to a worker and shows the credentials. Fails with [`Fault::Busy`] if the worker is in another run, and with
+/// [`Fault::Refused`] if it does not accept them.
 pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duration) -> Result<TcpStream, Fault> {
     let doing = || format!("connecting to {address}");
     let mut failed = Fault::invalid_job("a worker's address", format!("`{address}` resolves to no address"));
@@ -136,23 +140,55 @@ pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duratio
     let answer = receive(&mut stream, &[Kind::Welcome, Kind::Refuse], limit)?;
     let malformed = |e: MessageError| Fault::malformed("the answer to the hello", e);
     match answer.header.kind {
-        Kind::Refuse => Err(Fault::Refused { reason: Refuse::decode(&answer.body).map_err(malformed)?.reason }),
+        Kind::Refuse => {
+            let reason = printable(&Refuse::decode(&answer.body).map_err(malformed)?.reason);
+            Err(refusal(reason))
+        }
         _ => Welcome::decode(&answer.body).map(|_| stream).map_err(malformed),
     }
 }
 
-/// Answers a peer that has connected: accepts it if it shows the token, the run (unless `run` is `None`) and the version of
-/// this end. A peer that is refused gets the reason, which is also in the [`Fault::Refused`] returned here.
-pub fn answer(stream: &mut TcpStream, token: &Token, run: Option<[u8; 16]>, limit: Duration) -> Result<Hello, Fault> {
+/// The first word of a refusal by a worker that is in another run.
+const BUSY: &str = "busy";
+
+/// Whom a listening end accepts.
+#[derive(Clone, Debug)]
+pub struct Terms<'a> {
+    /// What the peer must show.
+    pub token: &'a Token,
+    /// The run that the peer must belong to; `None` for any.
+    pub run: Option<[u8; 16]>,
+    /// The run that this end is in, such as `another run since noon`. A driver of another run is refused with this reason, and
+    /// anybody if `run` is `None`.
+    pub busy: Option<&'a str>,
+}
+
+impl Terms<'_> {
+    /// Why a peer is refused. The token comes first: a stranger learns nothing else.
+    fn check(&self, hello: &Hello) -> Result<(), String> {
+        let checked = hello.check(&self.run.unwrap_or(hello.run), &self.token.0);
+        match (checked, self.busy) {
+            (Err(HandshakeError::Run { .. }), Some(busy)) if hello.role == Role::Driver => {
+                Err(format!("{BUSY} with {busy}"))
+            }
+            (Err(other), _) => Err(other.to_string()),
+            (Ok(()), Some(busy)) if self.run.is_none() => Err(format!("{BUSY} with {busy}")),
+            (Ok(()), _) if hello.build != BUILD => {
+                let theirs = printable(&hello.build);
+                Err(format!("this end runs distgpipe {BUILD}, the peer {theirs}: install the same version on both"))
+            }
+            (Ok(()), _) => Ok(()),
+        }
+    }
+}
+
+/// Answers a peer that has connected: accepts it if it meets the terms and has the version of this end. A peer that is refused
+/// gets the reason, which is also in the [`Fault::Busy`] or [`Fault::Refused`] returned here.
+pub fn answer(stream: &mut TcpStream, terms: &Terms<'_>, limit: Duration) -> Result<Hello, Fault> {
     prepare(stream)?;
     let first = receive(stream, &[Kind::Hello], limit)?;
     let hello = Hello::decode(&first.body).map_err(|e| Fault::malformed("a hello", e))?;
-    let mut verdict = hello.check(&run.unwrap_or(hello.run), &token.0).map_err(|e| e.to_string());
-    if verdict.is_ok() && hello.build != BUILD {
-        verdict =
-            Err(format!("this end runs distgpipe {BUILD}, the peer {}: install the same version on both", hello.build));
-    }
-    match verdict {
+    match terms.check(&hello) {
         Ok(()) => {
             let welcome = Welcome { worker: None, build: BUILD.to_owned() };
             send_text(stream, Kind::Welcome, &welcome.encode(), limit)?;
@@ -160,7 +196,15 @@ pub fn answer(stream: &mut TcpStream, token: &Token, run: Option<[u8; 16]>, limi
         }
         Err(reason) => {
             send_text(stream, Kind::Refuse, &Refuse { reason: reason.clone() }.encode(), limit)?;
-            Err(Fault::Refused { reason })
+            Err(refusal(reason))
         }
+    }
+}
+
+/// The fault for a refusal, at either end.
+fn refusal(reason: String) -> Fault {
+    match reason.split_whitespace().next() {
+        Some(BUSY) => Fault::Busy { text: reason },
+        _ => Fault::Refused { reason },
     }
 }

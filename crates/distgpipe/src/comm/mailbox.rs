@@ -8,6 +8,7 @@ use crate::comm::message::{Message, Tag};
 use crate::failure::Fault;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Instant;
 
 /// The mailbox of a worker or of the driver.
 #[derive(Debug)]
@@ -48,6 +49,7 @@ impl Mailbox {
     /// Like [`take`](Self::take), but calls `watch` about every [`POLL`] while it waits. An error of `watch` ends the wait.
     pub fn take_while(&self, tag: &Tag, mut watch: impl FnMut() -> Result<(), Fault>) -> Result<Message, Fault> {
         let mut arrived = self.lock();
+        let mut watched = Instant::now();
         loop {
             if let Some(message) = arrived.remove(tag) {
                 self.changed.notify_all();
@@ -56,9 +58,10 @@ impl Mailbox {
             self.abort.check()?;
             let (guard, wait) = self.changed.wait_timeout(arrived, POLL).unwrap_or_else(|e| e.into_inner());
             arrived = guard;
-            if wait.timed_out() {
+            if wait.timed_out() || watched.elapsed() >= POLL {
                 drop(arrived);
                 watch()?;
+                watched = Instant::now();
                 arrived = self.lock();
             }
         }

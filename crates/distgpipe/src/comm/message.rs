@@ -106,6 +106,11 @@ impl Message {
         Message { tag, tensors: Vec::new(), text: text.into(), encoding: EncodeOptions::default() }
     }
 
+    /// Whether the message belongs to a training step and carries tensors.
+    pub fn trains(&self) -> bool {
+        self.encoding.training && self.tag.kind.carries_tensors()
+    }
+
     /// The size of the tensors in memory, in bytes. `None` for kinds of message that carry no tensors.
     pub fn payload_bytes(&self) -> Option<u64> {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;

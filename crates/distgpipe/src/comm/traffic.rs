@@ -1,12 +1,12 @@
 //! Counts what the links of a worker carry, for reports and tables.
 
+use crate::comm::arrivals::{Arrivals, Delivered, LinkWait};
 use distgpipe_core::schedule::Pass;
 use distgpipe_core::PartitionId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
 
 /// One direction between two partitions. Each edge has a codec and a count of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -48,7 +48,18 @@ pub struct EncodingCost {
     pub encode_ns: u64,
 }
 
-/// Counts what one direction of a link carries. Clones share the counts, so any thread may read them.
+/// The size of one message that has been sent.
+#[derive(Clone, Copy, Debug)]
+pub struct MessageSize {
+    /// [`Message::payload_bytes`](crate::comm::message::Message::payload_bytes): `None` for text.
+    pub payload_bytes: Option<u64>,
+    /// Bytes written to the socket; 0 between threads.
+    pub wire_bytes: u64,
+    /// [`Message::trains`](crate::comm::message::Message::trains).
+    pub trains: bool,
+}
+
+/// Counts what one direction of a link carries, and times what arrives in the other. Clones share the counts, so any thread may read them.
 #[derive(Clone, Debug, Default)]
 pub struct Counters(Arc<CounterCells>);
 
@@ -57,13 +68,14 @@ struct CounterCells {
     messages: AtomicU64,
     payload_bytes: AtomicU64,
     wire_bytes: AtomicU64,
-    busy_ns: AtomicU64,
+    training_bytes: AtomicU64,
     queued: AtomicU64,
+    arrivals: Arrivals,
     sent: Mutex<BTreeMap<PartitionEdge, EdgeTraffic>>,
     decoded_ns: Mutex<BTreeMap<PartitionEdge, u64>>,
 }
 
-/// A snapshot of [`Counters`].
+/// A snapshot of [`Counters`], since the run began.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
     /// The number of messages that carry tensors.
@@ -73,25 +85,39 @@ pub struct Traffic {
     /// Bytes written to the socket since the handshake: headers, commands, reports and heartbeats included. 0 between
     /// threads.
     pub wire_bytes: u64,
-    /// Time spent encoding and writing, in nanoseconds; between threads, decoding too.
-    pub busy_ns: u64,
+    /// Bytes of the tensors of training steps: on the wire with their headers, or in memory between threads. Tests,
+    /// checkpoints, commands and reports are not part of them.
+    #[serde(default)]
+    pub training_bytes: u64,
     /// What was sent over each edge.
     pub sent: Vec<(PartitionEdge, EdgeTraffic)>,
     /// Time spent decoding what arrived over each edge in the other direction, in nanoseconds.
     pub decoded_ns: Vec<(PartitionEdge, u64)>,
+    /// What was timed as it arrived in the other direction. Nothing between threads.
+    #[serde(default)]
+    pub delivered: Delivered,
+    /// What the worker waited for when it waited for messages in the other direction.
+    #[serde(default)]
+    pub waited: LinkWait,
 }
 
 impl Counters {
-    /// Counts one message that has been sent. `payload_bytes` is [`Message::payload_bytes`]: `None` for text.
-    ///
-    /// [`Message::payload_bytes`]: crate::comm::message::Message::payload_bytes
-    pub fn count_message(&self, payload_bytes: Option<u64>, wire_bytes: u64, busy: Duration) {
-        if let Some(payload_bytes) = payload_bytes {
+    /// Counts one message that has been sent.
+    pub fn count_message(&self, sent: MessageSize) {
+        if let Some(payload_bytes) = sent.payload_bytes {
             self.0.messages.fetch_add(1, Ordering::Relaxed);
             self.0.payload_bytes.fetch_add(payload_bytes, Ordering::Relaxed);
         }
-        self.0.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
-        self.0.busy_ns.fetch_add(u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.0.wire_bytes.fetch_add(sent.wire_bytes, Ordering::Relaxed);
+        if sent.trains {
+            let bytes = if sent.wire_bytes > 0 { sent.wire_bytes } else { sent.payload_bytes.unwrap_or(0) };
+            self.0.training_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// The receiving end of the other direction.
+    pub fn arrivals(&self) -> &Arrivals {
+        &self.0.arrivals
     }
 
     /// Counts a tensor that has been encoded, by the edge's codec or raw.
@@ -145,13 +171,16 @@ impl Counters {
 
     /// A snapshot of the counts.
     pub fn read(&self) -> Traffic {
+        let (delivered, waited) = self.0.arrivals.read();
         Traffic {
             messages: self.0.messages.load(Ordering::Relaxed),
             payload_bytes: self.0.payload_bytes.load(Ordering::Relaxed),
             wire_bytes: self.0.wire_bytes.load(Ordering::Relaxed),
-            busy_ns: self.0.busy_ns.load(Ordering::Relaxed),
+            training_bytes: self.0.training_bytes.load(Ordering::Relaxed),
             sent: lock(&self.0.sent).iter().map(|(edge, traffic)| (*edge, traffic.clone())).collect(),
             decoded_ns: lock(&self.0.decoded_ns).iter().map(|(edge, ns)| (*edge, *ns)).collect(),
+            delivered,
+            waited,
         }
     }
 }

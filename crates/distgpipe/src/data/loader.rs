@@ -133,7 +133,7 @@ impl Loader {
         let given_up = Arc::new(AtomicBool::new(false));
         let told = given_up.clone();
         let (send, receive) = sync_channel(AHEAD);
-        let thread = std::thread::spawn(move || {
+        let thread = engine::spawn("loader", move || {
             engine::attach_thread(1, 0);
             let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told);
             for rows in plan {
@@ -145,7 +145,11 @@ impl Loader {
                 }
             }
         });
-        Epoch { receive: Some(receive), thread: Some(thread), given_up, left }
+        let (thread, failed) = match thread {
+            Ok(thread) => (Some(thread), None),
+            Err(error) => (None, Some(DataError::Failed(error.into()))),
+        };
+        Epoch { receive: Some(receive), thread, failed, given_up, left }
     }
 }
 
@@ -153,6 +157,8 @@ impl Loader {
 pub struct Epoch {
     receive: Option<Receiver<Result<Batch, DataError>>>,
     thread: Option<JoinHandle<()>>,
+    /// Why there is no thread; the first item.
+    failed: Option<DataError>,
     given_up: Arc<AtomicBool>,
     left: usize,
 }
@@ -162,6 +168,10 @@ impl Iterator for Epoch {
 
     fn next(&mut self) -> Option<Self::Item> {
         self.left = self.left.checked_sub(1)?;
+        if let Some(error) = self.failed.take() {
+            self.left = 0;
+            return Some(Err(error));
+        }
         let batch = self.receive.as_ref()?.recv().unwrap_or(Err(DataError::LoaderPanicked));
         if batch.is_err() {
             self.left = 0;
@@ -260,6 +270,23 @@ mod tests {
             assert!(matches!(error, DataError::BatchSize { .. }), "{error}");
         }
         assert!(Loader::new(numbers(20, false), options(21, LastBatch::Keep)).is_ok());
+    }
+
+    /// Under a limit on processes, `std::thread::spawn` panics.
+    #[test]
+    fn a_thread_that_cannot_be_started_is_an_error_that_names_the_limit() {
+        let loader = Loader::new(numbers(20, false), options(6, LastBatch::Drop)).unwrap();
+        let mut epoch = engine::refusal::with_refused("loader", || loader.epoch(0));
+        let error = epoch.next().unwrap().err().unwrap().to_string();
+        assert!(error.contains("cannot start the thread `loader`") && error.contains("`ulimit -u`"), "{error}");
+        assert!(epoch.next().is_none());
+        let never = AtomicBool::new(false);
+        let pass = LoadPass::new(0, 0).shared(4, &never);
+        let filled = engine::refusal::with_refused("loader of rows", || {
+            pass.fill(&mut [0; 20], &(0..20).collect::<Vec<_>>(), |_, _, ()| Ok(()))
+        });
+        let error = filled.unwrap_err().to_string();
+        assert!(error.contains("cannot start the thread `loader of rows`"), "{error}");
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! number, never on the thread, so the batch does not depend on the number of threads.
 
 use super::DataError;
-use crate::engine::Stream;
+use crate::engine::{self, Stream};
+use crate::failure::Fault;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -39,7 +40,7 @@ impl<'a> LoadPass<'a> {
     /// thread reuses.
     ///
     /// # Errors
-    /// If `make` fails: the error of the first row that failed.
+    /// If `make` fails: the error of the first row that failed. If a thread cannot be started.
     pub fn fill<T: Send, Scratch: Default>(
         &self,
         values: &mut [T],
@@ -67,7 +68,11 @@ impl<'a> LoadPass<'a> {
         };
         std::thread::scope(|scope| {
             for _ in 1..self.threads.min(rows.len()) {
-                scope.spawn(work);
+                if let Err(error) = engine::spawn_scoped(scope, "loader of rows", work) {
+                    // Keeps the threads that have started from loading the rest.
+                    *lock(&first_error) = Some((0, Fault::from(error).into()));
+                    break;
+                }
             }
             work();
         });

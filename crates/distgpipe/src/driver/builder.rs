@@ -1,6 +1,7 @@
 //! [`Builder`]: collects the settings of a pipeline, checks them, and starts it.
 
 use crate::comm::codec_policy::{CodecPolicy, CodecPolicyError};
+use crate::comm::notice::{Notice, Notify};
 use crate::comm::protocol::{Job, REPLICAS_MAX};
 use crate::comm::timeouts::Timeouts;
 use crate::comm::topology::Topology;
@@ -138,6 +139,7 @@ pub struct Builder {
     optim: Option<Optim>,
     loss: Option<Loss>,
     job: Job,
+    notify: Notify,
 }
 
 impl Builder {
@@ -176,6 +178,7 @@ impl Builder {
             optim: None,
             loss: None,
             job,
+            notify: Notify::default(),
         }
     }
 
@@ -322,6 +325,13 @@ impl Builder {
         self
     }
 
+    /// Calls `handler` with what the user of the run should know before anything fails, such as a worker that has become silent.
+    /// It is called on threads of the run and must not block. Without it, notices are dropped.
+    pub fn on_notice(mut self, handler: impl Fn(&Notice) + Send + Sync + 'static) -> Self {
+        self.notify = Notify::new(handler);
+        self
+    }
+
     /// After how long a stalled worker or a silent peer fails the run.
     pub fn timeouts(mut self, timeouts: Timeouts) -> Self {
         self.job.timeouts = timeouts;
@@ -357,6 +367,7 @@ impl Builder {
             job: self.job,
             learning_rate: self.learning_rate,
             clip_norm: self.clip_norm,
+            notify: self.notify,
         };
         Ok(Pipeline::start(setup, &self.workers)?)
     }

@@ -6,6 +6,7 @@ use crate::comm::handshake;
 use crate::comm::handshake::{Credentials, Token};
 use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::mailbox::Mailbox;
+use crate::comm::notice::Notify;
 use crate::comm::protocol::Job;
 use crate::comm::status::SharedStatus;
 use crate::comm::topology::Topology;
@@ -16,7 +17,7 @@ use crate::comm::transport::tcp::{join_until, Connection};
 use crate::comm::transport::Outgoing;
 use crate::driver::wiring::{Links, LocalWorker, Remote};
 use crate::engine;
-use crate::failure::{Failure, Fault};
+use crate::failure::{printable, Failure, Fault};
 use crate::model::Model;
 use crate::runtime::worker::meter;
 use distgpipe_core::wire::{Kind, Role};
@@ -55,7 +56,17 @@ impl Workers {
     /// The largest number of a run's workers on one host. Remote hosts are distinguished by their addresses; a loopback
     /// address is the driver's host, where worker 0 is.
     pub fn most_on_one_host(&self, members: usize) -> usize {
-        let Workers::Remote { addresses, .. } = self else { return members };
+        self.by_host(members).into_values().max().unwrap_or(1)
+    }
+
+    /// How many of a run's workers are on the driver's host.
+    pub fn on_this_host(&self, members: usize) -> usize {
+        self.by_host(members).get(&None).copied().unwrap_or(1)
+    }
+
+    /// The number of workers by host; `None` is the driver's.
+    fn by_host(&self, members: usize) -> BTreeMap<Option<&str>, usize> {
+        let Workers::Remote { addresses, .. } = self else { return BTreeMap::from([(None, members)]) };
         let mut counts = BTreeMap::from([(None, 1)]);
         for address in addresses {
             let host = address.rsplit_once(':').map_or(&address[..], |(host, _)| host);
@@ -63,7 +74,7 @@ impl Workers {
             let loopback = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
             *counts.entry((!loopback).then_some(host)).or_insert(0) += 1;
         }
-        counts.into_values().max().unwrap_or(1)
+        counts
     }
 }
 
@@ -89,9 +100,16 @@ pub(super) struct WorkerSet {
     pub abort: AbortFlag,
     /// What each worker is doing, by worker number.
     pub statuses: Vec<Arc<SharedStatus>>,
+    notify: Notify,
     threads: Vec<JoinHandle<()>>,
     connections: BTreeMap<WorkerId, Connection>,
     children: Vec<Child>,
+}
+
+/// Where the workers are started, and who receives notices about them.
+pub(super) struct LaunchOptions<'a> {
+    pub workers: &'a Workers,
+    pub notify: Notify,
 }
 
 /// Starts the workers of a job. If any cannot be started, all that were are ended.
@@ -99,7 +117,7 @@ pub(super) fn start(
     job: &Job,
     topology: &Arc<Topology>,
     model: &Model,
-    workers: &Workers,
+    options: LaunchOptions<'_>,
 ) -> Result<WorkerSet, Failure> {
     engine::start();
     let abort = AbortFlag::default();
@@ -111,11 +129,12 @@ pub(super) fn start(
         ports: BTreeMap::new(),
         abort,
         statuses,
+        notify: options.notify,
         threads: vec![],
         connections: BTreeMap::new(),
         children: vec![],
     };
-    match set.start_all(job, topology, model, workers) {
+    match set.start_all(job, topology, model, options.workers) {
         Ok(()) => Ok(set),
         Err(failure) => Err(set.abort.fail(failure)),
     }
@@ -149,8 +168,9 @@ impl Launch<'_> {
                 queue: self.topology.queue_capacity(from, to),
                 meter: meter(to),
                 encoder: Encoder::new(sender.worker.link_codecs.clone(), counters.clone()),
-                decoder: Decoder::new(receiver.worker.link_codecs.clone(), received),
+                decoder: Decoder::new(receiver.worker.link_codecs.clone(), received.clone()),
                 counters: counters.clone(),
+                received,
                 abort: abort.clone(),
             })?)
         } else {
@@ -279,6 +299,7 @@ impl WorkerSet {
                     status.set(state);
                 }
             }),
+            notify: self.notify.clone(),
         };
         launch.locals[&WorkerId(0)].worker.connect(stream, remote)
     }
@@ -338,16 +359,19 @@ impl WorkerSet {
         self.children.push(child);
         let output = output.ok_or_else(|| Fault::internal("a pipe from the child", "none"))?;
         let (sender, first_line) = mpsc::sync_channel(1);
-        std::thread::spawn(move || {
+        engine::spawn("output of a worker process", move || {
             let mut lines = BufReader::new(output).lines();
             let _ = sender.send(lines.next());
             // Reads on, so that the child never blocks on a full pipe.
             lines.for_each(drop);
-        });
+        })?;
         match first_line.recv_timeout(limit) {
             Ok(Some(Ok(line))) => match line.strip_prefix("listening ") {
                 Some(address) => Ok(address.to_owned()),
-                None => Err(Fault::protocol("`listening ADDRESS` on its standard output", format!("`{line}`"))),
+                None => Err(Fault::protocol(
+                    "`listening ADDRESS` on its standard output",
+                    format!("`{}`", printable(&line)),
+                )),
             },
             Ok(_) => Err(Fault::protocol(
                 "`listening ADDRESS` on its standard output",
@@ -406,5 +430,23 @@ mod tests {
             assert_eq!(remote(addresses).most_on_one_host(9), expected, "{addresses:?}");
         }
         assert_eq!(Workers::Threads.most_on_one_host(6), 6);
+    }
+
+    /// Under a limit on processes, `std::thread::spawn` panics.
+    #[test]
+    fn a_worker_thread_that_cannot_be_started_is_an_error_that_names_the_limit() {
+        use crate::comm::codec_policy::CodecPolicy;
+        use crate::driver::pipeline::Pipeline;
+        for thread in ["stage b", "codec"] {
+            let model = crate::zoo::Mlp::default().model().unwrap();
+            let codecs = CodecPolicy { forward: "tile:4".parse().unwrap(), ..CodecPolicy::default() };
+            let builder = Pipeline::builder(model).place("a,b").codecs(codecs).device(engine::Device::Cpu).threads(1);
+            let refused = engine::refusal::with_refused(thread, || builder.build());
+            let said = refused.err().unwrap().to_string();
+            assert!(
+                said.contains(&format!("cannot start the thread `{thread}`")) && said.contains("`ulimit -u`"),
+                "{said}"
+            );
+        }
     }
 }

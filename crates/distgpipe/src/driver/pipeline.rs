@@ -6,23 +6,27 @@
 //! | `commands` | numbered commands to the workers |
 //! | `watchdog` | waiting for the workers, and detecting a stall |
 //! | `state_transfer` | parameters, buffers and optimizer state between driver and workers |
+//! | `links` | what each link did in a step |
 //! | `outcome` | the figures of a step, and its errors |
 
 mod commands;
+mod links;
 mod outcome;
 mod state_transfer;
 mod step;
 mod watchdog;
 
+pub use links::{StepLink, StepWait};
 pub use outcome::{StepError, StepOutcome, WorkerStep};
 
 use crate::comm::abort::POLL;
 use crate::comm::codec_policy::CodecPolicy;
+use crate::comm::notice::Notify;
 use crate::comm::protocol::{Command, Job, Purpose, TensorSet};
 use crate::comm::timeouts::Timeouts;
 use crate::comm::topology::Topology;
 use crate::driver::builder::Builder;
-use crate::driver::launch::{self, WorkerSet, Workers};
+use crate::driver::launch::{self, LaunchOptions, WorkerSet, Workers};
 use crate::engine::{self, Device};
 use crate::failure::Failure;
 use crate::model::Model;
@@ -32,6 +36,7 @@ use distgpipe_core::balance::Found;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::WorkerId;
+use links::LinkTraffic;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use step::StepRequest;
@@ -91,6 +96,8 @@ pub struct Pipeline {
     wants_samples: bool,
     /// Whether the workers keep what they send in the next step.
     capture: bool,
+    /// What each link had carried by the end of the last step.
+    link_traffic: LinkTraffic,
 }
 
 /// Everything the builder has checked and decided.
@@ -102,12 +109,13 @@ pub(super) struct Setup {
     pub job: Job,
     pub learning_rate: f64,
     pub clip_norm: Option<f64>,
+    pub notify: Notify,
 }
 
 impl Pipeline {
     /// Starts the workers and waits until they have built their partitions.
     pub(super) fn start(setup: Setup, workers: &Workers) -> Result<Self, Failure> {
-        let Setup { topology, balance, auto_balanced, model, job, learning_rate, clip_norm } = setup;
+        let Setup { topology, balance, auto_balanced, model, job, learning_rate, clip_norm, notify } = setup;
         // A worker of another host opens its device there.
         let on_this_host = |worker: WorkerId| worker == WorkerId(0) || !matches!(workers, Workers::Remote { .. });
         let device = |worker: WorkerId| match job.devices.of(worker.index()) {
@@ -115,7 +123,7 @@ impl Pipeline {
             device => device,
         };
         let devices = topology.members().map(device).collect();
-        let workers = launch::start(&job, &topology, &model, workers)?;
+        let workers = launch::start(&job, &topology, &model, LaunchOptions { workers, notify })?;
         let mut pipeline = Pipeline {
             workers,
             topology,
@@ -137,6 +145,7 @@ impl Pipeline {
             wants_samples: job.codecs.needs_sample_ids(),
             codecs: job.codecs,
             capture: false,
+            link_traffic: LinkTraffic::default(),
         };
         pipeline.wait_ready()?;
         pipeline.synchronize_replicas()?;

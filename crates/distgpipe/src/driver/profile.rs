@@ -75,10 +75,10 @@ pub fn measure(model: &Model, sample: &Batch, options: &ProfileOptions) -> Resul
 fn measure_all(model: &Model, sample: &Batch, options: &ProfileOptions) -> Result<Vec<LayerProfile>, Failure> {
     let inputs: Vec<Tensor> = sample.inputs.iter().map(Tensor::shallow_clone).collect();
     std::thread::scope(|scope| {
-        let thread = scope.spawn(move || {
+        let thread = engine::spawn_scoped(scope, "profiler", move || {
             engine::attach_thread(options.threads, METER);
             Profiler::new(model, options)?.run(inputs, options.rounds)
-        });
+        })?;
         thread.join().unwrap_or_else(|_| Err(Fault::Panic("a layer panicked while it was measured".to_owned())))
     })
     .map_err(|fault| Failure::new("the profiler", "measuring the layers", fault))

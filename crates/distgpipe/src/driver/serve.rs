@@ -1,9 +1,15 @@
 //! A worker in a process of its own. It needs no configuration: a driver that shows the right token sends the job.
 
+mod busy;
+mod events;
+
+pub use events::{JobInfo, ServeEvent};
+
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::admission::Peer;
 use crate::comm::handshake;
-use crate::comm::handshake::{Credentials, Token};
+use crate::comm::handshake::{Credentials, Terms, Token};
+use crate::comm::notice::{Notice, Notify};
 use crate::comm::protocol::Job;
 use crate::comm::transport::tcp::{join_until, Connection};
 use crate::driver::wiring::{Links, LocalWorker, Remote};
@@ -11,10 +17,12 @@ use crate::engine;
 use crate::failure::{Failure, Fault};
 use crate::model::zoo::{self, ModelError};
 use crate::model::{Model, ModelSpec};
+use busy::BusyListener;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -74,18 +82,6 @@ pub enum StuckPolicy {
     ExitProcess,
 }
 
-/// Something that [`Server::run`] reports to its caller.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum ServeEvent<'a> {
-    /// A connection was dropped because its handshake failed. The server keeps listening.
-    Rejected(&'a Failure),
-    /// A job failed. The server waits for the next one.
-    JobFailed(&'a Failure),
-    /// A job is over but its thread does not end; [`ServeOptions::on_stuck`] decides what happens next.
-    Stuck(&'a Failure),
-}
-
 /// A worker process that listens.
 pub struct Server {
     listener: TcpListener,
@@ -123,20 +119,22 @@ impl Server {
     }
 
     /// Serves jobs, one after the other, until `stop` returns true, or until the first job is over with
-    /// [`ServeOptions::once`], whose failure it then returns. It passes everything else to `report`, and prints nothing.
+    /// [`ServeOptions::once`], whose failure it then returns. It passes everything that happens to `report`, and prints nothing.
+    /// While it is in a run, it refuses other drivers at once.
     pub fn run(&self, stop: impl Fn() -> bool, report: impl Fn(&ServeEvent<'_>)) -> Result<(), Failure> {
         engine::start();
         let mut pending = PendingConnections::default();
         while let Some((mut stream, from)) = pending.next(&self.listener, &stop) {
-            let hello = handshake::answer(&mut stream, &self.options.token, None, HANDSHAKE_LIMIT);
+            let terms = Terms { token: &self.options.token, run: None, busy: None };
+            let hello = handshake::answer(&mut stream, &terms, HANDSHAKE_LIMIT);
             let hello = hello.and_then(|hello| match hello.role {
                 Role::Driver => Ok(hello),
                 role => Err(Fault::protocol("a driver", format!("{role:?}"))),
             });
             let end = match hello {
-                Ok(hello) => self.serve_job(stream, hello.run),
+                Ok(hello) => self.serve_job(stream, from, hello.run, &report),
                 Err(fault) => {
-                    report(&ServeEvent::Rejected(&Failure::new(from.to_string(), "the handshake", fault)));
+                    report(&ServeEvent::Rejected(&Failure::new(from.to_string(), "connecting", fault)));
                     continue;
                 }
             };
@@ -149,29 +147,48 @@ impl Server {
                     return Err(failure);
                 }
                 JobEnd::Failed(failure) if self.options.once => return Err(failure),
-                JobEnd::Failed(failure) => report(&ServeEvent::JobFailed(&failure)),
                 JobEnd::Done if self.options.once => return Ok(()),
-                JobEnd::Done => {}
+                JobEnd::Failed(_) | JobEnd::Done => {}
             }
         }
         Ok(())
     }
 
-    fn serve_job(&self, mut driver: TcpStream, run: [u8; 16]) -> JobEnd {
+    fn serve_job(&self, mut driver: TcpStream, from: SocketAddr, run: [u8; 16], report: &Report<'_>) -> JobEnd {
         let worker = match read_job(&mut driver) {
             Ok(worker) => worker,
             Err(fault) => {
                 // There is no connection yet that would send the driver the cause.
                 let failure = Failure::new("a worker", "reading the job", fault);
                 let _ = handshake::send_text(&mut driver, Kind::Abort, &failure.notice().encode(), HANDSHAKE_LIMIT);
+                report(&ServeEvent::Rejected(&failure));
                 return JobEnd::Failed(failure);
             }
         };
-        let mut session = Session { worker, connections: BTreeMap::new() };
+        let (job, start) = (JobInfo::new(&worker, from, run), Instant::now());
+        report(&ServeEvent::JobStarted(&job));
+        let end = self.run_job(driver, worker, &job, report, run);
+        let failure = match &end {
+            JobEnd::Done => None,
+            JobEnd::Failed(failure) | JobEnd::Stuck(failure) => Some(failure),
+        };
+        report(&ServeEvent::JobEnded { job: &job, duration: start.elapsed(), failure });
+        end
+    }
+
+    fn run_job(
+        &self,
+        driver: TcpStream,
+        worker: LocalWorker,
+        job: &JobInfo,
+        report: &Report<'_>,
+        run: [u8; 16],
+    ) -> JobEnd {
+        let mut session = Session::new(worker, BusyListener::new(self, job));
         // From the first connection on, heartbeats are sent and every peer is notified of a failure.
         let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, run));
         match joined {
-            Ok(stage) => session.finish(stage),
+            Ok(stage) => session.finish(stage, report),
             Err(fault) => {
                 session.abort().fail(Failure::new(session.worker.name(), "joining the run", fault));
                 session.close()
@@ -180,7 +197,7 @@ impl Server {
     }
 
     /// Connects to the other workers and starts the worker's thread.
-    fn join(&self, session: &mut Session, run: [u8; 16]) -> Result<JoinHandle<()>, Fault> {
+    fn join(&self, session: &mut Session<'_>, run: [u8; 16]) -> Result<JoinHandle<()>, Fault> {
         self.connect_peers(session, run)?;
         let spec = session.worker.job.model.clone();
         let spec = spec.ok_or_else(|| Fault::protocol("a job with a model specification", "one without"))?;
@@ -192,7 +209,7 @@ impl Server {
 
     /// Connects to the workers with higher numbers and waits for those with lower ones, except those in the driver's
     /// process.
-    fn connect_peers(&self, session: &mut Session, run: [u8; 16]) -> Result<(), Fault> {
+    fn connect_peers(&self, session: &mut Session<'_>, run: [u8; 16]) -> Result<(), Fault> {
         let (id, topology) = (session.worker.id(), session.worker.topology.clone());
         let credentials = Credentials { run, token: self.options.token };
         let limit = session.worker.job.timeouts.connect();
@@ -200,7 +217,8 @@ impl Server {
         for peer in topology.members().filter(|&w| topology.linked(id, w)) {
             match session.worker.job.addresses.get(peer.index()).and_then(Option::as_deref) {
                 Some(address) if peer > id => {
-                    let stream = handshake::dial(address, Role::Worker(id), &credentials, limit)?;
+                    let failed = |fault| Fault::Elsewhere(Failure::new(topology.name(peer), "joining the run", fault));
+                    let stream = handshake::dial(address, Role::Worker(id), &credentials, limit).map_err(failed)?;
                     session.connect(stream, Peer::Worker(peer))?;
                 }
                 Some(_) => awaited.push(peer),
@@ -208,11 +226,10 @@ impl Server {
             }
         }
         let deadline = Instant::now() + limit;
-        let mut pending = PendingConnections::default();
         while !awaited.is_empty() {
             let abort = session.abort().clone();
             let stop = || abort.failure().is_some() || Instant::now() >= deadline;
-            let Some((mut stream, _)) = pending.next(&self.listener, stop) else {
+            let Some((mut stream, _)) = session.busy.pending.next(&self.listener, stop) else {
                 abort.check()?;
                 let names: Vec<String> = awaited.iter().map(|&w| topology.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
@@ -220,7 +237,8 @@ impl Server {
             };
             let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE_LIMIT);
             // Anybody else (a stranger, a second driver, a worker that is connected already) is disconnected.
-            if let Ok(hello) = handshake::answer(&mut stream, &self.options.token, Some(run), left) {
+            let terms = Terms { token: &self.options.token, run: Some(run), busy: Some(&session.busy.text) };
+            if let Ok(hello) = handshake::answer(&mut stream, &terms, left) {
                 if let Role::Worker(worker) = hello.role {
                     if awaited.contains(&worker) {
                         awaited.retain(|&w| w != worker);
@@ -294,13 +312,29 @@ fn read_job(driver: &mut TcpStream) -> Result<LocalWorker, Fault> {
     LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default())
 }
 
+/// Receives the events of a server.
+type Report<'a> = dyn Fn(&ServeEvent<'_>) + 'a;
+
+/// The most notices that wait to be reported.
+const NOTICES_MAX: usize = 64;
+
 /// A job in progress.
-struct Session {
+struct Session<'a> {
     worker: LocalWorker,
     connections: BTreeMap<WorkerId, Connection>,
+    busy: BusyListener<'a>,
+    notify: Notify,
+    notices: Receiver<Notice>,
 }
 
-impl Session {
+impl<'a> Session<'a> {
+    fn new(worker: LocalWorker, busy: BusyListener<'a>) -> Self {
+        let (sender, notices) = mpsc::sync_channel(NOTICES_MAX);
+        // A notice that does not fit is dropped: the thread that sends it must not wait.
+        let notify = Notify::new(move |notice| drop(sender.try_send(notice.clone())));
+        Session { worker, connections: BTreeMap::new(), busy, notify, notices }
+    }
+
     fn abort(&self) -> &AbortFlag {
         &self.worker.abort
     }
@@ -317,6 +351,7 @@ impl Session {
             driver: None,
             heartbeat: Box::new(move || status.read().to_string()),
             alive: Box::new(|_| {}),
+            notify: self.notify.clone(),
         };
         self.connections.insert(other, self.worker.connect(stream, remote)?);
         Ok(())
@@ -332,8 +367,10 @@ impl Session {
     }
 
     /// Waits until the worker's thread has ended, or until it is too late after the run's end.
-    fn finish(self, stage: JoinHandle<()>) -> JobEnd {
+    fn finish(mut self, stage: JoinHandle<()>, report: &Report<'_>) -> JobEnd {
         while !stage.is_finished() && self.abort().failure().is_none() {
+            self.busy.refuse_next(report);
+            self.notices.try_iter().for_each(|notice| report(&ServeEvent::Notice(&notice)));
             std::thread::sleep(POLL);
         }
         if join_until(stage, Instant::now() + SHUTDOWN_LIMIT) {
@@ -409,7 +446,17 @@ mod tests {
         let reported = Arc::new(Mutex::new(Vec::new()));
         let seen = reported.clone();
         let thread = std::thread::spawn(move || {
-            server.run(|| false, |event| seen.lock().unwrap().push(matches!(event, ServeEvent::Stuck(_))))
+            server.run(
+                || false,
+                |event| {
+                    seen.lock().unwrap().push(match event {
+                        ServeEvent::JobStarted(job) => format!("{} as {}", job.model, job.worker),
+                        ServeEvent::JobEnded { failure, .. } => format!("failed: {}", failure.is_some()),
+                        ServeEvent::Stuck(_) => "stuck".to_owned(),
+                        other => format!("{other:?}"),
+                    });
+                },
+            )
         });
         let spec = ModelSpec { name: "blocking".to_owned(), settings: serde_json::Value::Null };
         let mut pipeline = Pipeline::builder(blocking_model(&spec).unwrap())
@@ -427,7 +474,7 @@ mod tests {
         drop(pipeline);
         let failure = thread.join().unwrap().unwrap_err();
         assert_eq!(failure.worker, "server", "{failure}");
-        assert_eq!(*reported.lock().unwrap(), [true]);
+        assert_eq!(*reported.lock().unwrap(), ["blocking as server", "failed: true", "stuck"]);
         RELEASED.store(true, Ordering::Relaxed);
     }
 

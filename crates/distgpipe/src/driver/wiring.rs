@@ -5,6 +5,7 @@ use crate::comm::abort::AbortFlag;
 use crate::comm::admission::{Delivery, Peer};
 use crate::comm::link_codecs::LinkCodecs;
 use crate::comm::mailbox::Mailbox;
+use crate::comm::notice::Notify;
 use crate::comm::protocol::Job;
 use crate::comm::status::SharedStatus;
 use crate::comm::topology::Topology;
@@ -12,6 +13,7 @@ use crate::comm::traffic::Counters;
 use crate::comm::transport::faulty::Scenario;
 use crate::comm::transport::tcp::{Connection, TcpOptions};
 use crate::comm::transport::Outgoing;
+use crate::engine;
 use crate::failure::Fault;
 use crate::model::Model;
 use crate::runtime::worker::{meter, Worker};
@@ -44,6 +46,8 @@ pub(super) struct Remote {
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Receives the text of the peer's heartbeats.
     pub alive: Box<dyn FnMut(&str) + Send>,
+    /// Receives notices about the peer.
+    pub notify: Notify,
 }
 
 /// A worker's outgoing links.
@@ -118,6 +122,7 @@ impl LocalWorker {
             admit: Box::new(move |header| admission.admit(header)),
             deliver: Box::new(move |message| delivery.deliver(message)),
             alive: remote.alive,
+            notify: remote.notify,
         };
         Connection::start(stream, options)
     }
@@ -136,9 +141,6 @@ impl LocalWorker {
             abort: self.abort.clone(),
             status: self.status.clone(),
         };
-        std::thread::Builder::new()
-            .name(format!("stage {}", self.name()))
-            .spawn(move || drop(worker.run()))
-            .map_err(|e| Fault::io("starting a worker thread", e))
+        Ok(engine::spawn(format!("stage {}", self.name()), move || drop(worker.run()))?)
     }
 }

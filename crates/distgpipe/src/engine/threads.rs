@@ -1,4 +1,7 @@
-//! How many libtorch threads a worker computes with.
+//! How many libtorch threads a worker computes with, and starting threads of our own.
+
+use std::io;
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// More threads than any machine has cores. libtorch's thread pool ends the process at absurd numbers.
 pub const THREADS_MAX: usize = 1024;
@@ -25,6 +28,67 @@ pub fn check_threads(threads: usize) -> Result<usize, ThreadCountError> {
 pub fn default_threads(workers_on_host: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     (cores / workers_on_host.max(1)).clamp(1, THREADS_MAX)
+}
+
+/// The system did not start a thread. `std::thread::spawn` would panic instead.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start the thread `{name}`: {source}: the system limits processes and threads (`ulimit -u`, or the limit of a container): raise the limit, or use fewer workers and threads")]
+pub struct ThreadError {
+    /// The name of the thread.
+    name: String,
+    /// The system's error.
+    source: io::Error,
+}
+
+/// Starts a thread. All threads of the crate are started here or by [`spawn_scoped`].
+pub fn spawn<T: Send + 'static>(
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>, ThreadError> {
+    let name = name.into();
+    started(&name, |builder| builder.spawn(body))
+}
+
+/// Starts a thread that ends before `scope` does.
+pub fn spawn_scoped<'scope, 'env, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, 'env>,
+    name: impl Into<String>,
+    body: impl FnOnce() -> T + Send + 'scope,
+) -> Result<ScopedJoinHandle<'scope, T>, ThreadError> {
+    let name = name.into();
+    started(&name, |builder| builder.spawn_scoped(scope, body))
+}
+
+fn started<T>(name: &str, start: impl FnOnce(Builder) -> io::Result<T>) -> Result<T, ThreadError> {
+    #[cfg(test)]
+    if refusal::refuses(name) {
+        let source = io::Error::from_raw_os_error(libc::EAGAIN);
+        return Err(ThreadError { name: name.to_owned(), source });
+    }
+    // A name may contain a worker's, which comes from another process.
+    start(Builder::new().name(name.replace('\0', ""))).map_err(|source| ThreadError { name: name.to_owned(), source })
+}
+
+/// Has the system refuse threads, as it does at its limit.
+#[cfg(test)]
+pub(crate) mod refusal {
+    use std::cell::RefCell;
+
+    thread_local! {
+        static REFUSED: RefCell<Option<String>> = const { RefCell::new(None) };
+    }
+
+    /// While `body` runs, the calling thread cannot start threads whose names begin with `prefix`.
+    pub fn with_refused<T>(prefix: &str, body: impl FnOnce() -> T) -> T {
+        REFUSED.set(Some(prefix.to_owned()));
+        let result = body();
+        REFUSED.set(None);
+        result
+    }
+
+    pub(super) fn refuses(name: &str) -> bool {
+        REFUSED.with_borrow(|refused| refused.as_ref().is_some_and(|prefix| name.starts_with(prefix.as_str())))
+    }
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@
 //! once, in ring order starting at the replica with the share's number, and the sum is then copied. So all replicas
 //! have the same bits, and a run gives the same bits again whatever the transport.
 
-use crate::comm::message::{Message, Tag};
+use crate::comm::message::{EncodeOptions, Message, Tag};
 use crate::comm::status::Activity;
 use crate::comm::topology::Topology;
 use crate::failure::Fault;
@@ -49,7 +49,17 @@ impl RingAllReduce {
     /// Replaces each tensor by its sum over the replicas, in place. All replicas must pass as many tensors of the same
     /// sizes, and at most once in a step.
     pub fn all_reduce(&self, stage: &mut Stage, step: u64, tensors: &[Tensor]) -> Result<(), Fault> {
-        let mut exchange = Exchange { ring: self, stage, step, shares: 0 };
+        let encoding = EncodeOptions { training: true, ..EncodeOptions::default() };
+        self.run(Exchange { ring: self, stage, step, shares: 0, encoding }, tensors)
+    }
+
+    /// Replaces each tensor by the first replica's, in place, before the first step.
+    pub fn broadcast(&self, stage: &mut Stage, tensors: &[Tensor]) -> Result<(), Fault> {
+        self.zero_unless_first(tensors)?;
+        self.run(Exchange { ring: self, stage, step: 0, shares: 0, encoding: EncodeOptions::default() }, tensors)
+    }
+
+    fn run(&self, mut exchange: Exchange<'_>, tensors: &[Tensor]) -> Result<(), Fault> {
         for bucket in buckets(tensors) {
             let start = now_ns();
             // A single contiguous tensor is summed through a view of it.
@@ -107,6 +117,8 @@ struct Exchange<'a> {
     step: u64,
     /// How many shares have been sent, which is also how many have been received.
     shares: usize,
+    /// How the shares are sent: as part of a training step, or not.
+    encoding: EncodeOptions,
 }
 
 impl Exchange<'_> {
@@ -145,11 +157,12 @@ impl Exchange<'_> {
         let start = now_ns();
         let port = self.stage.ports.get_mut(&next);
         let port = port.ok_or_else(|| Fault::internal("a link to the next replica", "none"))?;
-        port.send(Message::tensors(outgoing, vec![Some(share.shallow_clone())]))?;
+        let message = Message::tensors(outgoing, vec![Some(share.shallow_clone())]);
+        port.send(Message { encoding: self.encoding.clone(), ..message })?;
         self.record(Phase::Send, start);
         let start = now_ns();
         self.stage.status.begin(Activity::AllReduce, self.shares);
-        let mut message = self.stage.mailbox.take(&incoming)?;
+        let mut message = self.stage.take_from(previous, &incoming)?;
         let arrived = message.tensors.pop().flatten();
         let arrived = arrived.ok_or_else(|| Fault::protocol("a share of gradients", "a message without one"))?;
         if arrived.size() != like.size() || arrived.kind() != like.kind() {

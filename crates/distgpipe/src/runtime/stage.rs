@@ -7,6 +7,7 @@ use crate::comm::message::{EncodeOptions, Message, Tag};
 use crate::comm::protocol::{Purpose, StepCommand};
 use crate::comm::status::{Activity, SharedStatus};
 use crate::comm::topology::Topology;
+use crate::comm::traffic::Counters;
 use crate::comm::transport::faulty::{Scenario, WorkerFault};
 use crate::comm::transport::Outgoing;
 use crate::engine::{self, Stream};
@@ -39,6 +40,8 @@ pub struct Stage {
     pub mailbox: Arc<Mailbox>,
     /// The links to the other workers.
     pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    /// The counters of the links, which record what this worker waits for.
+    pub links: Vec<(WorkerId, Counters)>,
     /// The link to the driver.
     pub driver: Box<dyn Outgoing>,
     /// Set by the first failure of the run in this process.
@@ -131,6 +134,17 @@ impl Stage {
             running.actions_done += 1;
         }
         Ok(running.outcome)
+    }
+
+    /// Takes a message of another worker, and records what the wait for it was spent on.
+    pub fn take_from(&self, sender: WorkerId, tag: &Tag) -> Result<Message, Fault> {
+        let counters = self.links.iter().find(|(worker, _)| *worker == sender).map(|(_, counters)| counters.arrivals());
+        let start = counters.map(|arrivals| (arrivals, arrivals.begin_wait()));
+        let message = self.mailbox.take(tag)?;
+        if let Some((arrivals, start)) = start {
+            arrivals.end_wait(start);
+        }
+        Ok(message)
     }
 }
 
@@ -346,7 +360,9 @@ impl StepRun<'_> {
         let start = now_ns();
         self.set_status(Activity::Waiting(action));
         let tag = Tag::between(message_kind(pass), self.step.number, m, from, p);
-        let message = self.stage.mailbox.take(&tag)?;
+        let topology = &self.stage.topology;
+        let sender = topology.member(topology.replica_of(self.stage.id), topology.plan().placement().worker_of(from));
+        let message = self.stage.take_from(sender, &tag)?;
         let rows = self.row_count(m);
         let device = self.stage.device;
         let tensors = message.tensors.into_iter().map(|tensor| match tensor {

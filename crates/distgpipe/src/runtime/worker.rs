@@ -117,7 +117,6 @@ struct BuiltWorker {
     updates: u64,
     /// The number of the step whose gradients wait for [`Command::Update`].
     deferred_step: Option<u64>,
-    links: Vec<(WorkerId, Counters)>,
     link_codecs: LinkCodecs,
 }
 
@@ -138,6 +137,7 @@ impl BuiltWorker {
             partitions,
             mailbox,
             ports,
+            links,
             driver,
             abort,
             status,
@@ -157,7 +157,6 @@ impl BuiltWorker {
             optimizer: Optimizer::new(model.update_rule(job.optim), parameters),
             updates: 0,
             deferred_step: None,
-            links,
             link_codecs,
         })
     }

@@ -5,6 +5,7 @@ mod builder;
 pub(super) use builder::{EpochTotals, SummaryBuilder};
 
 use crate::comm::traffic::PartitionEdge;
+use crate::driver::pipeline::StepWait;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -52,7 +53,7 @@ pub struct WorkerSummary {
     pub reserved_bytes: Option<u64>,
 }
 
-/// The traffic of one direction of a link over the whole run.
+/// One direction of a link: its traffic over the whole run, and what its receiver waited for in the measured steps.
 #[derive(Clone, Debug, Serialize)]
 pub struct LinkSummary {
     /// The name of the sending worker.
@@ -65,13 +66,31 @@ pub struct LinkSummary {
     pub payload_bytes: u64,
     /// Bytes that the socket carried, headers included; 0 between threads.
     pub wire_bytes: u64,
-    /// Seconds spent encoding and writing.
-    pub busy_s: f64,
-    /// Wire bytes per second of writing; absent between threads.
-    pub bytes_per_s: Option<f64>,
+    /// Bytes of the tensors of an average training step: on the wire with their headers, or in memory between threads. Tests and
+    /// checkpoints are not part of it.
+    pub bytes_per_step: f64,
+    /// The rate at which the link delivers, as the receiver timed it, in bytes per second. Absent between threads, and where the
+    /// link never had enough to deliver in one go to measure it.
+    pub delivered_bytes_per_s: Option<f64>,
+    /// How long the receiver waited for messages of this link, by what it waited for.
+    pub receiver_waited: StepWait,
+    /// What the receiver waited for most; absent if it waited for less than a twentieth of its steps.
+    pub limited_by: Option<LinkLimit>,
     /// The same traffic by pair of partitions.
     #[serde(rename = "cuts")]
     pub edges: Vec<EdgeSummary>,
+}
+
+/// What kept the receiver of a link waiting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LinkLimit {
+    /// The link, which was delivering.
+    Link,
+    /// The codec, which was encoding or decoding.
+    Encoding,
+    /// The worker at the other end, or the latency of the link.
+    Worker,
 }
 
 /// The traffic from one partition to another over the whole run.

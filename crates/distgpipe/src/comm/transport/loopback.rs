@@ -10,17 +10,18 @@
 use super::queue::Queue;
 use super::Outgoing;
 use crate::comm::abort::AbortFlag;
+use crate::comm::arrivals::Receiving;
 use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::mailbox::Mailbox;
 use crate::comm::message::Message;
-use crate::comm::traffic::Counters;
+use crate::comm::traffic::{Counters, MessageSize};
+use crate::engine;
 use crate::failure::{Failure, Fault};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Instant;
 
 /// What [`Loopback::start`] needs.
 pub struct LoopbackOptions {
@@ -38,6 +39,8 @@ pub struct LoopbackOptions {
     pub decoder: Decoder,
     /// The counters of the sending worker.
     pub counters: Counters,
+    /// The counters of the receiving worker, for what it waits for.
+    pub received: Counters,
     /// The abort flag of the run in this process.
     pub abort: AbortFlag,
 }
@@ -58,7 +61,7 @@ impl Loopback {
         let abandoned = Arc::new(AtomicBool::new(false));
         let thread_abandoned = abandoned.clone();
         let body = move || {
-            crate::engine::attach_thread(1, options.meter);
+            engine::attach_thread(1, options.meter);
             let (here, abort) = (options.here.clone(), options.abort.clone());
             let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &queued, &thread_abandoned)));
             let fault = match result {
@@ -68,8 +71,7 @@ impl Loopback {
             };
             abort.fail(Failure::new(here, "encoding what it sends", fault));
         };
-        let thread = std::thread::Builder::new().name("codec".to_owned()).spawn(body);
-        let thread = thread.map_err(|e| Fault::io("starting the thread of a loopback link", e))?;
+        let thread = engine::spawn("codec", body)?;
         Ok(Loopback { queue: Some(Queue::new(queue, abort, counters)), thread: Some(thread), abandoned })
     }
 }
@@ -77,8 +79,8 @@ impl Loopback {
 /// Encodes, decodes and delivers until the sending end is dropped.
 fn pump(mut options: LoopbackOptions, queued: &Receiver<Message>, abandoned: &AtomicBool) -> Result<(), Fault> {
     while let Ok(mut message) = queued.recv() {
-        let start = Instant::now();
-        let payload = message.payload_bytes();
+        let (payload, trains) = (message.payload_bytes(), message.trains());
+        options.received.arrivals().begin(Receiving::Decoding);
         for index in 0..message.tensors.len() {
             // A run that has failed does not wait for codecs.
             options.abort.check()?;
@@ -91,8 +93,9 @@ fn pump(mut options: LoopbackOptions, queued: &Receiver<Message>, abandoned: &At
                 .with_encoded(&message, index, &tensor, |meta, body| decoder.decode(&message.tag, &meta, body))?;
             message.tensors[index] = Some(decoded);
         }
+        options.received.arrivals().begin(Receiving::Nothing);
         options.to.put(message)?;
-        options.counters.count_message(payload, 0, start.elapsed());
+        options.counters.count_message(MessageSize { payload_bytes: payload, wire_bytes: 0, trains });
         options.counters.dequeued();
     }
     Ok(())

@@ -3,10 +3,9 @@
 use super::Outgoing;
 use crate::comm::mailbox::Mailbox;
 use crate::comm::message::Message;
-use crate::comm::traffic::Counters;
+use crate::comm::traffic::{Counters, MessageSize};
 use crate::failure::Fault;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// The sending end of a link into a mailbox of this process.
 pub struct Memory {
@@ -23,14 +22,13 @@ impl Memory {
 
 impl Outgoing for Memory {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
-        let start = Instant::now();
-        let payload = message.payload_bytes();
+        let (payload, trains) = (message.payload_bytes(), message.trains());
         if let Some(edge) = message.tag.edge() {
             let tensors = message.tensors.iter().flatten().count() as u64;
             self.counters.count_unencoded(edge, tensors, payload.unwrap_or(0));
         }
         self.to.put(message)?;
-        self.counters.count_message(payload, 0, start.elapsed());
+        self.counters.count_message(MessageSize { payload_bytes: payload, wire_bytes: 0, trains });
         Ok(())
     }
 }

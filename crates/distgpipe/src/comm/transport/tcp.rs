@@ -7,10 +7,13 @@
 //!
 //! Each connection has one writer and one reader thread, so encoding, sending and receiving overlap with computing. The
 //! plan bounds the queue. A writer with nothing to send sends a heartbeat every [`HEARTBEAT`]; a reader that receives
-//! nothing for [`Timeouts::silence_s`] counts the peer as dead.
+//! nothing for [`Timeouts::silence_s`] counts the peer as dead. `incoming` times what arrives, and reports a silence before
+//! that.
 
 mod deadline;
 mod frames;
+mod incoming;
+mod rate;
 mod reader;
 mod writer;
 
@@ -23,10 +26,14 @@ use super::Outgoing;
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::link_codecs::{Decoder, Encoder, LinkCodecs};
 use crate::comm::message::Message;
+use crate::comm::notice::Notify;
+use crate::comm::suspension;
 use crate::comm::timeouts::Timeouts;
 use crate::comm::traffic::Counters;
+use crate::engine;
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Limits};
+use incoming::Incoming;
 use reader::Reader;
 use std::net::TcpStream;
 use std::panic::AssertUnwindSafe;
@@ -87,6 +94,8 @@ pub struct TcpOptions {
     pub deliver: Deliver,
     /// Takes the texts of the peer's heartbeats.
     pub alive: Alive,
+    /// Takes notices about the peer.
+    pub notify: Notify,
 }
 
 /// A connection to another process, with its two threads.
@@ -112,12 +121,13 @@ impl Connection {
         let closing = Arc::new(AtomicBool::new(false));
         let mid_frame = Arc::new(AtomicBool::new(false));
         let (here, peer, abort, meter) = (options.here, options.peer, options.abort, options.meter);
+        let silence = options.timeouts.silence();
         let socket = Socket {
             stream: sending,
             framer: Framer::new(limits(), Encoder::new(options.link_codecs.clone(), counters.clone())),
             counters: counters.clone(),
             abort: abort.clone(),
-            silence: options.timeouts.silence(),
+            silence,
             mid_frame: mid_frame.clone(),
         };
         let writer = Writer {
@@ -129,12 +139,14 @@ impl Connection {
             counters: counters.clone(),
             mid_frame,
             stream: last,
+            silence,
         };
         let reader = Reader {
-            stream,
+            stream: Incoming::new(stream, counters.clone(), peer.clone(), silence, options.notify),
+            here: here.clone(),
             peer: peer.clone(),
             abort: abort.clone(),
-            silence: options.timeouts.silence(),
+            silence,
             closing: closing.clone(),
             decoder: Decoder::new(options.link_codecs, counters.clone()),
             admit: options.admit,
@@ -143,7 +155,7 @@ impl Connection {
         };
         let writer = spawn(format!("to {peer}"), &here, &abort, move || writer.run(queued))?;
         let reader = spawn(format!("from {peer}"), &here, &abort, move || {
-            crate::engine::attach_thread(1, meter);
+            engine::attach_thread(1, meter);
             reader.run();
         })?;
         Ok(Connection { queue: Some(queue), abort, counters, closing, writer: Some(writer), reader: Some(reader) })
@@ -183,7 +195,25 @@ fn spawn(
             abort.fail(Failure::new(here, "sending or receiving", fault));
         }
     };
-    std::thread::Builder::new().name(name).spawn(guarded).map_err(|e| Fault::io("starting an I/O thread", e))
+    Ok(engine::spawn(name, guarded)?)
+}
+
+/// The failure of the connection to `peer`, as the worker `here` sees it. If this process did not run for so long that the
+/// peer must have given it up, that is the cause.
+fn connection_failure(here: &str, peer: &str, fault: Fault, silence: Duration) -> Failure {
+    let given_up = match &fault {
+        Fault::Lost | Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. } => true,
+        Fault::Elsewhere(failure) => failure.is_lost_connection(),
+        _ => false,
+    };
+    let missed = suspension::last().filter(|last| {
+        // The peer's clock began at the last heartbeat.
+        given_up && last.duration + 2 * HEARTBEAT >= silence && last.ended.elapsed() < silence
+    });
+    match missed {
+        Some(last) => Failure::suspended(here, last.duration, silence),
+        None => Failure::connection(peer, fault),
+    }
 }
 
 /// Joins a thread and returns true if it ends before `deadline`; otherwise leaves it to end with the process.

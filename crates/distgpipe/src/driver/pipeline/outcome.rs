@@ -1,5 +1,6 @@
 //! The result of a step: its figures, or why it did not run.
 
+use super::StepLink;
 use crate::comm::protocol::StepReport;
 use crate::comm::traffic::Traffic;
 use crate::failure::Failure;
@@ -84,6 +85,8 @@ pub struct StepOutcome {
     pub gradient_norm: Option<f64>,
     /// Seconds from the first command to the last report.
     pub seconds: f64,
+    /// What each direction of each link did in this step.
+    pub step_links: Vec<StepLink>,
     /// One entry per worker, by worker number.
     pub workers: Vec<WorkerStep>,
 }

@@ -66,7 +66,13 @@ impl Pipeline {
             self.next_part = request.part.next();
         }
         let seconds = start.elapsed().as_secs_f64();
-        let outcome = StepOutcome { gradient_norm, seconds, ..self.outcome(rows.rows(), split.replicas, workers) };
+        let links = self.link_traffic.step(&workers);
+        let outcome = StepOutcome {
+            gradient_norm,
+            seconds,
+            step_links: links,
+            ..self.outcome(rows.rows(), split.replicas, workers)
+        };
         Ok((outcome, outputs))
     }
 
@@ -176,7 +182,9 @@ impl Pipeline {
                 let tensors = tensors.map_err(|e| self.fail("splitting the batch", e.into()))?;
                 let tag = Tag::between(kind, step.number, m, partition, partition);
                 let worker = self.topology.member(replica, self.plan().placement().worker_of(partition));
-                self.send(worker, Message::tensors(tag, tensors))?;
+                let mut message = Message::tensors(tag, tensors);
+                message.encoding.training = step.purpose == Purpose::Train;
+                self.send(worker, message)?;
             }
         }
         Ok(())
@@ -210,6 +218,7 @@ impl Pipeline {
             classes,
             gradient_norm: None,
             seconds: 0.0,
+            step_links: Vec::new(),
             workers,
         }
     }

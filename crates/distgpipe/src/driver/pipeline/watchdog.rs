@@ -4,24 +4,24 @@ use super::Pipeline;
 use crate::comm::message::{Message, Tag};
 use crate::comm::protocol::StepReport;
 use crate::comm::status::WorkerStatus;
+use crate::comm::suspension::IdleTimer;
 use crate::comm::watchdog::blame;
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
-use std::time::Instant;
 
 impl Pipeline {
     /// Waits for a message from a worker. Fails when the run fails, or when no worker's state has changed for
     /// `Timeouts::stall_s`; the failure then names the worker or link that the other workers wait for.
     pub(super) fn wait(&self, tag: &Tag) -> Result<Message, Failure> {
         let mut seen: Vec<WorkerStatus> = Vec::new();
-        let mut since = Instant::now();
+        let mut idle = IdleTimer::new();
         let watch = || {
             let now: Vec<WorkerStatus> = self.workers.statuses.iter().map(|s| s.read()).collect();
             if now != seen {
                 seen = now;
-                since = Instant::now();
-            } else if since.elapsed() >= self.timeouts.stall() {
+                idle.progress();
+            } else if idle.elapsed() >= self.timeouts.stall() {
                 let plan = self.forward_plan.as_ref().unwrap_or(self.plan());
                 let (worker, phase) = blame(&self.topology, plan, &seen);
                 let fault = Fault::Stalled { limit_s: self.timeouts.stall_s };

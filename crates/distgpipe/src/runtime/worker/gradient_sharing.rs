@@ -44,7 +44,7 @@ impl BuiltWorker {
     pub(super) fn broadcast_parameters(&mut self) -> Result<(), Fault> {
         let Some(ring) = &self.ring else { return Ok(()) };
         let all = self.float_tensors(|_| true);
-        tch::no_grad(|| ring.zero_unless_first(&all).and_then(|()| ring.all_reduce(&mut self.stage, 0, &all)))?;
+        tch::no_grad(|| ring.broadcast(&mut self.stage, &all))?;
         // The time this took belongs to no step.
         self.stage.recorder.take();
         Ok(())

@@ -167,7 +167,7 @@ impl BuiltWorker {
     /// Waits until the links have sent everything, so that the report has the traffic of the whole step. This delays no
     /// other worker: the step cannot end anywhere before these messages have arrived.
     fn wait_for_links(&self) -> Result<(), Fault> {
-        while !self.links.iter().all(|(_, counters)| counters.settled()) {
+        while !self.stage.links.iter().all(|(_, counters)| counters.settled()) {
             self.stage.abort.check()?;
             std::thread::sleep(LINKS_POLL);
         }
@@ -176,6 +176,6 @@ impl BuiltWorker {
 
     /// The traffic of each outgoing link since the run began.
     pub(super) fn link_traffic(&self) -> Vec<(WorkerId, Traffic)> {
-        self.links.iter().map(|(to, counters)| (*to, counters.read())).collect()
+        self.stage.links.iter().map(|(to, counters)| (*to, counters.read())).collect()
     }
 }

@@ -1,9 +1,9 @@
 //! Computes the figures of epochs and of a run from the outcomes of steps.
 
-use super::{EdgeSummary, EpochSummary, LinkSummary, RunSummary, WorkerSummary};
+use super::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunSummary, WorkerSummary};
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
-use crate::driver::pipeline::{Pipeline, StepOutcome};
+use crate::driver::pipeline::{Pipeline, StepOutcome, StepWait};
 use crate::runtime::trace::{Phase, PhaseTimes};
 use crate::train::events::StepDone;
 use crate::train::metrics::ClassCounts;
@@ -83,6 +83,22 @@ fn rate(rows: usize, seconds: f64) -> Option<f64> {
     (seconds > 0.0).then(|| rows as f64 / seconds)
 }
 
+/// The receiver of a link that waits for less than this share of its steps is not limited by the link.
+const WAIT_SHARE_MIN: f64 = 0.05;
+
+/// What a receiver with steps of so many seconds waited for most.
+fn limit(waited: StepWait, steps_s: f64) -> Option<LinkLimit> {
+    if waited.total_s() < WAIT_SHARE_MIN * steps_s || waited.total_s() == 0.0 {
+        return None;
+    }
+    let StepWait { link_s, encoding_s, worker_s } = waited;
+    match link_s.max(encoding_s).max(worker_s) {
+        most if most == link_s => Some(LinkLimit::Link),
+        most if most == encoding_s => Some(LinkLimit::Encoding),
+        _ => Some(LinkLimit::Worker),
+    }
+}
+
 /// Computes a [`RunSummary`] from the outcomes of steps.
 pub(crate) struct SummaryBuilder {
     summary: RunSummary,
@@ -91,6 +107,8 @@ pub(crate) struct SummaryBuilder {
     phases: Vec<PhaseTimes>,
     /// Rows and seconds of each measured step.
     measured: Vec<(usize, f64)>,
+    /// What the receivers of the links waited for in the measured steps, by the names of sender and receiver.
+    waited: BTreeMap<(String, String), StepWait>,
 }
 
 impl SummaryBuilder {
@@ -122,6 +140,7 @@ impl SummaryBuilder {
             codecs: pipeline.codecs().clone(),
             phases: vec![PhaseTimes::default(); topology.size()],
             measured: Vec::new(),
+            waited: BTreeMap::new(),
         }
     }
 
@@ -140,6 +159,10 @@ impl SummaryBuilder {
         if measured {
             self.summary.loading_s += done.loading_s;
             self.measured.push((done.outcome.rows, done.seconds));
+            for link in &done.outcome.step_links {
+                let waited = self.waited.entry((link.from.clone(), link.to.clone())).or_default();
+                *waited = waited.plus(link.waited);
+            }
         }
         self.set_links(done.outcome);
     }
@@ -149,21 +172,21 @@ impl SummaryBuilder {
         self.summary.links.clear();
         for (from, worker) in outcome.workers.iter().enumerate() {
             for (to, traffic) in &worker.report.links {
-                let busy_s = traffic.busy_ns as f64 / 1e9;
-                let encoding_s = traffic.sent.iter().map(|(_, sent)| sent.encode_ns).sum::<u64>() as f64 / 1e9;
-                let writing_s = busy_s - encoding_s;
                 let there = outcome.workers.get(to.index()).map(|worker| &worker.report);
                 let back = there.and_then(|report| report.links.iter().find(|(peer, _)| peer.index() == from));
                 let decoded = back.map_or(&[][..], |(_, traffic)| &traffic.decoded_ns);
+                let bytes_per_step = traffic.training_bytes as f64 / self.summary.steps.max(1) as f64;
                 self.summary.links.push(LinkSummary {
                     from: worker.name.clone(),
                     to: self.summary.workers.get(to.index()).map(|worker| worker.name.clone()).unwrap_or_default(),
                     messages: traffic.messages,
                     payload_bytes: traffic.payload_bytes,
                     wire_bytes: traffic.wire_bytes,
-                    busy_s,
-                    bytes_per_s: (traffic.wire_bytes > 0 && writing_s > 0.0)
-                        .then(|| traffic.wire_bytes as f64 / writing_s),
+                    bytes_per_step,
+                    delivered_bytes_per_s: back.and_then(|(_, traffic)| traffic.delivered.bytes_per_s()),
+                    // Added at the end of the run.
+                    receiver_waited: StepWait::default(),
+                    limited_by: None,
                     edges: traffic.sent.iter().map(|(edge, sent)| self.edge(*edge, sent, decoded)).collect(),
                 });
             }
@@ -190,6 +213,12 @@ impl SummaryBuilder {
         (self.summary.epochs, self.summary.seconds) = (epochs, seconds);
         for (worker, phases) in self.summary.workers.iter_mut().zip(&self.phases) {
             worker.phases_s = Phase::ALL.iter().map(|&phase| (phase.name(), phases.of(phase) as f64 / 1e9)).collect();
+        }
+        for link in &mut self.summary.links {
+            let waited = self.waited.get(&(link.from.clone(), link.to.clone())).copied().unwrap_or_default();
+            let receiver = self.summary.workers.iter().find(|worker| worker.name == link.to);
+            link.limited_by = limit(waited, receiver.map_or(0.0, |worker| worker.steps_s));
+            link.receiver_waited = waited;
         }
         let (rows, time) = self.measured.iter().fold((0, 0.0), |(r, s), (rows, seconds)| (r + rows, s + seconds));
         self.summary.samples_per_s_mean = rate(rows, time);

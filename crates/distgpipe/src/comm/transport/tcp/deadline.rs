@@ -5,6 +5,15 @@ use crate::failure::Fault;
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
+/// What a thread waits for at a socket.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Waiting {
+    /// For the peer to send.
+    ForData,
+    /// For the peer to read what was sent.
+    ToSend,
+}
+
 /// Ends a read or write that makes no progress, takes too long altogether, or belongs to a run that has failed.
 pub struct Deadline<'a> {
     abort: &'a AbortFlag,
@@ -13,7 +22,7 @@ pub struct Deadline<'a> {
     /// The time that a frame in progress may still take once the run has failed.
     grace: Duration,
     failed_at: Cell<Option<Instant>>,
-    /// For a peer that has not shown its token: the end of the whole operation, progress or not.
+    /// During the handshake, when the peer may not have shown its token yet: the end of the whole operation, progress or not.
     total: Option<Instant>,
 }
 
@@ -29,7 +38,7 @@ impl<'a> Deadline<'a> {
         Deadline { grace, ..self }
     }
 
-    /// Gives up after `limit` even if bytes move.
+    /// For the handshake: gives up after `limit` even if bytes move.
     pub fn with_total(self, limit: Duration) -> Self {
         Deadline { total: Some(Instant::now() + limit), ..self }
     }
@@ -40,15 +49,15 @@ impl<'a> Deadline<'a> {
     }
 
     /// Checks when bytes have moved: only [`Deadline::with_total`] can end the operation then.
-    pub(super) fn check_after_progress(&self, what: &str) -> Result<(), Fault> {
+    pub(super) fn check_after_progress(&self) -> Result<(), Fault> {
         match self.total {
-            Some(_) => self.check(Instant::now(), what),
+            Some(_) => self.check(Duration::ZERO, Waiting::ForData),
             None => Ok(()),
         }
     }
 
-    /// Checks when nothing has moved since `since`. `what` describes the operation in the error.
-    pub(super) fn check(&self, since: Instant, what: &str) -> Result<(), Fault> {
+    /// Checks when nothing has moved for this long.
+    pub(super) fn check(&self, idle: Duration, waiting: Waiting) -> Result<(), Fault> {
         if let Err(fault) = self.abort.check() {
             let failed_at = self.failed_at.get().unwrap_or_else(Instant::now);
             self.failed_at.set(Some(failed_at));
@@ -56,10 +65,16 @@ impl<'a> Deadline<'a> {
                 return Err(fault);
             }
         }
-        let late = self.total.is_some_and(|end| Instant::now() >= end);
-        if late || since.elapsed() >= self.idle_limit {
-            return Err(Fault::TimedOut { what: what.to_owned(), limit_s: self.idle_limit.as_secs_f64() });
+        let limit_s = self.idle_limit.as_secs_f64();
+        match self.total {
+            Some(end) if Instant::now() >= end || idle >= self.idle_limit => {
+                Err(Fault::TimedOut { what: "the handshake".to_owned(), limit_s })
+            }
+            None if idle >= self.idle_limit => Err(match waiting {
+                Waiting::ForData => Fault::Silent { limit_s },
+                Waiting::ToSend => Fault::NotReading { limit_s },
+            }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }

@@ -1,12 +1,13 @@
 //! Messages as frames on a socket: one frame per tensor, or one frame for a text.
 
-use super::deadline::Deadline;
+use super::deadline::{Deadline, Waiting};
+use super::incoming::FrameSource;
 use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::message::{Message, Tag};
+use crate::comm::suspension::IdleTimer;
 use crate::failure::Fault;
 use distgpipe_core::wire::{Header, Kind, Limits, HEADER_BYTES};
 use std::io::{self, Read, Write};
-use std::time::Instant;
 use tch::Tensor;
 
 /// Writes one frame whose header is sealed.
@@ -40,7 +41,7 @@ impl Frame {
 /// Reads one frame. Checks its header against the limits and with `admit` before anything is allocated for the body, and the
 /// body against its checksum.
 pub fn read_frame(
-    stream: &mut impl Read,
+    stream: &mut impl FrameSource,
     limits: &Limits,
     deadline: &Deadline<'_>,
     decoder: &mut Decoder,
@@ -55,10 +56,15 @@ pub fn read_frame(
         let length = usize::try_from(header.body_bytes).map_err(too_long)?;
         let mut body = vec![0; length];
         read_exact(stream, &mut body, deadline)?;
+        stream.end_frame();
         header.verify(&body)?;
         return Ok(Frame { header, body, tensor: None });
     };
-    let tensor = decoder.read(&header, &meta, |body| read_exact(stream, body, deadline))?;
+    let tensor = decoder.read(&header, &meta, |body| {
+        read_exact(stream, body, deadline)?;
+        stream.end_frame();
+        Ok(())
+    })?;
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
 }
 
@@ -173,16 +179,16 @@ fn slots(message: &Message) -> usize {
 
 /// Fills `into` from a socket with a short read time-out.
 fn read_exact(stream: &mut impl Read, mut into: &mut [u8], deadline: &Deadline<'_>) -> Result<(), Fault> {
-    let mut since = Instant::now();
+    let mut idle = IdleTimer::new();
     while !into.is_empty() {
         match stream.read(into) {
             Ok(0) => return Err(Fault::Lost),
             Ok(n) => {
                 into = &mut into[n..];
-                since = Instant::now();
-                deadline.check_after_progress("completing the handshake")?;
+                idle.progress();
+                deadline.check_after_progress()?;
             }
-            Err(e) if timed_out(&e) => deadline.check(since, "waiting for data or a heartbeat")?,
+            Err(e) if timed_out(&e) => deadline.check(idle.elapsed(), Waiting::ForData)?,
             Err(e) if disconnected(&e) => return Err(Fault::Lost),
             Err(e) => return Err(Fault::io("reading from the socket", e)),
         }
@@ -192,15 +198,15 @@ fn read_exact(stream: &mut impl Read, mut into: &mut [u8], deadline: &Deadline<'
 
 /// Writes all bytes to a socket with a short write time-out.
 pub(crate) fn write_all(stream: &mut impl Write, mut from: &[u8], deadline: &Deadline<'_>) -> Result<(), Fault> {
-    let mut since = Instant::now();
+    let mut idle = IdleTimer::new();
     while !from.is_empty() {
         match stream.write(from) {
             Ok(0) => return Err(Fault::Lost),
             Ok(n) => {
                 from = &from[n..];
-                since = Instant::now();
+                idle.progress();
             }
-            Err(e) if timed_out(&e) => deadline.check(since, "waiting for it to read what was sent")?,
+            Err(e) if timed_out(&e) => deadline.check(idle.elapsed(), Waiting::ToSend)?,
             Err(e) if disconnected(&e) => return Err(Fault::Lost),
             Err(e) => return Err(Fault::io("writing to the socket", e)),
         }

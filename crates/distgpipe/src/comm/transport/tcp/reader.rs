@@ -1,19 +1,20 @@
 //! The reading thread of a connection.
 
 use super::frames::{read_frame, Assembler};
-use super::{limits, Admit, Alive, Deadline, Deliver, FINISH_FRAME};
+use super::incoming::Incoming;
+use super::{connection_failure, limits, Admit, Alive, Deadline, Deliver, FINISH_FRAME};
 use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::Decoder;
-use crate::failure::{Failure, Fault};
+use crate::failure::Fault;
 use distgpipe_core::wire::{AbortNotice, Kind};
 use std::io::{ErrorKind, Read};
-use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub(super) struct Reader {
-    pub stream: TcpStream,
+    pub stream: Incoming,
+    pub here: String,
     pub peer: String,
     pub abort: AbortFlag,
     pub silence: Duration,
@@ -32,7 +33,7 @@ impl Reader {
             if self.closing.load(Ordering::Acquire) && matches!(fault, Fault::Lost) {
                 return;
             }
-            self.abort.fail(Failure::connection(&self.peer, fault));
+            self.abort.fail(connection_failure(&self.here, &self.peer, fault, self.silence));
             self.drain();
         }
     }
@@ -43,6 +44,7 @@ impl Reader {
         let mut assembler = Assembler::default();
         loop {
             let deadline = Deadline::new(&self.abort, self.silence);
+            self.stream.begin_frame();
             let frame = read_frame(&mut self.stream, &limits, &deadline, &mut self.decoder, &self.admit)?;
             match frame.header.kind {
                 Kind::Goodbye => return Ok(()),

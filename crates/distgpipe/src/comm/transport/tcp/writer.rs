@@ -1,10 +1,10 @@
 //! The writing thread of a connection.
 
 use super::frames::{self, write_frame, Framer};
-use super::{Deadline, FINISH_FRAME, HEARTBEAT};
+use super::{connection_failure, Deadline, FINISH_FRAME, HEARTBEAT};
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::Message;
-use crate::comm::traffic::Counters;
+use crate::comm::traffic::{Counters, MessageSize};
 use crate::comm::transport::Outgoing;
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Kind};
@@ -27,13 +27,13 @@ pub(super) struct Socket {
 
 impl Outgoing for Socket {
     fn send(&mut self, message: Message) -> Result<(), Fault> {
-        let start = Instant::now();
         let deadline = Deadline::new(&self.abort, self.silence).with_grace(FINISH_FRAME);
         self.mid_frame.store(true, Ordering::Release);
         let wire_bytes = self.framer.write(&mut self.stream, &message, &deadline);
         // When the run has failed, the error comes from between two frames unless the grace is over.
         self.mid_frame.store(wire_bytes.is_err() && !self.framer.at_boundary(), Ordering::Release);
-        self.counters.count_message(message.payload_bytes(), wire_bytes?, start.elapsed());
+        let (payload_bytes, trains) = (message.payload_bytes(), message.trains());
+        self.counters.count_message(MessageSize { payload_bytes, wire_bytes: wire_bytes?, trains });
         Ok(())
     }
 }
@@ -48,6 +48,7 @@ pub(super) struct Writer {
     pub mid_frame: Arc<AtomicBool>,
     /// The bare socket, for the last frame.
     pub stream: TcpStream,
+    pub silence: Duration,
 }
 
 impl Writer {
@@ -86,14 +87,14 @@ impl Writer {
     /// The failure for a fault in sending. A peer that has closed the connection may have sent the reason: this waits a
     /// moment for the reader to find its abort notice, which is the first failure then.
     fn failure(&self, fault: Fault) -> Failure {
-        if !matches!(fault, Fault::Lost | Fault::TimedOut { .. }) {
+        if !matches!(fault, Fault::Lost | Fault::NotReading { .. }) {
             return Failure::new(&self.here, "sending", fault);
         }
         let deadline = Instant::now() + 4 * POLL;
         while self.abort.failure().is_none() && Instant::now() < deadline {
             std::thread::sleep(POLL / 10);
         }
-        Failure::connection(&self.peer, fault)
+        connection_failure(&self.here, &self.peer, fault, self.silence)
     }
 
     /// Sends the last frame, if the peer is still there, and closes this direction.

@@ -1,0 +1,76 @@
+//! What the user of a run should know while it goes on, before anything has failed.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// A notice about a run that goes on. Its text names options of the library, as errors do.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Notice {
+    /// Nothing has arrived from a worker for a while, not even a heartbeat.
+    Silent {
+        /// The name of the worker.
+        worker: String,
+        /// How long it has been silent, in seconds.
+        silent_s: f64,
+        /// The run fails when the silence has lasted this long, in seconds.
+        limit_s: f64,
+    },
+    /// A silent worker sends again.
+    Back {
+        /// The name of the worker.
+        worker: String,
+        /// How long it was silent, in seconds.
+        silent_s: f64,
+    },
+    /// This process did not run for a while. Other processes may have given it up meanwhile.
+    Suspended {
+        /// How long it did not run, in seconds.
+        seconds: f64,
+    },
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Notice::Silent { worker, silent_s, limit_s } => write!(
+                f,
+                "nothing has arrived from {worker} for {silent_s:.1} s, not even a heartbeat; the run fails after {limit_s:.1} s \
+                 (`Timeouts::silence_s`)"
+            ),
+            Notice::Back { worker, silent_s } => write!(f, "{worker} is back after {silent_s:.1} s"),
+            Notice::Suspended { seconds } => {
+                write!(f, "this process did not run for {seconds:.1} s: it was suspended, or its machine slept or was overloaded")
+            }
+        }
+    }
+}
+
+/// Receives the notices of a run, on the thread that makes them: it must not block.
+#[derive(Clone)]
+pub struct Notify(Arc<dyn Fn(&Notice) + Send + Sync>);
+
+impl Notify {
+    /// Calls `handler` with each notice.
+    pub fn new(handler: impl Fn(&Notice) + Send + Sync + 'static) -> Self {
+        Notify(Arc::new(handler))
+    }
+
+    /// Passes a notice on.
+    pub fn send(&self, notice: &Notice) {
+        (self.0)(notice);
+    }
+}
+
+/// Drops every notice.
+impl Default for Notify {
+    fn default() -> Self {
+        Notify::new(|_| {})
+    }
+}
+
+impl fmt::Debug for Notify {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Notify(…)")
+    }
+}

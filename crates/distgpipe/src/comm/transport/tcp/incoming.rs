@@ -1,0 +1,103 @@
+//! The receiving end of a socket, with a watch on what arrives: how fast, and whether anything does at all.
+
+use super::rate::RateMeter;
+use crate::comm::arrivals::Receiving;
+use crate::comm::notice::{Notice, Notify};
+use crate::comm::suspension::{self, IdleTimer};
+use crate::comm::traffic::Counters;
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+/// A peer that is silent for longer than this is reported, or for longer than a quarter of the limit.
+const SILENCE_REPORTED: Duration = Duration::from_secs(5);
+
+/// A stream that frames are read from.
+pub trait FrameSource: Read {
+    /// Called when the last byte of a frame has been read, before it is decoded.
+    fn end_frame(&mut self) {}
+}
+
+/// During the handshake nothing is timed.
+impl FrameSource for TcpStream {}
+
+/// The receiving end of a connection.
+pub(super) struct Incoming {
+    stream: TcpStream,
+    counters: Counters,
+    meter: RateMeter,
+    peer: String,
+    /// A peer that is silent for so long counts as dead.
+    limit: Duration,
+    notify: Notify,
+    idle: IdleTimer,
+    /// When a silence began that has been reported.
+    silent: Option<Instant>,
+    /// Whether bytes of the frame have arrived.
+    begun: bool,
+}
+
+impl Incoming {
+    pub fn new(stream: TcpStream, counters: Counters, peer: String, limit: Duration, notify: Notify) -> Self {
+        let (meter, idle) = (RateMeter::default(), IdleTimer::new());
+        Incoming { stream, counters, meter, peer, limit, notify, idle, silent: None, begun: false }
+    }
+
+    /// The next read is the first of a frame.
+    pub fn begin_frame(&mut self) {
+        self.counters.arrivals().begin(Receiving::Nothing);
+        self.meter.wait(Instant::now());
+        self.idle.restart();
+        self.begun = false;
+    }
+
+    fn arrived(&mut self, bytes: usize, room: usize) {
+        if !self.begun {
+            self.begun = true;
+            self.counters.arrivals().begin(Receiving::Frame);
+        }
+        self.meter.read(Instant::now(), bytes, room);
+        self.idle.progress();
+        if let Some(since) = self.silent.take() {
+            self.notify.send(&Notice::Back { worker: self.peer.clone(), silent_s: since.elapsed().as_secs_f64() });
+        }
+        self.report_suspension();
+    }
+
+    fn nothing_arrived(&mut self) {
+        let silence = self.idle.elapsed();
+        self.report_suspension();
+        if self.silent.is_none() && silence >= SILENCE_REPORTED.min(self.limit / 4) {
+            self.silent = Instant::now().checked_sub(silence);
+            let (silent_s, limit_s) = (silence.as_secs_f64(), self.limit.as_secs_f64());
+            self.notify.send(&Notice::Silent { worker: self.peer.clone(), silent_s, limit_s });
+        }
+    }
+
+    fn report_suspension(&self) {
+        if let Some(missed) = suspension::news() {
+            self.notify.send(&Notice::Suspended { seconds: missed.duration.as_secs_f64() });
+        }
+    }
+}
+
+impl Read for Incoming {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.stream.read(into);
+        match &read {
+            Ok(0) => {}
+            Ok(bytes) => self.arrived(*bytes, into.len()),
+            Err(_) => self.nothing_arrived(),
+        }
+        read
+    }
+}
+
+impl FrameSource for Incoming {
+    fn end_frame(&mut self) {
+        self.counters.arrivals().begin(Receiving::Decoding);
+        if let Some(timed) = self.meter.end_frame() {
+            self.counters.arrivals().count(timed.bytes, Duration::from_nanos(timed.ns));
+        }
+    }
+}

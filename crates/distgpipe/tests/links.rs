@@ -1,0 +1,78 @@
+//! What a run reports about its links: how fast they deliver, and what their receivers wait for.
+
+mod relay;
+
+use distgpipe::comm::handshake::Token;
+use distgpipe::model::zoo::Mlp;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::{Batch, Pipeline, ServeOptions, Server, StepLink, Workers};
+use relay::relay;
+use std::net::SocketAddr;
+
+const RATE: f64 = 5e6;
+
+/// A worker on a thread of this process that serves one run.
+fn server(token: Token) -> SocketAddr {
+    let listen = "127.0.0.1:0".parse().expect("an address");
+    let server = Server::bind(ServeOptions { once: true, ..ServeOptions::new(listen, token) }).expect("a port");
+    let address = server.address().expect("an address");
+    std::thread::spawn(move || server.run(|| false, |_| {}));
+    address
+}
+
+/// The links of the last of a few steps of a pipeline with hidden layers of this width, across a slow link.
+fn steps(width: i64, rows: i64) -> Vec<StepLink> {
+    let token = Token([7; 32]);
+    let address = relay(server(token), RATE).to_string();
+    let model = Mlp { hidden: vec![width], dropout: 0.0, ..Mlp::default() }.model().expect("a model");
+    let mut pipeline = Pipeline::builder(model)
+        .device(distgpipe::Device::Cpu)
+        .threads(1)
+        .balance([1, 1])
+        .place("client,server")
+        .micro_batches(2)
+        .learning_rate(1e-4)
+        .workers(Workers::Remote { addresses: vec![address], token })
+        .build()
+        .expect("a pipeline");
+    let x = Tensor::ones([rows, 1, 8, 8], (Kind::Float, Device::Cpu));
+    let batch = Batch::new(x, Tensor::zeros([rows], (Kind::Int64, Device::Cpu)));
+    let mut losses = Vec::new();
+    for _ in 0..2 {
+        let outcome = pipeline.train_step(&batch).expect("a step");
+        losses.push(outcome.loss);
+        if losses.len() == 2 {
+            assert!(losses[1] < losses[0], "the one batch is learned: {losses:?}");
+            return outcome.step_links;
+        }
+    }
+    unreachable!()
+}
+
+/// The table once showed the speed of `write`, which ends in the socket's buffer: 500 MB/s on a link of 6.25 MB/s.
+#[test]
+fn the_rate_of_a_slow_link_is_reported_as_it_is_delivered() {
+    let links = steps(16_384, 32);
+    // Each direction carries 32 rows of 16,384 values, as activations or as gradients.
+    for link in &links {
+        let (from, to) = (&link.from, &link.to);
+        let rate = link.delivered_bytes_per_s.unwrap_or_else(|| panic!("{from} → {to} was not measured: {links:?}"));
+        assert!((rate / RATE - 1.0).abs() < 0.15, "{from} → {to} delivers {rate} bytes a second, the link {RATE}");
+        let tensors = 32 * 16_384 * 4;
+        assert!(link.training_bytes > tensors && link.training_bytes < tensors + 10_000, "{link:?}");
+        assert!(link.waited.link_s > 0.1, "{link:?}");
+    }
+    // The server has next to nothing to compute. The client waits for the server too, which waits for what the client has sent.
+    let waited = links[0].waited;
+    assert!(waited.link_s > 2.0 * (waited.encoding_s + waited.worker_s), "{links:?}");
+    assert_eq!(links.iter().map(|link| &link.from[..]).collect::<Vec<_>>(), ["client", "server"]);
+}
+
+/// What never fills the link says nothing about it.
+#[test]
+fn small_messages_have_no_rate() {
+    for link in steps(16, 8) {
+        assert_eq!(link.delivered_bytes_per_s, None, "{link:?}");
+        assert!(link.training_bytes > 8 * 16 * 4, "{link:?}");
+    }
+}
