@@ -15,8 +15,8 @@ mod config_file;
 mod defaults;
 mod precedence;
 
-pub use choices::{DataName, DecayName, OptimizerName, ResumeName};
-pub use command_line::show_defaults;
+pub use choices::{DataName, DecayName, MetricName, OptimizerName, ResumeName};
+pub use command_line::{explain_numbers, quoted, show_defaults};
 pub use config_file::from_toml;
 
 use distgpipe::engine::Devices;
@@ -255,6 +255,15 @@ pub struct TrainFlags {
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
+    /// Learning rate and weight decay of the parameters whose names match PATTERN, as in '*.bias:weight-decay=0' or
+    /// 'features.*:lr-factor=0.1', which multiplies --lr; repeatable, and later groups take precedence
+    #[arg(long, value_name = "PATTERN:SETTING[,SETTING]", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub group: Vec<String>,
+    /// Do not train the parameters whose names match PATTERN, such as 'features.*'; repeatable
+    #[arg(long, value_name = "PATTERN,…", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub freeze: Vec<String>,
     /// Label smoothing in training, from 0 to below 1; evaluation uses the plain labels [default: 0]
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -276,10 +285,15 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epochs: Option<u64>,
-    /// Stop after N training steps, even if --epochs is not reached [default: no limit]
+    /// Stop after N training steps, even if --epochs is not reached; with --accumulate, after the update that step N belongs to
+    /// [default: no limit]
     #[arg(long, value_name = "N", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub steps: Option<u64>,
+    /// Stop when the test metric of --save-best, by default the loss, has not improved for N epochs [default: no limit]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub patience: Option<u64>,
     /// Do not evaluate on the test data after each epoch
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -297,6 +311,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Checkpoints")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep: Option<usize>,
+    /// Also keep the checkpoint of the epoch with the best test metric; the file `best` in --checkpoint DIR names it
+    #[arg(long, value_name = "METRIC", help_heading = "Checkpoints")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub save_best: Option<MetricName>,
     /// Resume from the newest checkpoint in --checkpoint DIR with its flags; flags given here override them. The cut, the
     /// workers and the device may change
     #[arg(long, value_name = "WHICH", num_args = 0..=1, require_equals = true, default_missing_value = "newest", help_heading = "Checkpoints")]

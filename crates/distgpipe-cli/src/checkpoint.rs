@@ -1,6 +1,6 @@
 //! The flags of checkpoints: where a run is saved, and what it resumes from.
 
-use crate::args::{ResumeName, TrainFlags};
+use crate::args::{quoted, ResumeName, TrainFlags};
 use crate::exit::usage;
 use crate::report::note;
 use anyhow::Context;
@@ -36,6 +36,7 @@ impl Saving {
                 ("--resume", given.resume.is_some()),
                 ("--keep", given.keep.is_some()),
                 ("--checkpoint-every", given.checkpoint_every.is_some()),
+                ("--save-best", given.save_best.is_some()),
             ];
             return match others.iter().find(|(_, given)| *given) {
                 Some((flag, _)) => {
@@ -45,11 +46,14 @@ impl Saving {
             };
         };
         let flag = || format!("--checkpoint {}", directory.display());
-        if given.resume == Some(ResumeName::Newest) && !directory.is_dir() {
+        if matches!(given.resume, Some(ResumeName::Newest | ResumeName::Best)) && !directory.is_dir() {
             return Err(usage(format!("{}: no such directory: check the name, or start without --resume", flag())));
         }
         let mut checkpoints = Checkpoints::open(directory, KEEP).with_context(flag)?;
-        let (newest, damaged) = checkpoints.newest().with_context(flag)?;
+        let (newest, damaged) = match given.resume {
+            Some(ResumeName::Best) => (checkpoints.best().with_context(flag)?, Vec::new()),
+            _ => checkpoints.newest().with_context(flag)?,
+        };
         for error in &damaged {
             note(&format!("warning: skipping a damaged checkpoint: {error}"));
         }
@@ -66,6 +70,12 @@ impl Saving {
                 (Some(checkpoint), flags)
             }
             (Some(ResumeName::IfAny), None) if damaged.is_empty() => (None, otherwise.clone()),
+            (Some(ResumeName::Best), None) => {
+                return Err(usage(format!(
+                    "{}: no checkpoint is marked as the best: use --resume, and --save-best METRIC to mark one",
+                    flag()
+                )));
+            }
             (Some(_), None) if damaged.is_empty() => {
                 return Err(usage(format!(
                     "{}: there is no checkpoint to resume from: start without --resume",
@@ -90,6 +100,13 @@ impl Saving {
             None => SaveEvery::Epoch,
         };
         Ok((Some(Saving { checkpoints, every, from, resumes: given.resume.is_some(), flags: flags.clone() }), flags))
+    }
+
+    /// A command that resumes from the newest checkpoint, or `None` if there is none.
+    pub fn resume_command(&self, command: &str) -> Option<String> {
+        let directory = self.checkpoints.directory().display().to_string();
+        let any = self.checkpoints.steps().is_ok_and(|steps| !steps.is_empty());
+        any.then(|| format!("{command} --checkpoint {} --resume", quoted(&directory)))
     }
 
     /// The flags to save in checkpoints. They have the cut that `--auto-balance` found: a second search might find another one, and

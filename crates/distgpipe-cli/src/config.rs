@@ -34,13 +34,13 @@ use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::data::{LoadPass, Loader};
 use distgpipe::driver::builder::{BuildError, Builder};
 use distgpipe::train::TrainOptions;
-use distgpipe::{AutoBalance, Loss, Model, Optim, Pipeline, Workers};
+use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::Plan;
 use links::{codecs, timeouts};
 use partitioning::{balance_options, implied_placement, partitioning, placement, Partitioning};
 use std::path::PathBuf;
-use training::{clip_norm, optimizer, smoothed};
+use training::{clip_norm, frozen, groups, optimizer, smoothed};
 use workers::workers;
 
 /// A validated run.
@@ -75,6 +75,7 @@ pub struct RunConfig {
     /// Devices and threads of the workers.
     pub compute: Compute,
     pub optim: Optim,
+    groups: Vec<ParameterGroup>,
     learning_rate: f64,
     clip_norm: Option<f64>,
     loss: Loss,
@@ -131,6 +132,7 @@ impl RunConfig {
             workers,
             compute,
             optim,
+            groups: groups(&flags)?,
             learning_rate,
             clip_norm: clip_norm(&flags)?,
             loss: smoothed(loss, &flags)?,
@@ -191,6 +193,8 @@ impl RunConfig {
             .timeouts(self.timeouts)
             .on_notice(|notice| report::note(&notice.to_string()))
             .faults(flags.faults.clone().unwrap_or_default());
+        builder = self.groups.iter().fold(builder, |builder, group| builder.parameter_group(group.clone()));
+        builder = frozen(flags).fold(builder, |builder, pattern| builder.freeze(pattern));
         if let Some(place) = &flags.place {
             builder = builder.place(place);
         }

@@ -1,6 +1,8 @@
-//! Exit status and error messages: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run.
+//! Exit status and error messages: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run, 128 + N stopped by
+//! signal N.
 
 use crate::report;
+use crate::signals::Interrupted;
 use distgpipe::engine::exit_at_once;
 use distgpipe::Failure;
 use std::fmt;
@@ -17,6 +19,16 @@ impl fmt::Display for Usage {
 }
 
 impl std::error::Error for Usage {}
+
+/// Context of a failed run: the command that resumes it. It is printed after the error.
+#[derive(Debug)]
+pub struct ResumeCommand(pub String);
+
+impl fmt::Display for ResumeCommand {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 /// An error in usage. The text names the flag and the remedy.
 pub fn usage(text: impl Into<String>) -> anyhow::Error {
@@ -40,7 +52,14 @@ fn status(result: anyhow::Result<()>) -> i32 {
     if error.chain().any(closed) {
         return 0;
     }
+    if let Some(interrupted) = error.downcast_ref::<Interrupted>() {
+        report::note(&interrupted.to_string());
+        return interrupted.status();
+    }
     report::note(&format!("error: {}", full_text(&error)));
+    if let Some(ResumeCommand(command)) = error.downcast_ref() {
+        report::note(&format!("to go on from the newest checkpoint: {command}"));
+    }
     if error.is::<Usage>() {
         2
     } else if error.chain().any(is_busy) {
@@ -57,7 +76,8 @@ fn is_busy(cause: &(dyn std::error::Error + 'static)) -> bool {
 
 /// An error and its causes. A cause whose text is already included is left out.
 fn full_text(error: &anyhow::Error) -> String {
-    error.chain().fold(String::new(), |text, cause| match cause.to_string() {
+    let command = usize::from(error.is::<ResumeCommand>());
+    error.chain().skip(command).fold(String::new(), |text, cause| match cause.to_string() {
         cause if text.contains(&cause) => text,
         cause if text.is_empty() => cause,
         cause => format!("{text}: {cause}"),

@@ -14,6 +14,7 @@ mod files;
 mod option_names;
 mod recipe;
 mod report;
+mod signals;
 mod tensor_file;
 mod weights;
 
@@ -35,7 +36,7 @@ Start here:
   distgpipe schedule --partitions 4 --draw  draw a schedule
   distgpipe train --help                    all flags of a training run
 
-Exit status: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run."
+Exit status: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."
 )]
 struct Args {
     #[command(subcommand)]
@@ -68,6 +69,7 @@ enum Command {
 fn main() {
     distgpipe::tune_allocator();
     let command = Args::command().mut_subcommand("train", |train| train.mut_args(args::show_defaults));
+    let command = args::explain_numbers(command);
     let parsed = Args::from_arg_matches(&command.get_matches());
     exit::end(match parsed.unwrap_or_else(|error| error.exit()).command {
         Command::Demo(args) => cmd::demo::run(&args),

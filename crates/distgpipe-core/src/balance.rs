@@ -444,6 +444,7 @@ impl<'a> Search<'a> {
                 micro_batches: problem.micro_batches,
                 recompute: problem.recompute,
                 skips: edges.clone(),
+                frozen: 0,
             };
             let plan = problem.schedule.plan(&request)?;
             let compiled = CompiledPlan::new(&plan)?;

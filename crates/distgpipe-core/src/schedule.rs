@@ -62,6 +62,14 @@ pub enum ScheduleError {
         /// The number of partitions.
         partitions: usize,
     },
+    /// No partition would have a backward pass.
+    #[error("expected fewer frozen partitions than the {partitions} of the plan, got {got}: the last partition computes the loss and always has a backward pass")]
+    AllFrozen {
+        /// The number of frozen partitions.
+        got: usize,
+        /// The number of partitions.
+        partitions: usize,
+    },
     /// The plan would exceed the limits on the size of plans.
     #[error("expected a plan of at most {max} {what}, got {got}: use fewer micro-batches or partitions")]
     TooLarge {
@@ -135,12 +143,15 @@ pub struct Request {
     /// The pairs of partitions that skip tensors go between. Pairs of neighbours are allowed and have no effect: their
     /// skips travel with the activation.
     pub skips: Vec<(PartitionId, PartitionId)>,
+    /// The number of partitions at the front, fewer than all, that have nothing to train. They run forwards only, and
+    /// receive no gradients. Plans for evaluation ignore it.
+    pub frozen: usize,
 }
 
 impl Request {
-    /// A request without recomputation or skips.
+    /// A request without recomputation, skips or frozen partitions.
     pub fn new(placement: Placement, micro_batches: usize) -> Self {
-        Self { placement, micro_batches, recompute: Recompute::Never, skips: Vec::new() }
+        Self { placement, micro_batches, recompute: Recompute::Never, skips: Vec::new(), frozen: 0 }
     }
 }
 
@@ -175,12 +186,16 @@ pub fn evaluate_plan(request: &Request) -> Result<Plan, ScheduleError> {
 }
 
 fn plan(request: &Request, mode: Mode, order: Order) -> Result<Plan, ScheduleError> {
-    let recompute = match mode {
-        Mode::Train => request.recompute,
-        Mode::Evaluate => Recompute::Never,
+    let (recompute, frozen) = match mode {
+        Mode::Train => (request.recompute, request.frozen),
+        Mode::Evaluate => (Recompute::Never, 0),
     };
     let empty = Plan::empty(request.placement.clone(), request.micro_batches, mode, &request.skips)?;
-    let order = order(&OrderInput { placement: &request.placement, micro_batches: request.micro_batches });
+    let empty = empty.with_frozen(frozen)?;
+    let mut order = order(&OrderInput { placement: &request.placement, micro_batches: request.micro_batches });
+    // An order stays free of deadlock without these backwards, because only backwards of earlier partitions, which are
+    // frozen too, depend on them.
+    order.iter_mut().for_each(|actions| actions.retain(|action| empty.computes(action)));
     Ok(lower::lower(empty, order, recompute))
 }
 

@@ -30,6 +30,7 @@ impl Truth {
             micro_batches: problem.micro_batches,
             recompute: problem.recompute,
             skips: layout.edges(),
+            frozen: 0,
         };
         let plan = problem.schedule.plan(&request).unwrap();
         let step_s = simulate(&plan, &costs(problem, &balance, &layout)).unwrap().makespan;

@@ -70,13 +70,16 @@ fn every_schedule_is_sound_with_skips_and_recomputation() {
             for micro_batches in [1, 2, 5, 6] {
                 for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
                     for skips in [&all, &ends] {
-                        let request =
-                            Request { placement: placement.clone(), micro_batches, recompute, skips: skips.clone() };
-                        for schedule in Schedule::ALL {
-                            let plan = schedule.plan(&request).unwrap();
-                            sound(&plan, || format!("{schedule} {placement} × {micro_batches} {recompute}"));
-                            recomputes_what_was_asked(&plan, recompute);
-                            assert_eq!(plan.to_string().parse::<Plan>().as_ref(), Ok(&plan));
+                        for frozen in [0, 1, partitions - 1] {
+                            let (placement, skips) = (placement.clone(), skips.clone());
+                            let request = Request { placement, micro_batches, recompute, skips, frozen };
+                            for schedule in Schedule::ALL {
+                                let plan = schedule.plan(&request).unwrap();
+                                let what = || format!("{schedule} {request:?}");
+                                sound(&plan, what);
+                                recomputes_what_was_asked(&plan, recompute);
+                                assert_eq!(plan.to_string().parse::<Plan>().as_ref(), Ok(&plan));
+                            }
                         }
                     }
                 }
@@ -93,6 +96,7 @@ fn recomputes_what_was_asked(plan: &Plan, recompute: Recompute) {
                 Recompute::ExceptLast => micro_batch + 1 < plan.micro_batches(),
                 Recompute::Always => true,
             };
+            let expected = expected && plan.has_backward(partition);
             assert_eq!(plan.recomputes(partition, MicroBatchId::new(micro_batch)), expected);
         }
     }
@@ -191,11 +195,12 @@ fn any_request(workers_min: usize) -> impl Strategy<Value = (Schedule, Request)>
         (2..=5).flat_map(|n| placements(n, 4)).filter(|placement| placement.workers() >= workers_min).collect();
     let recompute = prop::sample::select(vec![Recompute::Never, Recompute::ExceptLast, Recompute::Always]);
     let schedule = prop::sample::select(Schedule::ALL.to_vec());
-    (prop::sample::select(all), 1usize..6, recompute, schedule, any::<bool>()).prop_map(
-        |(placement, micro_batches, recompute, schedule, skip)| {
+    (prop::sample::select(all), 1usize..6, recompute, schedule, any::<bool>(), 0usize..5).prop_map(
+        |(placement, micro_batches, recompute, schedule, skip, frozen)| {
             let ends = (PartitionId(0), PartitionId::new(placement.partitions() - 1));
             let skips = if skip { vec![ends] } else { vec![] };
-            (schedule, Request { placement, micro_batches, recompute, skips })
+            let frozen = frozen % placement.partitions();
+            (schedule, Request { placement, micro_batches, recompute, skips, frozen })
         },
     )
 }

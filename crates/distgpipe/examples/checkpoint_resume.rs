@@ -20,7 +20,7 @@ fn train(folder: &Path, balance: &[usize], until: u64) -> Result<f64, Box<dyn Er
         trainer = trainer.resume(&newest)?;
     }
     let mut loss = f64::NAN;
-    trainer.run(&mut |event: &Event<'_>| {
+    trainer.run(|event, _| {
         if let Event::StepDone(done) = event {
             loss = done.outcome.loss;
         }

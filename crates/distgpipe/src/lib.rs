@@ -29,6 +29,8 @@
 //! | --- | --- |
 //! | build and step a pipeline | [`Pipeline`], [`Builder`] |
 //! | train over epochs, with tests and checkpoints | [`Trainer`], [`TrainOptions`], [`Checkpoints`] |
+//! | stop a run, evaluate or save from inside it | [`RunControl`] |
+//! | give parameters their own learning rate, or freeze them | [`Builder::parameter_group`], [`Builder::freeze`] |
 //! | use a model or data set that comes with the crate | [`zoo`], [`data`] |
 //! | write your own layer, loss, optimizer or data set | [`Layer`], [`LossFunction`], [`UpdateRule`], [`Dataset`] |
 //! | compress what crosses links | [`CodecPolicy`], [`CodecSpec`] |
@@ -84,8 +86,10 @@ pub use model::zoo;
 pub use model::{Model, ModelSpec};
 pub use runtime::accumulation::AccumulationStep;
 pub use runtime::optimizer::{Optim, ParameterState, Slot, UpdateRule};
+pub use runtime::parameter_groups::{ParameterGroup, ParameterGroupError};
 /// The version of the libtorch bindings that tensors of this crate are made of.
 pub use tch;
 pub use train::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
-pub use train::learning_rate::{Decay, RateSchedule, WarmUp};
-pub use train::{Event, Observer, RunSummary, SaveEvery, StepDone, TrainError, TrainOptions, Trainer};
+pub use train::learning_rate::{Decay, RateFunction, RateSchedule, WarmUp};
+pub use train::{BestEpoch, Evaluation, RunControl, RunEnd, TestMetric};
+pub use train::{Event, RunSummary, SaveEvery, StepDone, TrainError, TrainOptions, Trainer};

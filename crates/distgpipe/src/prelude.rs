@@ -4,7 +4,7 @@ pub use crate::data::{DataError, Dataset, Digits, LoadPass, Loader, LoaderOption
 pub use crate::zoo::Mlp;
 pub use crate::{
     Batch, Builder, Checkpoints, CodecPolicy, CodecSpec, Context, Device, Event, Failure, Fault, Init, Layer,
-    LayerTensors, Loss, LossFunction, Model, ModelSpec, Optim, ParameterState, Pipeline, Plan, Recompute, RunSummary,
-    SampleShape, SaveEvery, Schedule, ShapeError, SkipShapes, Slot, TensorSpec, TrainOptions, Trainer, UpdateRule,
-    WorkerProgram, Workers,
+    LayerTensors, Loss, LossFunction, Model, ModelSpec, Optim, ParameterGroup, ParameterState, Pipeline, Plan,
+    Recompute, RunControl, RunSummary, SampleShape, SaveEvery, Schedule, ShapeError, SkipShapes, Slot, TensorSpec,
+    TestMetric, TrainOptions, Trainer, UpdateRule, WorkerProgram, Workers,
 };

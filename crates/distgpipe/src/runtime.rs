@@ -13,6 +13,7 @@
 //! | [`divergence`] | detects parameters that grow without bound |
 //! | [`all_reduce`] | the sum of the gradients of replicas |
 //! | [`optimizer`] | the update of the parameters |
+//! | [`parameter_groups`] | which parameters have their own rate or weight decay, and which are frozen |
 //! | [`trace`] | times and events |
 
 pub mod accumulation;
@@ -22,6 +23,7 @@ pub mod deferred_batch_norm;
 pub mod divergence;
 pub mod micro_batch_pass;
 pub mod optimizer;
+pub mod parameter_groups;
 pub mod partition;
 pub mod portal;
 pub mod stage;

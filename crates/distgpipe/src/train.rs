@@ -3,13 +3,17 @@
 //! | module | subject |
 //! | --- | --- |
 //! | `trainer` | [`Trainer`]: steps, tests and checkpoints over epochs |
+//! | `control` | what an observer can do to the run |
+//! | `best` | the best epoch, and when to stop because nothing improves |
 //! | `options`, `events`, `summary` | what it is given, what it reports meanwhile, and the figures at the end |
 //! | [`learning_rate`] | warm-up and decay |
 //! | [`metrics`] | F1 and Matthews correlation |
 //! | [`checkpoint`] | saving and resuming a run |
 //! | [`weights`] | weight files of other programs |
 
+mod best;
 pub mod checkpoint;
+mod control;
 mod events;
 pub mod learning_rate;
 pub mod metrics;
@@ -18,7 +22,9 @@ mod summary;
 mod trainer;
 pub mod weights;
 
-pub use events::{Event, Observer, StepDone};
+pub use best::{BestEpoch, TestMetric};
+pub use control::{Evaluation, RunControl};
+pub use events::{Event, StepDone};
 pub use options::{Capture, SaveEvery, TrainOptions};
-pub use summary::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunSummary, WorkerSummary};
+pub use summary::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
 pub use trainer::{Progress, TrainError, Trainer};

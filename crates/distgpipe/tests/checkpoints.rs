@@ -53,7 +53,7 @@ fn run(builder: Builder, options: TrainOptions, to: Option<(&Checkpoints, u64)>,
         trainer = trainer.resume(checkpoint).unwrap();
     }
     let summary = trainer
-        .run(&mut |event: &Event<'_>| {
+        .run(|event, _| {
             if let Event::StepDone(done) = event {
                 losses.insert(done.step, done.outcome.loss.to_bits());
             }
@@ -76,7 +76,7 @@ fn assert_resumes_anywhere(
 ) {
     let folder = folder(name);
     let checkpoints = Checkpoints::open(&folder, 100).unwrap();
-    let whole = run(builder(), options, Some((&checkpoints, 1)), None);
+    let whole = run(builder(), options.clone(), Some((&checkpoints, 1)), None);
     let steps = checkpoints.steps().unwrap();
     assert_eq!(steps.first(), whole.losses.keys().last().map(|last| last + 1).as_ref(), "{name}: the end is saved");
     let every: &[u64] = if options.accumulate == 2 { &[8, 7, 5, 4, 2] } else { &[8, 7, 6, 5, 4, 3, 2, 1] };
@@ -89,7 +89,7 @@ fn assert_resumes_anywhere(
         );
         // It saves as the whole run did, because codecs forget there.
         let again = Checkpoints::open(&folder.join("again"), 1).unwrap();
-        let rest = run(other(), options, Some((&again, 1)), Some(&checkpoint));
+        let rest = run(other(), options.clone(), Some((&again, 1)), Some(&checkpoint));
         let expected: BTreeMap<u64, u64> = whole.losses.range(step..).map(|(s, l)| (*s, *l)).collect();
         assert_eq!(rest.losses, expected, "{name}: losses after step {step}");
         for (tensor, value) in &whole.state {
@@ -284,7 +284,7 @@ fn a_folder_that_cannot_be_written_to_ends_the_run_with_an_error() {
     std::fs::write(&folder, "a file").unwrap();
     let mut pipeline = Pipeline::builder(mlp()).micro_batches(2).build().unwrap();
     let trainer = Trainer::new(&mut pipeline, loader(256), None, options()).unwrap();
-    let failed = trainer.save_to(&checkpoints, SaveEvery::Epoch, Default::default()).run(&mut |_: &Event<'_>| Ok(()));
+    let failed = trainer.save_to(&checkpoints, SaveEvery::Epoch, Default::default()).run(|_, _| Ok(()));
     let Err(TrainError::Checkpoint(CheckpointError::Io { path, .. })) = failed else { panic!("{failed:?}") };
     assert!(path.starts_with(&folder), "{}", path.display());
     std::fs::remove_file(&folder).unwrap();

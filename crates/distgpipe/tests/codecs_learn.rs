@@ -40,7 +40,7 @@ fn learn(pipeline: &mut Pipeline, model: &Model, options: TrainOptions, seed: u6
     let batch = test.epoch(0).next().unwrap().unwrap();
     let trainer = Trainer::new(pipeline, train, Some(test), options).unwrap();
     let mut losses = Vec::new();
-    let summary = trainer.run(&mut soundness::losses_into(&mut losses)).unwrap();
+    let summary = trainer.run(soundness::losses_into(&mut losses)).unwrap();
     soundness::assert_pipeline_sound("the digits", &losses, pipeline, &batch);
     summary.test_accuracy().unwrap()
 }
@@ -58,7 +58,7 @@ fn a_perceptron_trains_on_digits_through_every_codec() {
     let model = Mlp::default().model().unwrap();
     let options = TrainOptions { epochs: 10, rate_schedule: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
-        let of_seed = |seed| learn(&mut pipeline(&model, [1, 2, 1], codec, 0.05, seed), &model, options, seed);
+        let of_seed = |seed| learn(&mut pipeline(&model, [1, 2, 1], codec, 0.05, seed), &model, options.clone(), seed);
         (0..SEEDS).map(of_seed).sum::<f64>() / SEEDS as f64
     });
     assert_close("perceptron", &accuracies, 0.95);
@@ -72,13 +72,13 @@ fn a_small_mobilenet_trains_on_digits_through_every_codec() {
     let (model, balance) = (model.model().unwrap(), [1, 18, 1]);
     let options = TrainOptions { epochs: 6, ..TrainOptions::default() };
     let mut first = pipeline(&model, balance, "raw", 0.03, 0);
-    learn(&mut first, &model, options, 0);
+    learn(&mut first, &model, options.clone(), 0);
     let state = first.state().unwrap();
     let rest = TrainOptions { epochs: 3, rate_schedule: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
         let mut pipeline = pipeline(&model, balance, codec, 0.01, 0);
         pipeline.load(&state).unwrap();
-        learn(&mut pipeline, &model, rest, 1)
+        learn(&mut pipeline, &model, rest.clone(), 1)
     });
     assert_close("MobileNetV2", &accuracies, 0.9);
 }

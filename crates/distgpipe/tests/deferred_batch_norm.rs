@@ -1,5 +1,7 @@
 //! Running statistics after a step are those of one pass over the whole batch, whatever the number of micro-batches.
 
+mod soundness;
+
 use distgpipe::model::blocks::BatchNorm2d;
 use distgpipe::model::layer::{Context, LayerTensors};
 use distgpipe::tch::{Device, Kind, Tensor};
@@ -55,14 +57,18 @@ fn run((rows, side, around): (i64, i64, f64), micro_batches: usize, recompute: R
         .build()
         .unwrap();
     let (mean, var) = (Tensor::zeros([3], (Kind::Double, Device::Cpu)), Tensor::ones([3], (Kind::Double, Device::Cpu)));
+    let (mut losses, mut last) = (Vec::new(), None);
     for x in batches(rows, side, around) {
         // PyTorch's own rule on the whole batch, in double precision.
         let _ =
             x.to_kind(Kind::Double).batch_norm(None::<&Tensor>, None, Some(&mean), Some(&var), true, 0.1, 1e-5, false);
-        pipeline.train_step(&Batch::new(x.shallow_clone(), x.zeros_like())).unwrap();
+        let batch = Batch::new(x.shallow_clone(), x.zeros_like());
+        losses.push(pipeline.train_step(&batch).unwrap().loss);
+        last = Some(batch);
     }
-    let state = pipeline.state().unwrap();
     let what = format!("{rows} rows, {side}², {micro_batches} micro-batches, {recompute}");
+    soundness::assert_pipeline_sound(&what, &losses, &mut pipeline, &last.unwrap());
+    let state = pipeline.state().unwrap();
     for (name, expected) in [("norm.running_mean", mean), ("norm.running_var", var)] {
         let gap = ((state[name].to_kind(Kind::Double) - &expected) / &expected).abs().max();
         // Float32 inputs and per-micro-batch means allow six digits.
@@ -101,7 +107,10 @@ fn a_micro_batch_with_one_value_per_channel_is_rejected() {
         let batch = Batch::new(x.shallow_clone(), x.zeros_like());
         pipeline.evaluate(&batch).unwrap();
         match pipeline.train_step(&batch) {
-            Ok(_) => assert!(fine, "{rows} rows in {micro_batches}"),
+            Ok(outcome) => {
+                assert!(fine, "{rows} rows in {micro_batches}");
+                soundness::assert_pipeline_sound("a norm", &[outcome.loss], &mut pipeline, &batch);
+            }
             Err(error) => {
                 let said = error.to_string();
                 assert!(!fine && said.contains("more than one value of each channel") && said.contains("[1, 3, 1, 1]"));

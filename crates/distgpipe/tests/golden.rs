@@ -4,6 +4,8 @@
 //! instruction sets it was tried with (`scripts/golden_deviations.py`), or its run under autocast to bfloat16. Ours may be a few
 //! times that far, because kernels add in another order, and no more.
 
+mod soundness;
+
 use distgpipe::engine::{self, Precision};
 use distgpipe::model::layer::Role;
 use distgpipe::model::zoo::{self, Mlp, MobileNetV2};
@@ -396,7 +398,9 @@ fn clipped_and_smoothed_steps_are_those_of_pytorch() {
         };
         let steps = case["losses"].as_array().unwrap().len() as i64;
         let outcomes: Vec<_> = (0..steps).map(|step| pipeline.train_step(&batch(step)).unwrap()).collect();
-        near("losses", &outcomes.iter().map(|o| o.loss).collect::<Vec<_>>(), &case["losses"]);
+        let losses: Vec<f64> = outcomes.iter().map(|o| o.loss).collect();
+        soundness::assert_pipeline_sound(&case.to_string(), &losses, &mut pipeline, &batch(0));
+        near("losses", &losses, &case["losses"]);
         near("norms", &outcomes.iter().map(|o| o.gradient_norm.unwrap()).collect::<Vec<_>>(), &case["norms"]);
         near("evaluation_loss", &[pipeline.evaluate(&batch(0)).unwrap().loss], &case["evaluation_loss"]);
         let state = pipeline.state().unwrap();

@@ -132,7 +132,7 @@ fn train(model: Model, sizes: &[usize], folder: &Path, until: u64) -> Result<Vec
         trainer = trainer.resume(&newest).map_err(|e| e.to_string())?;
     }
     let mut losses = Vec::new();
-    let run = trainer.run(&mut |event: &Event<'_>| {
+    let run = trainer.run(|event, _| {
         if let Event::StepDone(done) = event {
             losses.push(done.outcome.loss.to_bits());
         }

@@ -158,7 +158,7 @@ fn a_gradient_of_another_type_than_its_activation_is_rejected() {
         let arrived = vec![(PartitionId(0), vec![Tensor::ones([2, 5], (Kind::Float, Device::Cpu))])];
         let micro_batch = MicroBatchId(0);
         let forward = Forward { partition: &mut partition, micro_batch, stream: Stream::new(0), arrived, goal: None };
-        let (_, flight) = forward.train(false).unwrap();
+        let (_, flight) = forward.train(false, |_| true).unwrap();
         let gradient = Tensor::ones([2, 4], (kind, Device::Cpu));
         flight.backward(vec![vec![Some(gradient)]]).map(|_| ()).map_err(|fault| fault.to_string())
     };
@@ -188,9 +188,9 @@ fn a_perceptron_trains_on_digits_in_bf16_through_codecs() {
         let train = Loader::new(digits(Split::Train), LoaderOptions::training(48, 0)).unwrap();
         let test = Loader::new(digits(Split::Test), LoaderOptions::testing(180)).unwrap();
         let batch = test.epoch(0).next().unwrap().unwrap();
-        let trainer = Trainer::new(&mut pipeline, train, Some(test), options).unwrap();
+        let trainer = Trainer::new(&mut pipeline, train, Some(test), options.clone()).unwrap();
         let mut losses = Vec::new();
-        let accuracy = trainer.run(&mut soundness::losses_into(&mut losses)).unwrap().test_accuracy().unwrap();
+        let accuracy = trainer.run(soundness::losses_into(&mut losses)).unwrap().test_accuracy().unwrap();
         soundness::assert_pipeline_sound(codec, &losses, &mut pipeline, &batch);
         assert!(accuracy >= 0.94, "{codec}: {accuracy}");
     }

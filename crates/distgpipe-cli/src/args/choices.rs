@@ -75,4 +75,20 @@ pub enum ResumeName {
     Newest,
     /// The newest checkpoint, or a new run if there is none; for commands that are retried until they succeed
     IfAny,
+    /// The best checkpoint, which --save-best has kept; later ones are renamed to unused-step-N
+    Best,
+}
+
+/// Metrics of the test after each epoch: `--save-best`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MetricName {
+    /// Mean loss
+    Loss,
+    /// Share of rows classified correctly
+    Accuracy,
+    /// F1: of class 1 if there are two classes, otherwise the mean over the classes
+    F1,
+    /// Matthews correlation of predicted and true classes
+    Matthews,
 }

@@ -2,6 +2,8 @@
 
 use super::TrainFlags;
 use clap::Args as _;
+use std::any::TypeId;
+use std::str::FromStr;
 
 impl TrainFlags {
     /// These flags as a command for a shell, in pieces of one flag with its value.
@@ -31,7 +33,7 @@ impl TrainFlags {
 }
 
 /// A word quoted for a POSIX shell, where it needs to be.
-fn quoted(text: &str) -> String {
+pub fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=+".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         text.to_owned()
@@ -58,4 +60,30 @@ pub fn show_defaults(arg: clap::Arg) -> clap::Arg {
         (Some(default), Some(help)) => arg.help(format!("{help} [default: {default}]")),
         _ => arg,
     }
+}
+
+/// Makes flags that take a number accept a negative one as their value, so that the error names the numbers that the flag takes.
+/// clap would take it for another flag.
+pub fn explain_numbers(mut command: clap::Command) -> clap::Command {
+    for subcommand in command.get_subcommands_mut() {
+        *subcommand = explain_numbers(std::mem::take(subcommand));
+    }
+    command.mut_args(|arg| {
+        if !arg.get_action().takes_values() {
+            return arg;
+        }
+        let takes = arg.get_value_parser().type_id();
+        let arg = arg.allow_negative_numbers(true);
+        if takes == TypeId::of::<usize>() {
+            arg.value_parser(whole_number::<usize>)
+        } else if takes == TypeId::of::<u64>() {
+            arg.value_parser(whole_number::<u64>)
+        } else {
+            arg
+        }
+    })
+}
+
+fn whole_number<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "expected a whole number from 0 on".to_owned())
 }

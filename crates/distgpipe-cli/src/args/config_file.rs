@@ -67,6 +67,7 @@ fn normalized(key: &str, value: toml::Value) -> Result<toml::Value, String> {
         ("balance" | "place" | "workers", toml::Value::Array(values)) => {
             toml::Value::String(values.iter().map(word).collect::<Vec<_>>().join(","))
         }
+        ("freeze" | "group", toml::Value::String(text)) => toml::Value::Array(vec![toml::Value::String(text)]),
         ("set", toml::Value::Table(settings)) => {
             let setting = |(key, value): (String, toml::Value)| {
                 let value = serde_json::to_string(&value).map_err(|e| e.to_string())?;

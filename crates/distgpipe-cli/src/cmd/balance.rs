@@ -156,6 +156,7 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
         recompute: args.recompute,
         codecs: &codecs,
         optim: optim(args.optimizer),
+        frozen_layers: 0,
     };
     let mut problem = problem(&model, &costs.layers, costs.rows, run).map_err(|e| match e {
         BuildError::Schedule(e) => usage(format!("--chunks or --schedule: {e}")),

@@ -5,6 +5,7 @@ use crate::cmd::train;
 use crate::config::RunConfig;
 use crate::report;
 use crate::report::run::picture;
+use crate::signals;
 use distgpipe_core::schedule::Schedule;
 
 /// The width to which the equivalent command is wrapped.
@@ -40,6 +41,7 @@ fn preset() -> TrainFlags {
 
 /// Trains, and prints a summary and the plan.
 pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
+    signals::watch()?;
     let flags = preset();
     report::note(&format!(
         "Training a small MobileNetV2 on handwritten digits. The client (this process) keeps the images, the labels, and the\n\
@@ -47,15 +49,17 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
         continued(&flags.to_words()?, COMMAND_WIDTH)
     ));
     let config = RunConfig::new(&flags)?;
-    let (result, plan) = train::execute(&config)?;
+    let (result, plan) = train::execute(&config, "distgpipe train")?;
     if args.json {
-        return report::print_json(&result);
+        report::print_json(&result)?;
+    } else {
+        report::print(&format!(
+            "\n{}\nThe plan of one step, drawn with backward passes that take twice as long as forward passes:\n\n{}",
+            result.short(),
+            picture(&plan, report::width())?
+        ))?;
     }
-    report::print(&format!(
-        "\n{}\nThe plan of one step, drawn with backward passes that take twice as long as forward passes:\n\n{}",
-        result.short(),
-        picture(&plan, report::width())?
-    ))
+    result.interrupted.map_or(Ok(()), |interrupted| Err(interrupted.into()))
 }
 
 /// A command wrapped to several lines, with a backslash at the end of each but the last.

@@ -9,6 +9,7 @@ use crate::recipe::deviations::{deviations, weights};
 use crate::recipe::{all, find, Recipe};
 use crate::report;
 use crate::report::table::{Side, Table};
+use crate::signals;
 use clap::Subcommand;
 use serde_json::json;
 
@@ -151,6 +152,7 @@ fn bullets(sentences: &[String]) -> String {
 }
 
 fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
+    signals::watch()?;
     let given = given.with_config()?;
     // A resumed run takes the recipe's flags from its checkpoint, including the changes made to them.
     let config = RunConfig::resuming(&given, &recipe.with(&given)?)?;
@@ -160,7 +162,16 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
             recipe.name
         )));
     }
-    let (report, _) = train::execute(&config)?;
+    let (mut report, _) = train::execute(&config, &format!("distgpipe recipe run {}", recipe.name))?;
+    if let Some(interrupted) = report.interrupted.take() {
+        // Published figures are those of whole runs.
+        if config.json {
+            report::print_json(&json!({ "recipe": recipe, "run": report }))?;
+        } else {
+            report::print(&report.epochs())?;
+        }
+        return Err(interrupted.into());
+    }
     let ran = FinishedRun { report: &report, flags: &config.flags, optim: config.optim };
     let lines = comparison::compare(recipe, &ran)?;
     let run = TrainFlags { threads: config.flags.threads, ..config.given.clone() };

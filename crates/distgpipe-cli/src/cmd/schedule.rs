@@ -7,7 +7,9 @@ use crate::report::table::{Side, Table};
 use crate::report::units::percent;
 use anyhow::Context;
 use distgpipe_core::placement::Placement;
-use distgpipe_core::schedule::{simulate, Costs, LinkCost, Plan, Recompute, Request, Schedule, Simulation};
+use distgpipe_core::schedule::{
+    simulate, Costs, LinkCost, Plan, Recompute, Request, Schedule, ScheduleError, Simulation,
+};
 use distgpipe_core::PartitionId;
 use serde_json::json;
 use std::io::IsTerminal;
@@ -50,8 +52,11 @@ pub struct ScheduleArgs {
     /// Skip connection from a partition to a later one, such as '0>2'; repeatable
     #[arg(long, value_name = "FROM>TO", help_heading = "Plan")]
     skip: Vec<String>,
+    /// Number of partitions at the front that are frozen: they run forward only, and receive no gradients
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Plan")]
+    frozen: usize,
     /// Read a plan from this file instead, and check it
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["partitions", "place", "skip"], help_heading = "Plan")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["partitions", "place", "skip", "frozen"], help_heading = "Plan")]
     check: Option<PathBuf>,
     /// Time of a forward pass, one for all partitions or one for each [default: 1]
     #[arg(long, value_name = "X,…", value_delimiter = ',', help_heading = "Simulation")]
@@ -129,8 +134,13 @@ fn planned(args: &ScheduleArgs) -> anyhow::Result<Plan> {
     let mut request = Request::new(placement, args.chunks);
     request.recompute = args.recompute;
     request.skips = args.skip.iter().map(|text| skip(text)).collect::<anyhow::Result<_>>()?;
+    request.frozen = args.frozen;
     args.schedule.plan(&request).map_err(|e| {
-        let flag = if args.skip.is_empty() { "--chunks, --partitions or --place" } else { "--skip" };
+        let flag = match e {
+            ScheduleError::AllFrozen { .. } => "--frozen",
+            ScheduleError::BadSkip { .. } => "--skip",
+            _ => "--chunks, --partitions or --place",
+        };
         usage(format!("{flag}: {e}"))
     })
 }

@@ -3,13 +3,15 @@
 use crate::args::TrainFlags;
 use crate::capture;
 use crate::config::RunConfig;
+use crate::exit::{ResumeCommand, Usage};
 use crate::report::cut::CutReport;
 use crate::report::log::Log;
 use crate::report::progress::Progress;
 use crate::report::run::RunReport;
 use crate::report::{self, units};
+use crate::signals::{self, Interrupted};
 use anyhow::Context;
-use distgpipe::train::{Event, Observer, TrainError, Trainer};
+use distgpipe::train::{Event, RunEnd, RunSummary, TestMetric, TrainError, Trainer};
 use distgpipe::{Pipeline, Plan};
 use std::io::IsTerminal;
 
@@ -33,6 +35,8 @@ Examples:
   Save a checkpoint every 100 steps, and resume after a failure, here with another cut:
       distgpipe train … --checkpoint run1/saved --checkpoint-every 100
       distgpipe train --checkpoint run1/saved --resume --partitions 3
+  Train a new classifier on a trained body, and stop when the accuracy no longer rises:
+      distgpipe train … --weights body.pth --init-missing --freeze 'features.*' --checkpoint run1/saved --save-best accuracy --patience 3
   Read flags from a file, and override one:
       distgpipe train --config run1/config.toml --chunks 8
 
@@ -40,18 +44,38 @@ On CPUs of one kind, runs with the same --seed and --threads give the same resul
 
 /// Trains, and prints the result.
 pub fn run(flags: TrainFlags) -> anyhow::Result<()> {
+    signals::watch()?;
     let config = RunConfig::new(&flags.with_config()?)?;
-    let (report, _) = execute(&config)?;
+    let (report, _) = execute(&config, "distgpipe train")?;
     if config.json {
-        return report::print_json(&report);
+        report::print_json(&report)?;
+    } else {
+        // On a terminal, the progress lines already showed the epochs.
+        let epochs = if std::io::stdout().is_terminal() { String::new() } else { report.epochs() };
+        report::print(&format!("{epochs}\n{}", report.costs()))?;
     }
-    // On a terminal, the progress lines already showed the epochs.
-    let epochs = if std::io::stdout().is_terminal() { String::new() } else { report.epochs() };
-    report::print(&format!("{epochs}\n{}", report.costs()))
+    report.interrupted.map_or(Ok(()), |interrupted| Err(interrupted.into()))
 }
 
-/// Trains as configured, and returns the report and the plan.
-pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
+/// Trains as configured, and returns the report and the plan. `command` is the one to resume with; an error of a run that has a
+/// checkpoint comes with it. Calls of [`signals::watch`] before this let signals stop the run.
+pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<(RunReport, Plan)> {
+    let resume_command = || config.saving.as_ref().and_then(|saving| saving.resume_command(command));
+    let (mut report, plan) = train(config).map_err(|error| match resume_command() {
+        Some(command) if !error.is::<Usage>() => error.context(ResumeCommand(command)),
+        _ => error,
+    })?;
+    if let Some(interrupted) = &mut report.interrupted {
+        interrupted.message += &match (resume_command(), &config.saving) {
+            (Some(command), _) => format!("; to go on: {command}"),
+            (None, Some(_)) => ", before the first checkpoint".to_owned(),
+            (None, None) => "; nothing was saved to go on from: use --checkpoint DIR".to_owned(),
+        };
+    }
+    Ok((report, plan))
+}
+
+fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let mut pipeline = config.start()?;
     let plan = pipeline.plan().clone();
     let placement = plan.placement();
@@ -66,9 +90,10 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     if let Some(directory) = &config.capture {
         capture::prepare(directory)?;
     }
-    let (mut log, summary);
+    let (mut log, summary, steps, training);
     {
-        let mut trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options)?;
+        let mut trainer =
+            Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options.clone())?;
         if let Some(saving) = &config.saving {
             trainer =
                 trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance, config.compute.threads)?);
@@ -85,12 +110,16 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         // Only after the checkpoint is accepted: a rejected run must leave the previous log unchanged.
         log = config.log.as_deref().map(|directory| Log::create(directory, config, &balance, names)).transpose()?;
         let mut progress = Progress::new(trainer.steps(), config.options.epochs);
-        summary = trainer.run(&mut |event: &Event<'_>| {
+        (steps, training) = (trainer.steps(), signals::begin());
+        summary = trainer.run(|event, run| {
+            if training.stop_requested().is_some() {
+                run.stop();
+            }
             progress.on(event)?;
             if let (Event::Captured { step, tensors }, Some(directory)) = (event, &config.capture) {
                 progress.print(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
             }
-            log.as_mut().map_or(Ok(()), |log| log.on(event))
+            Ok(log.as_mut().map_or(Ok(()), |log| log.on(event))?)
         });
     }
     let summary = summary.map_err(unwrapped)?;
@@ -98,6 +127,12 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let saved = config.flags.save.as_ref().map(|path| crate::weights::save(path, &config.model, &mut pipeline));
     // Ends the workers first, so that their messages come before the report.
     drop(pipeline);
+    note_end(config, &summary);
+    let done = summary.resumed_at.unwrap_or(0) + summary.steps;
+    let interrupted = training.stop_requested().filter(|_| summary.end == RunEnd::Stopped);
+    let interrupted =
+        interrupted.map(|signal| Interrupted { signal, message: format!("after step {done} of {steps}") });
+    drop(training);
     let report = RunReport {
         command: config.flags.to_command()?,
         model,
@@ -108,6 +143,7 @@ pub fn execute(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         micro_batches: plan.micro_batches(),
         precision: config.flags.precision.unwrap_or_default(),
         summary,
+        interrupted,
     };
     if let Some(log) = log {
         log.finish(&report)?;
@@ -131,6 +167,24 @@ fn note_setup(config: &RunConfig, pipeline: &Pipeline) {
     if config.encodes() && pipeline.plan().placement().workers() == 1 {
         report::note("warning: the codec has nothing to encode, because one worker runs all partitions: use two, as with --partitions 2 or --place a,b");
     }
+}
+
+/// Prints which epoch was the best, and whether the run ended because nothing improved.
+fn note_end(config: &RunConfig, summary: &RunSummary) {
+    let Some(best) = summary.best else { return };
+    let (metric, epoch) = (best.metric.name(), best.epoch + 1);
+    let value = match best.metric {
+        TestMetric::Accuracy => units::percent(best.value),
+        _ => format!("{:.4}", best.value),
+    };
+    if let (RunEnd::OutOfPatience, Some(patience)) = (summary.end, config.options.patience) {
+        let more = if summary.steps == 0 { ": raise --patience to continue" } else { "" };
+        report::note(&format!("stopped early: the test {metric} has not improved for {patience} epochs{more}"));
+    }
+    let kept = config.saving.as_ref().and_then(|saving| saving.checkpoints.best().ok().flatten());
+    let kept = kept.filter(|kept| kept.manifest().progress.step == best.step);
+    let kept = kept.map(|kept| format!(", kept in {}", kept.path().display())).unwrap_or_default();
+    report::note(&format!("best epoch: {epoch}, with a test {metric} of {value}{kept}"));
 }
 
 /// Unwraps an observer's I/O error, so that a closed pipe is not reported as a failed run.

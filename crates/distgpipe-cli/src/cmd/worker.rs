@@ -5,6 +5,7 @@ use crate::exit::usage;
 use crate::files::read_text;
 use crate::report;
 use crate::report::units::{self, plural};
+use crate::signals;
 use anyhow::Context;
 use distgpipe::comm::handshake::Token;
 use distgpipe::driver::launch::declare_worker_process;
@@ -54,6 +55,9 @@ pub struct WorkerArgs {
 /// Serves until killed, or until the first job is done with `--once`.
 pub fn run(args: &WorkerArgs) -> anyhow::Result<()> {
     declare_worker_process();
+    if args.child {
+        signals::leave_first_to_driver()?;
+    }
     let given = if args.child { Some(token_from_parent()?) } else { given_token(args.token_file.as_deref())? };
     let token = given.map_or_else(Token::random, Ok)?;
     let options = ServeOptions {

@@ -1,10 +1,10 @@
 //! Optimizer, loss and the options of the trainer.
 
-use crate::args::{DecayName, OptimizerName, TrainFlags};
+use crate::args::{DecayName, MetricName, OptimizerName, TrainFlags};
 use crate::exit::usage;
 use distgpipe::train::learning_rate::{Decay, RateSchedule};
-use distgpipe::train::{Capture, TrainOptions};
-use distgpipe::{Loss, Optim};
+use distgpipe::train::{Capture, TestMetric, TrainOptions};
+use distgpipe::{Loss, Optim, ParameterGroup};
 
 /// The options of the trainer, for a pipeline of so many workers in each replica.
 pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<TrainOptions> {
@@ -15,6 +15,8 @@ pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<Trai
         rate_schedule: rate(flags)?,
         accumulate: accumulate(flags)?,
         capture: capture(flags, workers)?,
+        best: best(flags)?,
+        patience: flags.patience,
         ..TrainOptions::default()
     })
 }
@@ -42,6 +44,56 @@ pub(super) fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
         OptimizerName::Rmsprop => Optim::rms_prop(momentum).with_weight_decay(weight_decay),
     };
     Ok((optim, learning_rate))
+}
+
+/// The metric of `--save-best`. `--patience` alone compares the loss.
+fn best(flags: &TrainFlags) -> anyhow::Result<Option<TestMetric>> {
+    let flag = if flags.save_best.is_some() { "--save-best" } else { "--patience" };
+    if flags.save_best.is_some() && flags.checkpoint.is_none() {
+        return Err(usage("--save-best: add --checkpoint DIR, the directory of the checkpoints"));
+    }
+    if flags.save_best.is_none() && flags.patience.is_none() {
+        return Ok(None);
+    }
+    if flags.no_evaluate == Some(true) {
+        return Err(usage(format!("{flag}: it compares the tests of the epochs: remove --no-evaluate")));
+    }
+    if flags.patience == Some(0) {
+        return Err(usage("--patience 0: use 1 epoch or more"));
+    }
+    Ok(Some(match flags.save_best.unwrap_or(MetricName::Loss) {
+        MetricName::Loss => TestMetric::Loss,
+        MetricName::Accuracy => TestMetric::Accuracy,
+        MetricName::F1 => TestMetric::F1,
+        MetricName::Matthews => TestMetric::Matthews,
+    }))
+}
+
+/// The groups of `--group`.
+pub(super) fn groups(flags: &TrainFlags) -> anyhow::Result<Vec<ParameterGroup>> {
+    flags.group.iter().map(|text| group(text).map_err(|why| usage(format!("--group {text}: {why}")))).collect()
+}
+
+fn group(text: &str) -> Result<ParameterGroup, String> {
+    let form = "expected PATTERN:SETTING[,SETTING], such as '*.bias:weight-decay=0' or 'features.*:lr-factor=0.1'";
+    let (pattern, settings) = text.rsplit_once(':').ok_or(form)?;
+    let mut group = ParameterGroup::new(pattern.trim());
+    for setting in settings.split(',') {
+        let (key, value) = setting.split_once('=').ok_or(form)?;
+        let number: f64 = value.trim().parse().map_err(|_| format!("`{setting}`: expected a number from 0 on"))?;
+        group = match key.trim() {
+            "lr-factor" => group.rate_factor(number),
+            "weight-decay" => group.weight_decay(number),
+            "lr" => return Err(format!("`{setting}`: use lr-factor, which multiplies the rate of --lr")),
+            _ => return Err(format!("`{setting}`: expected lr-factor=X or weight-decay=X")),
+        };
+    }
+    Ok(group)
+}
+
+/// The patterns of `--freeze`.
+pub(super) fn frozen(flags: &TrainFlags) -> impl Iterator<Item = &str> {
+    flags.freeze.iter().flat_map(|list| list.split(',')).map(str::trim)
 }
 
 fn rate(flags: &TrainFlags) -> anyhow::Result<RateSchedule> {

@@ -184,7 +184,7 @@ fn bandwidth(report: &RunReport) -> Ours {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use distgpipe::train::{RunSummary, WorkerSummary};
+    use distgpipe::train::{RunEnd, RunSummary, WorkerSummary};
     use distgpipe::Precision;
     use serde_json::json;
 
@@ -207,6 +207,8 @@ mod tests {
         };
         let summary = RunSummary {
             epochs: Vec::new(),
+            end: RunEnd::Complete,
+            best: None,
             resumed_at: None,
             steps,
             warm_up_steps: 0,
@@ -227,6 +229,7 @@ mod tests {
             micro_batches: 1,
             precision: Precision::Fp32,
             summary,
+            interrupted: None,
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::config::RunConfig;
 use anyhow::Context;
 use distgpipe::runtime::trace::{write_chrome, write_jsonl, Span};
-use distgpipe::train::{Event, Observer, StepDone};
+use distgpipe::train::{Event, StepDone};
 use distgpipe::StepLink;
 use serde::Serialize;
 use std::fs::File;
@@ -147,8 +147,9 @@ impl Log {
     }
 }
 
-impl Observer for Log {
-    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
+impl Log {
+    /// Writes what belongs in the log of an event.
+    pub fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
             Event::StepDone(done) => self
                 .step(done)

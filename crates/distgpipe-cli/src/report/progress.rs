@@ -4,7 +4,7 @@ use super::run::two_class_scores;
 use super::{carried, note, print_above, units};
 use distgpipe::comm::traffic::PartitionEdge;
 use distgpipe::driver::pipeline::StepOutcome;
-use distgpipe::train::{EpochSummary, Event, Observer};
+use distgpipe::train::{EpochSummary, Event};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
@@ -65,8 +65,9 @@ impl Progress {
     }
 }
 
-impl Observer for Progress {
-    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
+impl Progress {
+    /// Prints what there is to say about an event.
+    pub fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
             Event::StepDone(done) => {
                 self.warn_of_refusals(done.outcome);

@@ -2,6 +2,7 @@
 
 use super::table::{Side, Table};
 use super::{carried, units};
+use crate::signals::Interrupted;
 use distgpipe::runtime::trace::Phase;
 use distgpipe::train::{EpochSummary, LinkSummary, RunSummary};
 use distgpipe::Precision;
@@ -27,6 +28,9 @@ pub struct RunReport {
     pub precision: Precision,
     #[serde(flatten)]
     pub summary: RunSummary,
+    /// The signal that stopped the run, and how to go on.
+    #[serde(skip)]
+    pub interrupted: Option<Interrupted>,
 }
 
 impl RunReport {

@@ -4,7 +4,7 @@
 //! The rules, in the order in which they are checked:
 //!
 //! 1. Every action is possible: its partition and micro-batch exist, it is on the partition's worker, messages go only
-//!    along an edge between two workers, and evaluation has no backward.
+//!    along an edge between two workers, and neither evaluation nor a frozen partition has a backward.
 //! 2. No action occurs twice.
 //! 3. No action is missing: every forward and backward, and both ends of every message.
 //! 4. The order of each worker gives every action its inputs, and every recomputation is between its forward and its
@@ -69,7 +69,7 @@ impl<'a> ActionIndex<'a> {
         for partition in plan.placement().partition_ids() {
             for micro_batch in (0..plan.micro_batches()).map(MicroBatchId::new) {
                 self.has_compute(Action::forward(partition, micro_batch))?;
-                if plan.mode() == Mode::Train {
+                if plan.has_backward(partition) {
                     self.has_compute(Action::backward(partition, micro_batch))?;
                 }
             }
@@ -78,7 +78,7 @@ impl<'a> ActionIndex<'a> {
             for &to in plan.out_edges(from).iter().filter(|&&to| !plan.same_worker(from, to)) {
                 for micro_batch in (0..plan.micro_batches()).map(MicroBatchId::new) {
                     self.has_message(Message { pass: Pass::Forward, micro_batch, from, to })?;
-                    if plan.mode() == Mode::Train {
+                    if plan.has_backward(from) {
                         self.has_message(Message { pass: Pass::Backward, micro_batch, from: to, to: from })?;
                     }
                 }
@@ -235,6 +235,17 @@ fn possible(plan: &Plan, worker: WorkerId, action: Action) -> Result<(), Fault> 
     if backward && plan.mode() == Mode::Evaluate {
         return stray("forwards only in evaluation".to_string(), "a part of the backward".to_string());
     }
+    // A gradient belongs to the backward of the partition that receives it.
+    let of = match action.message() {
+        Some(message) if message.pass == Pass::Backward => message.to,
+        _ => action.partition,
+    };
+    if backward && !plan.has_backward(of) {
+        return stray(
+            format!("forwards only in partition {of}, which is frozen"),
+            "a part of its backward".to_string(),
+        );
+    }
     let Some(message) = action.message() else {
         return Ok(());
     };
@@ -312,6 +323,25 @@ b: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
             ("0F0 0F0>1 2F0<1 2F0 2R0 2B0 2B0>1 0B0<1", "0B0<1 0F0 0F0>1 2F0<1 2F0 2R0 2B0 2B0>1", "deadlock"),
         ] {
             let got = error(from, to);
+            assert!(got.contains(expected), "{from} → {to}\n     got: {got}\nexpected: {expected}");
+        }
+    }
+
+    #[test]
+    fn a_frozen_partition_has_neither_backwards_nor_gradients() {
+        let frozen =
+            GOOD.replace("skips 0>2", "skips 0>2\nfrozen 1").replace(" 0B0<1 0B0", "").replace("1B0 1B0>0", "1B0");
+        assert_eq!(check(&frozen.parse().unwrap()), Ok(()));
+        for (from, to, expected) in [
+            ("2B0>1", "2B0>1 0B0", "stray action `0B0`: expected forwards only in partition 0, which is frozen"),
+            ("0F0>1", "0F0>1 0R0", "stray action `0R0`"),
+            ("1B0\n", "1B0 1B0>0\n", "stray action `1B0>0`: expected forwards only in partition 0"),
+            ("2B0>1", "2B0>1 0B0<1", "stray action `0B0<1`"),
+            (" 1B0\n", "\n", "missing `1B0`"),
+            ("frozen 1\n", "", "missing `0B0`"),
+        ] {
+            assert!(frozen.contains(from), "{from}");
+            let got = check(&frozen.replacen(from, to, 1).parse().unwrap()).unwrap_err().to_string();
             assert!(got.contains(expected), "{from} → {to}\n     got: {got}\nexpected: {expected}");
         }
     }

@@ -176,6 +176,7 @@ fn fullest_moments(plan: &Plan, worker: WorkerId) -> Vec<Vec<Held>> {
         let Some(at) = own.iter().position(|&partition| partition == action.partition) else { continue };
         let again = plan.recomputes(action.partition, action.micro_batch);
         match action.op {
+            Op::Forward if !plan.has_backward(action.partition) => {}
             Op::Forward if again => held[at].inputs += 1,
             Op::Forward => held[at].kept += 1,
             Op::Recompute => {

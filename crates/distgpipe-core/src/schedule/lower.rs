@@ -8,6 +8,8 @@
 //! worker of partition 1:  1F0<0 1F0 1F0>2   …   1R0 1B0<2 1B0 1B0>0
 //!                                               ^^^ needs no gradient: overlaps with the wait
 //! ```
+//!
+//! If partition 0 is frozen, it has no backward, and `1B0>0` is left out too.
 
 use super::action::Message;
 use super::{Action, Op, Pass, Plan, Recompute};
@@ -45,7 +47,8 @@ fn surround(plan: &Plan, compute: Action, recompute: Recompute, actions: &mut Ve
         actions.push(Message { pass, micro_batch, from, to: partition }.receive());
     }
     actions.push(compute);
-    for &to in targets.iter().filter(|&&target| !plan.same_worker(target, partition)) {
+    let needed = |target| pass == Pass::Forward || plan.has_backward(target);
+    for &to in targets.iter().filter(|&&target| needed(target) && !plan.same_worker(target, partition)) {
         actions.push(Message { pass, micro_batch, from: partition, to }.send());
     }
 }
@@ -78,5 +81,25 @@ mod tests {
         assert_eq!(plan.in_edges(PartitionId(2)), [PartitionId(0), PartitionId(1)]);
         assert!(plan.recomputes(PartitionId(1), MicroBatchId(0)));
         assert!(!plan.recomputes(PartitionId(1), MicroBatchId(1)));
+    }
+
+    #[test]
+    fn frozen_partitions_run_forward_only_and_receive_no_gradients() {
+        let request = Request {
+            recompute: super::Recompute::Always,
+            skips: vec![(PartitionId(0), PartitionId(2))],
+            frozen: 1,
+            ..Request::new(Placement::one_worker_each(3), 1)
+        };
+        let plan = Schedule::OneFOneB.plan(&request).unwrap();
+        let text = |worker| {
+            let actions: Vec<_> = plan.actions(WorkerId(worker)).iter().map(ToString::to_string).collect();
+            actions.join(" ")
+        };
+        assert_eq!(text(0), "0F0 0F0>1 0F0>2");
+        assert_eq!(text(1), "1F0<0 1F0 1F0>2 1R0 1B0<2 1B0");
+        assert_eq!(text(2), "2F0<0 2F0<1 2F0 2R0 2B0 2B0>1");
+        assert!(!plan.has_backward(PartitionId(0)) && plan.has_backward(PartitionId(1)));
+        assert!(!plan.recomputes(PartitionId(0), MicroBatchId(0)));
     }
 }

@@ -21,6 +21,8 @@ pub struct Plan {
     placement: Placement,
     micro_batches: usize,
     mode: Mode,
+    /// The number of partitions at the front without a backward.
+    frozen: usize,
     skips: Vec<(PartitionId, PartitionId)>,
     /// For each partition, where its forward tensors come from and go to; sorted.
     in_edges: Vec<Vec<PartitionId>>,
@@ -75,10 +77,21 @@ impl Plan {
             placement,
             micro_batches,
             mode,
+            frozen: 0,
             skips: beyond,
             in_edges,
             out_edges,
         })
+    }
+
+    /// The plan with this number of [frozen](Self::frozen) partitions.
+    pub(super) fn with_frozen(mut self, frozen: usize) -> Result<Self, ScheduleError> {
+        let partitions = self.partitions();
+        if frozen >= partitions {
+            return Err(ScheduleError::AllFrozen { got: frozen, partitions });
+        }
+        self.frozen = frozen;
+        Ok(self)
     }
 
     /// The plan with these actions of each worker instead of its own.
@@ -112,6 +125,22 @@ impl Plan {
     /// Whether the plan trains or evaluates.
     pub fn mode(&self) -> Mode {
         self.mode
+    }
+
+    /// The number of partitions at the front that only run forwards, although the plan trains: none of them has a
+    /// parameter to train. No gradients are sent to them.
+    pub fn frozen(&self) -> usize {
+        self.frozen
+    }
+
+    /// Whether a partition has backwards, and therefore receives gradients from those that it sends tensors to.
+    pub fn has_backward(&self, partition: PartitionId) -> bool {
+        self.mode == Mode::Train && partition.index() >= self.frozen
+    }
+
+    /// Whether a forward or backward is part of the plan.
+    pub(super) fn computes(&self, action: &Action) -> bool {
+        action.op == Op::Forward || self.has_backward(action.partition)
     }
 
     /// The pairs of partitions, other than neighbours, between which forward tensors are sent; sorted.

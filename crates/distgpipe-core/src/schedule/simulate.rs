@@ -14,7 +14,7 @@
 use super::action::Message;
 use super::check::check;
 use super::walk::walk;
-use super::{Action, CheckError, Mode, Op, Pass, Plan};
+use super::{Action, CheckError, Op, Pass, Plan};
 use crate::{PartitionId, WorkerId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -199,11 +199,9 @@ pub fn simulate(plan: &Plan, costs: &Costs) -> Result<Simulation, CheckError> {
 fn peaks(plan: &Plan, worker: WorkerId) -> (usize, usize) {
     let (mut live, mut inputs) = (0usize, 0usize);
     let (mut live_peak, mut inputs_peak) = (0, 0);
-    if plan.mode() == Mode::Evaluate {
-        return (0, 0);
-    }
     for action in plan.actions(worker) {
         match action.op {
+            Op::Forward if !plan.has_backward(action.partition) => {}
             Op::Forward if plan.recomputes(action.partition, action.micro_batch) => inputs += 1,
             Op::Forward => live += 1,
             Op::Recompute => {
@@ -310,6 +308,22 @@ mod tests {
         assert_eq!(peak(Recompute::Never), (4, 0, 8.0));
         assert_eq!(peak(Recompute::ExceptLast), (1, 3, 11.0));
         assert_eq!(peak(Recompute::Always), (1, 4, 12.0));
+    }
+
+    #[test]
+    fn frozen_partitions_keep_no_activations_and_only_run_forward() {
+        for schedule in Schedule::ALL {
+            let request =
+                Request { frozen: 2, recompute: Recompute::Always, ..Request::new(Placement::one_worker_each(3), 4) };
+            let simulation = simulate(&schedule.plan(&request).unwrap(), &Costs::equal(3)).unwrap();
+            let use_of = |worker: &WorkerUse| (worker.busy, worker.live_peak, worker.saved_inputs_peak);
+            assert_eq!(simulation.workers.iter().map(use_of).take(2).collect::<Vec<_>>(), [(4.0, 0, 0); 2]);
+            assert_eq!(simulation.workers[2].busy, 12.0);
+            assert!(simulation
+                .events
+                .iter()
+                .all(|event| event.action.op != Op::Backward || event.worker == WorkerId(2)));
+        }
     }
 
     #[test]

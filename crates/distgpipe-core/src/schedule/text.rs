@@ -11,8 +11,8 @@
 //! server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
 //! ```
 //!
-//! After the first line the header lines may come in any order; `skips` is optional. `#` starts a comment. The actions
-//! of a worker may be spread over several lines. A line `workers a b` numbers the workers if that is not the order of
+//! After the first line the header lines may come in any order; `skips` is optional. A line `frozen N` says that the
+//! first N partitions have no backward. `#` starts a comment. The actions of a worker may be spread over several lines. A line `workers a b` numbers the workers if that is not the order of
 //! their first appearance in `placement`. Parsing does not check that the plan is sound; [`check`](super::check())
 //! does. Allocations are bounded by the length of the text and by the limits on the size of plans.
 
@@ -109,6 +109,9 @@ impl fmt::Display for Plan {
             self.skips().iter().try_for_each(|(from, to)| write!(f, " {from}>{to}"))?;
             writeln!(f)?;
         }
+        if self.frozen() > 0 {
+            writeln!(f, "frozen {}", self.frozen())?;
+        }
         for worker in placement.worker_ids() {
             write!(f, "{}:", placement.name(worker))?;
             self.actions(worker).iter().try_for_each(|action| write!(f, " {action}"))?;
@@ -176,6 +179,7 @@ struct PlanHeader<'a> {
     workers: Option<Vec<&'a str>>,
     placement: Option<(usize, Vec<&'a str>)>,
     skips: Option<Vec<(PartitionId, PartitionId)>>,
+    frozen: Option<usize>,
 }
 
 impl<'a> PlanHeader<'a> {
@@ -208,8 +212,9 @@ impl<'a> PlanHeader<'a> {
                     .map(|piece| edge(piece).ok_or_else(|| bad("an edge such as `0>2`", piece)));
                 set(&mut self.skips, edges.collect::<Result<_, _>>()?, line, "skips")
             }
+            "frozen" => set(&mut self.frozen, number()?, line, "frozen"),
             _ => {
-                let expected = "`mode`, `partitions`, `micro_batches`, `workers`, `placement`, `skips` or a worker's line `name: 0F0 …`";
+                let expected = "`mode`, `partitions`, `micro_batches`, `workers`, `placement`, `skips`, `frozen` or a worker's line `name: 0F0 …`";
                 Err(bad(expected, content))
             }
         }
@@ -234,6 +239,7 @@ impl<'a> PlanHeader<'a> {
         }
         let placement = placement(line, &names, self.workers)?;
         Plan::empty(placement, micro_batches, mode, &self.skips.unwrap_or_default())
+            .and_then(|plan| plan.with_frozen(self.frozen.unwrap_or(0)))
             .map_err(|source| PlanParseError::Header { source })
     }
 }
@@ -295,10 +301,14 @@ server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
             micro_batches: 1,
             recompute: Recompute::Never,
             skips: vec![(PartitionId(0), PartitionId(2))],
+            frozen: 0,
         };
         let plan = Schedule::GPipe.plan(&request).unwrap();
         assert_eq!(plan.to_string(), GOOD);
         assert_eq!(GOOD.parse(), Ok(plan.clone()));
+        let frozen = Schedule::GPipe.plan(&Request { frozen: 2, ..request }).unwrap();
+        assert!(frozen.to_string().contains("skips 0>2\nfrozen 2\nclient: 0F0 0F0>1 2F0<1 2F0 2B0\n"), "{frozen}");
+        assert_eq!(frozen.to_string().parse(), Ok(frozen));
         let by_hand =
             GOOD.replace("server: 1F0<0", "  # the big machine\n\nserver : 1F0<0\nserver:").replace('\n', " \r\n");
         assert_eq!(by_hand.parse(), Ok(plan));
@@ -324,6 +334,7 @@ server: 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
             ("partitions 3", "partitions -3", "line 3: expected a number, got `-3`"),
             ("micro_batches 1", "micro_batches 0", "in the header: expected at least 1 micro-batch"),
             ("micro_batches 1", huge.as_str(), "in the header: expected a plan of at most"),
+            ("skips 0>2", "frozen 3", "in the header: expected fewer frozen partitions than the 3"),
             ("skips 0>2", "skips 2>0", "in the header: expected skip edges"),
             ("skips 0>2", "skips 0-2", "line 6: expected an edge such as `0>2`, got `0-2`"),
             ("skips 0>2", "mode train", "line 6: expected `mode` once"),

@@ -64,8 +64,10 @@ impl Delivery {
         };
         let mailbox = match (kind, self.peer) {
             (Kind::Activation | Kind::Gradient, _) => partition(from).zip(partition(to)).and_then(|(from, to)| {
-                let edges = if kind == Kind::Activation { plan.out_edges(from) } else { plan.in_edges(from) };
-                let planned = in_batch && edges.contains(&to) && worker_of(from) == topology.role_of(peer);
+                let activation = kind == Kind::Activation;
+                let edges = if activation { plan.out_edges(from) } else { plan.in_edges(from) };
+                let on_edge = edges.contains(&to) && (activation || plan.has_backward(to));
+                let planned = in_batch && on_edge && worker_of(from) == topology.role_of(peer);
                 let receiver = topology.member(topology.replica_of(peer), worker_of(to));
                 self.workers.get(&receiver).filter(|_| planned)
             }),

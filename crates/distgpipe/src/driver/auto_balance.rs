@@ -95,6 +95,8 @@ pub struct RunShape<'a> {
     pub codecs: &'a CodecPolicy,
     /// The optimizer, which keeps state for each parameter.
     pub optim: Optim,
+    /// The number of layers at the front that have nothing to train. They have no backward pass.
+    pub frozen_layers: usize,
 }
 
 /// The search problem that minimizes time with free links, for a profile of so many rows.
@@ -106,11 +108,14 @@ pub fn problem(model: &Model, profile: &[LayerProfile], rows: usize, run: RunSha
         let parameters = model.layers[i].tensors().into_iter().filter(|spec| spec.role == Role::Parameter);
         parameters.map(|spec| spec.elements() * spec.kind.elt_size_in_bytes() as u64).sum()
     };
-    let layer = |(i, cost): (usize, &LayerProfile)| balance::LayerCost {
-        forward_s: cost.forward_s,
-        backward_s: cost.backward_s,
-        held_bytes: cost.held_bytes,
-        parameter_bytes: parameter_bytes(i),
+    let layer = |(i, cost): (usize, &LayerProfile)| {
+        let frozen = i < run.frozen_layers;
+        balance::LayerCost {
+            forward_s: cost.forward_s,
+            backward_s: if frozen { 0.0 } else { cost.backward_s },
+            held_bytes: if frozen { 0 } else { cost.held_bytes },
+            parameter_bytes: parameter_bytes(i),
+        }
     };
     Ok(Problem {
         layers: profile.iter().enumerate().map(layer).collect(),
@@ -220,20 +225,27 @@ impl CutTensors {
             let ids = || (0..plan.partitions()).map(PartitionId::new);
             for (from, to) in ids().flat_map(|from| ids().map(move |to| (from, to))).filter(|(from, to)| from < to) {
                 for (a, b, pass) in [(from, to, Pass::Forward), (to, from, Pass::Backward)] {
-                    links.insert((a, b, pass), self.encoded(codecs.of(&plan, pass, a, b), pass));
+                    links.insert((a, b, pass), self.encoded(codecs.of(&plan, pass, a, b), pass, run.frozen_layers));
                 }
             }
         }
         Ok(Sent {
-            forward: self.encoded(&codecs.forward, Pass::Forward),
-            backward: self.encoded(&codecs.backward, Pass::Backward),
+            forward: self.encoded(&codecs.forward, Pass::Forward, run.frozen_layers),
+            backward: self.encoded(&codecs.backward, Pass::Backward, run.frozen_layers),
             links,
         })
     }
 
-    fn encoded(&self, spec: &CodecSpec, pass: Pass) -> Sizes {
+    fn encoded(&self, spec: &CodecSpec, pass: Pass, frozen_layers: usize) -> Sizes {
         let codec = spec.codec(Arc::new(SerialExecutor));
-        self.sizes(|tensor| tensor.encoded_bytes(codec.as_ref(), pass))
+        let mut sizes = self.sizes(|tensor| tensor.encoded_bytes(codec.as_ref(), pass));
+        if pass == Pass::Backward {
+            // No gradient goes back to layers that need none.
+            sizes.outputs.iter_mut().take(frozen_layers).for_each(|bytes| *bytes = 0);
+            let skips = sizes.skips.iter_mut().zip(&self.skips);
+            skips.filter(|(_, (span, _))| span.stash < frozen_layers).for_each(|(bytes, _)| *bytes = 0);
+        }
+        sizes
     }
 }
 
@@ -252,6 +264,7 @@ mod tests {
             recompute: Recompute::Never,
             codecs,
             optim: Optim::adamw(),
+            frozen_layers: 0,
         }
     }
 

@@ -12,10 +12,11 @@ use crate::driver::pipeline::{Batch, Pipeline, Setup};
 use crate::driver::profile;
 use crate::engine::{self, Device, Devices, Precision, ThreadCountError};
 use crate::failure::{Failure, Fault};
-use crate::model::layer::ShapeError;
+use crate::model::layer::{Role, ShapeError, TensorSpec};
 use crate::model::loss::Loss;
 use crate::model::Model;
 use crate::runtime::optimizer::Optim;
+use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
 use distgpipe_core::balance::{BalanceError, Found};
 use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::{Placement, PlacementError};
@@ -98,6 +99,17 @@ pub enum BuildError {
         /// The skips that the plan carries.
         got: String,
     },
+    /// [`Builder::plan`] was given a plan without backward passes of a partition that has parameters to train.
+    #[error("the plan freezes the first {got} partitions, but only the first {expected} have nothing to train: freeze their parameters with `Builder::freeze`, or give their backward passes in the plan")]
+    PlanFrozen {
+        /// The partitions at the front without a parameter to train.
+        expected: usize,
+        /// The partitions that the plan freezes.
+        got: usize,
+    },
+    /// Parameter groups or frozen parameters do not fit the model.
+    #[error(transparent)]
+    ParameterGroups(#[from] ParameterGroupError),
     /// The model has its own loss or optimizer, and the builder was given another.
     #[error("the {what} is set twice: by `{of_model}` and by `{of_builder}`; use one of them")]
     SetTwice {
@@ -152,6 +164,8 @@ impl Builder {
             replicas: 1,
             seed: 0,
             optim: Optim::default(),
+            groups: Vec::new(),
+            frozen: Vec::new(),
             loss: Loss::default(),
             codecs: CodecPolicy::default(),
             devices: Device::Auto.into(),
@@ -253,6 +267,39 @@ impl Builder {
         self
     }
 
+    /// Gives the parameters whose names match a pattern a learning rate or weight decay of their own; repeatable. Where
+    /// several groups match a parameter, each setting is that of the last one that has it. A pattern that matches no
+    /// parameter is an error.
+    ///
+    /// ```
+    /// use distgpipe::prelude::*;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let pipeline = Pipeline::builder(Mlp::default().model()?)
+    ///     .optimizer(Optim::adamw())
+    ///     .parameter_group(ParameterGroup::new("layers.0.*").rate_factor(0.1))
+    ///     .parameter_group(ParameterGroup::new("*.bias").weight_decay(0.0))
+    ///     .build()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn parameter_group(mut self, group: ParameterGroup) -> Self {
+        self.job.groups.push(group);
+        self
+    }
+
+    /// Excludes the parameters whose names match a pattern, such as `features.*`, from training; repeatable. They get no
+    /// gradient, no update and no optimizer state. Partitions at the front without any other parameter keep no
+    /// activations and receive no gradients. A pattern that matches nothing is an error, and so are patterns that leave
+    /// nothing to train.
+    ///
+    /// As with PyTorch's `requires_grad = False`, frozen layers run in training mode: dropout draws, and batch norms
+    /// normalize by the batch and update their running statistics.
+    pub fn freeze(mut self, pattern: impl Into<String>) -> Self {
+        self.job.frozen.push(pattern.into());
+        self
+    }
+
     /// The learning rate of every update; 0.01 by default. A [`Trainer`](crate::train::Trainer) multiplies it by the factor
     /// of its schedule. [`Pipeline::set_learning_rate`] changes it between steps.
     pub fn learning_rate(mut self, learning_rate: f64) -> Self {
@@ -346,13 +393,13 @@ impl Builder {
 
     /// Checks the settings, starts the workers, and returns when they have built their partitions.
     pub fn build(mut self) -> Result<Pipeline, BuildError> {
-        self.check_settings()?;
+        let groups = self.check_settings()?;
         engine::start();
         let placement = self.placement.as_deref().map(str::parse::<Placement>).transpose()?;
         // The profiler computes with as many threads as the workers will.
         self.job.threads = self.resolve_threads(placement.as_ref())?;
-        let (balance, auto_balanced) = self.resolve_balance(placement.as_ref())?;
-        let plan = self.resolve_plan(&balance, placement)?;
+        let (balance, auto_balanced) = self.resolve_balance(placement.as_ref(), &groups)?;
+        let plan = self.resolve_plan(&balance, placement, &groups)?;
         if plan.partitions() != balance.partitions() {
             return Err(BuildError::PartitionCount { placement: plan.partitions(), balance: balance.partitions() });
         }
@@ -365,6 +412,7 @@ impl Builder {
             auto_balanced,
             model: self.model,
             job: self.job,
+            groups,
             learning_rate: self.learning_rate,
             clip_norm: self.clip_norm,
             notify: self.notify,
@@ -372,8 +420,8 @@ impl Builder {
         Ok(Pipeline::start(setup, &self.workers)?)
     }
 
-    /// Checks what needs neither a placement nor a balance.
-    fn check_settings(&self) -> Result<(), BuildError> {
+    /// Checks what needs neither a placement nor a balance, and returns the parsed parameter groups.
+    fn check_settings(&self) -> Result<ParameterGroups, BuildError> {
         let _: Scenario = self.job.faults.parse()?;
         self.threads.map(engine::check_threads).transpose()?;
         if !(1..=REPLICAS_MAX).contains(&self.job.replicas) {
@@ -397,7 +445,22 @@ impl Builder {
             });
         }
         self.model.summary()?;
-        self.check_names()
+        self.check_names()?;
+        let groups = ParameterGroups::new(&self.job.groups, &self.job.frozen)?;
+        let tensors = self.model.layers.iter().flat_map(|layer| layer.tensors());
+        let parameters: Vec<String> =
+            tensors.filter(|spec| spec.role == Role::Parameter).map(|spec| spec.name).collect();
+        groups.check(&parameters, self.model.update_rule.is_some())?;
+        Ok(groups)
+    }
+
+    /// The number of layers at the front that have nothing to train, if parameters are frozen.
+    fn frozen_layers(&self, groups: &ParameterGroups) -> usize {
+        if !groups.any_frozen() {
+            return 0;
+        }
+        let trains = |spec: &TensorSpec| spec.role == Role::Parameter && !groups.freezes(&spec.name);
+        self.model.layers.iter().take_while(|layer| !layer.tensors().iter().any(trains)).count()
     }
 
     /// Tensors and layers are addressed by name, so names must be unique.
@@ -435,14 +498,18 @@ impl Builder {
     }
 
     /// The balance, and the estimate of its cost if it was measured.
-    fn resolve_balance(&self, placement: Option<&Placement>) -> Result<(Balance, Option<Found>), BuildError> {
+    fn resolve_balance(
+        &self,
+        placement: Option<&Placement>,
+        groups: &ParameterGroups,
+    ) -> Result<(Balance, Option<Found>), BuildError> {
         let layers = self.model.layers.len();
         let partitions = self.plan.as_ref().map(Plan::partitions).or(placement.map(Placement::partitions));
         let (balance, found) = match &self.balance {
             BalanceSource::Even => (Balance::even(layers, partitions.unwrap_or(1))?, None),
             BalanceSource::Given(sizes) => (Balance::new(sizes.clone())?, None),
             BalanceSource::Measured(options) => {
-                let found = self.measure_balance(options, placement)?;
+                let found = self.measure_balance(options, placement, self.frozen_layers(groups))?;
                 (found.balance.clone(), Some(found))
             }
         };
@@ -451,13 +518,20 @@ impl Builder {
     }
 
     /// Measures the layers and searches for the best cut.
-    fn measure_balance(&self, options: &AutoBalance, placement: Option<&Placement>) -> Result<Found, BuildError> {
+    fn measure_balance(
+        &self,
+        options: &AutoBalance,
+        placement: Option<&Placement>,
+        frozen_layers: usize,
+    ) -> Result<Found, BuildError> {
         let placement = self.plan.as_ref().map(Plan::placement).or(placement);
         // A given plan fits the skips of one cut only. Other cuts are estimated with the schedule, and with the plan's
         // recomputation as far as `Recompute` can express it.
         let recompute = self.plan.as_ref().map_or(self.recompute, |plan| {
             let last = MicroBatchId::new(plan.micro_batches() - 1);
-            match [MicroBatchId(0), last].map(|micro_batch| plan.recomputes(PartitionId(0), micro_batch)) {
+            // Not the first partition, which may be frozen.
+            let partition = PartitionId::new(plan.partitions() - 1);
+            match [MicroBatchId(0), last].map(|micro_batch| plan.recomputes(partition, micro_batch)) {
                 [_, true] => Recompute::Always,
                 [true, false] => Recompute::ExceptLast,
                 [false, false] => Recompute::Never,
@@ -470,6 +544,7 @@ impl Builder {
             recompute,
             codecs: &self.job.codecs,
             optim: self.job.optim,
+            frozen_layers,
         };
         // Checked before measuring, which takes a while.
         Balance::even(self.model.layers.len(), options.partitions)?;
@@ -483,7 +558,15 @@ impl Builder {
     }
 
     /// The given plan, checked, or that of the schedule.
-    fn resolve_plan(&mut self, balance: &Balance, placement: Option<Placement>) -> Result<Plan, BuildError> {
+    fn resolve_plan(
+        &mut self,
+        balance: &Balance,
+        placement: Option<Placement>,
+        groups: &ParameterGroups,
+    ) -> Result<Plan, BuildError> {
+        let frozen_layers = self.frozen_layers(groups);
+        let within = |p: &usize| balance.range(PartitionId::new(*p)).end <= frozen_layers;
+        let frozen = (0..balance.partitions()).take_while(within).count();
         let uses: Vec<SkipUse> = self.model.layers.iter().map(|l| l.skips()).collect();
         let skips = SkipLayout::new(&uses, balance)?.edges();
         // Skips to the next partition travel with its activations.
@@ -493,6 +576,7 @@ impl Builder {
             let mut request = Request::new(placement, self.micro_batches);
             request.recompute = self.recompute;
             request.skips = skips;
+            request.frozen = frozen;
             return Ok(self.schedule.plan(&request)?);
         };
         check(&plan)?;
@@ -502,6 +586,9 @@ impl Builder {
         if plan.skips() != skips {
             let [expected, got] = [&skips[..], plan.skips()].map(|skips| format!("{skips:?}"));
             return Err(BuildError::PlanSkips { expected, got });
+        }
+        if plan.frozen() > frozen {
+            return Err(BuildError::PlanFrozen { expected: frozen, got: plan.frozen() });
         }
         Ok(plan)
     }

@@ -32,6 +32,7 @@ use crate::failure::Failure;
 use crate::model::Model;
 use crate::runtime::accumulation::AccumulationStep;
 use crate::runtime::optimizer::Optim;
+use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroups};
 use distgpipe_core::balance::Found;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
@@ -90,6 +91,9 @@ pub struct Pipeline {
     /// The batch that an update in progress needs next.
     next_part: Option<AccumulationStep>,
     optim: Optim,
+    groups: Vec<ParameterGroup>,
+    frozen: Vec<String>,
+    parsed_groups: ParameterGroups,
     seed: u64,
     codecs: CodecPolicy,
     /// Whether a codec remembers samples.
@@ -107,6 +111,7 @@ pub(super) struct Setup {
     pub auto_balanced: Option<Found>,
     pub model: Model,
     pub job: Job,
+    pub groups: ParameterGroups,
     pub learning_rate: f64,
     pub clip_norm: Option<f64>,
     pub notify: Notify,
@@ -115,7 +120,7 @@ pub(super) struct Setup {
 impl Pipeline {
     /// Starts the workers and waits until they have built their partitions.
     pub(super) fn start(setup: Setup, workers: &Workers) -> Result<Self, Failure> {
-        let Setup { topology, balance, auto_balanced, model, job, learning_rate, clip_norm, notify } = setup;
+        let Setup { topology, balance, auto_balanced, model, job, groups, learning_rate, clip_norm, notify } = setup;
         // A worker of another host opens its device there.
         let on_this_host = |worker: WorkerId| worker == WorkerId(0) || !matches!(workers, Workers::Remote { .. });
         let device = |worker: WorkerId| match job.devices.of(worker.index()) {
@@ -141,6 +146,9 @@ impl Pipeline {
             clip_norm,
             next_part: None,
             optim: job.optim,
+            groups: job.groups,
+            frozen: job.frozen,
+            parsed_groups: groups,
             seed: job.seed,
             wants_samples: job.codecs.needs_sample_ids(),
             codecs: job.codecs,
@@ -195,6 +203,16 @@ impl Pipeline {
     /// The optimizer that all workers use.
     pub fn optim(&self) -> Optim {
         self.optim
+    }
+
+    /// The groups of [`Builder::parameter_group`].
+    pub fn parameter_groups(&self) -> &[ParameterGroup] {
+        &self.groups
+    }
+
+    /// The patterns of [`Builder::freeze`].
+    pub fn frozen(&self) -> &[String] {
+        &self.frozen
     }
 
     /// The device of each worker, by worker number. For a worker of [`Workers::Remote`] it is the device that was asked for:

@@ -201,7 +201,7 @@ fn measure_one(
         synchronize(device);
     }
     let backward_s = start.elapsed().as_secs_f64();
-    partition.parameters().for_each(engine::clear_grad);
+    partition.trained().for_each(|(_, parameter)| engine::clear_grad(parameter));
     partition.norms().discard();
     let detached = |(to, tensors): &Parcel| Ok((*to, tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?));
     let parcels = parcels.iter().map(detached).collect::<Result<_, Fault>>()?;

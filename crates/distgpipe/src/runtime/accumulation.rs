@@ -42,7 +42,7 @@ pub struct Accumulation {
     pub every: u64,
     /// Steps in a whole epoch.
     pub epoch_steps: u64,
-    /// Steps in the run.
+    /// Steps in the run: whole updates.
     pub steps: u64,
 }
 
@@ -51,12 +51,21 @@ impl Accumulation {
         self.every.max(1)
     }
 
-    /// The position of a step in its update.
+    /// The position of a step in its update. It does not depend on the length of the run, so a longer run has the same
+    /// updates.
     pub fn part(self, step: u64) -> AccumulationStep {
         let epoch = step / self.epoch_steps.max(1) * self.epoch_steps;
-        let end = (epoch + self.epoch_steps).min(self.steps);
+        let end = epoch.saturating_add(self.epoch_steps);
         let first = epoch + (step - epoch) / self.every() * self.every();
         AccumulationStep { index: step - first, of: (end - first).min(self.every()) }
+    }
+
+    /// The number of steps until the update that the last of `steps` steps belongs to is finished.
+    pub fn whole_updates(self, steps: u64) -> u64 {
+        steps.checked_sub(1).map_or(0, |last| {
+            let AccumulationStep { index, of } = self.part(last);
+            last.saturating_add(of - index)
+        })
     }
 
     /// The number of the update that a step belongs to, starting at 0.
@@ -77,7 +86,7 @@ mod tests {
 
     /// Every batch belongs to one update, and an update consists of consecutive batches of one epoch.
     #[test]
-    fn an_update_ends_after_its_batches_or_at_the_end_of_the_epoch_or_run() {
+    fn an_update_ends_after_its_batches_or_at_the_end_of_the_epoch() {
         let parts = |every, epoch_steps, steps| {
             let accumulation = Accumulation { every, epoch_steps, steps };
             let of = |step| {
@@ -87,7 +96,7 @@ mod tests {
             ((0..steps).map(of).collect::<Vec<_>>(), accumulation.updates())
         };
         assert_eq!(
-            parts(3, 7, 9),
+            parts(3, 7, 10),
             (
                 vec![
                     (0, 0, 3),
@@ -97,9 +106,9 @@ mod tests {
                     (1, 1, 3),
                     (1, 2, 3),
                     (2, 0, 1),
-                    // The run ends within the second epoch.
-                    (3, 0, 2),
-                    (3, 1, 2)
+                    (3, 0, 3),
+                    (3, 1, 3),
+                    (3, 2, 3)
                 ],
                 4
             )
@@ -107,5 +116,13 @@ mod tests {
         assert_eq!(parts(1, 2, 4).0, [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]);
         assert_eq!(parts(5, 2, 4), (vec![(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)], 2));
         assert_eq!(parts(4, 7, 0).1, 0);
+    }
+
+    #[test]
+    fn a_run_that_would_end_inside_an_update_ends_after_it() {
+        let accumulation = Accumulation { every: 3, epoch_steps: 7, steps: 0 };
+        let ends: Vec<u64> = (0..=11).map(|steps| accumulation.whole_updates(steps)).collect();
+        assert_eq!(ends, [0, 3, 3, 3, 6, 6, 6, 7, 10, 10, 10, 13]);
+        assert_eq!(accumulation.whole_updates(u64::MAX), u64::MAX);
     }
 }

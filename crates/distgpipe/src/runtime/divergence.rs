@@ -92,7 +92,8 @@ mod tests {
         assert_eq!(due, [1, 2, 4, 8, 16, 32, 48]);
     }
 
-    /// With a learning rate of 1e9 the weights exceed the bound in the first update, and the loss is still finite.
+    /// With a learning rate of 1e9 the weights exceed the bound in the first update, and the loss is still finite. These
+    /// runs diverge on purpose, so they are exempt from the rule that tests train soundly (`tests/soundness`).
     #[test]
     fn weights_that_blow_up_are_reported_while_the_loss_is_finite() {
         for (learning_rate, clip_norm, diverges) in [(1e9, None, true), (1e9, Some(1.0), true), (0.01, None, false)] {

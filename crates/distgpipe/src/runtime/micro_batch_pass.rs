@@ -3,11 +3,12 @@
 //! ```text
 //!   kept:        F (graph) ───────────── held ─────────────► B
 //!   recomputed:  F (no graph, input held) ──► R (graph) ───► B
+//!   frozen:      F (no graph)
 //! ```
 //!
 //! R runs the same layers on the same input with the same random streams, so its activations have the same bits. The
 //! plan places R before the wait for the gradient, so it fills a bubble if there is one. The plan also says which
-//! micro-batches are recomputed; nothing is decided here.
+//! micro-batches are recomputed, and which partitions have no backward pass; nothing is decided here.
 
 use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
@@ -94,12 +95,24 @@ impl Forward<'_> {
             .map(|(_, output)| output)
     }
 
+    /// Runs a forward pass in training that has no backward pass, because neither this partition nor one before it has a
+    /// parameter to train. Dropout draws, and batch norms use and collect the statistics of the batch, as in any training.
+    pub fn train_frozen(self) -> Result<ForwardOutput, Fault> {
+        let Forward { partition, micro_batch, stream, arrived, goal } = self;
+        tch::no_grad(|| run_layers(partition, PassMode::Train, micro_batch, stream, &arrived, goal.as_ref()))
+            .map(|(_, output)| output)
+    }
+
     /// Runs a forward pass in training. With `recompute`, it keeps only the input, and [`InFlight::recompute`] must be
-    /// called before the backward pass.
-    pub fn train(self, recompute: bool) -> Result<(ForwardOutput, InFlight), Fault> {
+    /// called before the backward pass. `needs_gradient` tells of each earlier partition whether it has a backward pass.
+    pub fn train(
+        self,
+        recompute: bool,
+        needs_gradient: impl Fn(PartitionId) -> bool,
+    ) -> Result<(ForwardOutput, InFlight), Fault> {
         let Forward { partition, micro_batch, stream, arrived, goal } = self;
         // Nobody needs the gradient of the data itself, so it is not computed.
-        let arrived = if partition.is_first() { arrived } else { leaves(arrived)? };
+        let arrived = if partition.is_first() { arrived } else { leaves(arrived, needs_gradient)? };
         let mut pass = || run_layers(partition, PassMode::Train, micro_batch, stream, &arrived, goal.as_ref());
         let (held, output) = if recompute {
             let (_, output) = tch::no_grad(pass)?;
@@ -177,17 +190,17 @@ fn output_roots(graph: Vec<Parcel>, gradients: Vec<Vec<Option<Tensor>>>) -> Resu
     Ok(roots)
 }
 
-/// Cuts the graph at the partition's border: each float tensor that arrives becomes a leaf, which accumulates the
-/// gradient to send back.
-fn leaves(arrived: Vec<Parcel>) -> Result<Vec<Parcel>, Fault> {
-    let leaf = |tensor: Tensor| -> Result<Tensor, Fault> {
-        let float = engine::is_float(&tensor);
+/// Cuts the graph at the partition's border: each float tensor that arrives from a partition with a backward pass
+/// becomes a leaf, which accumulates the gradient to send back.
+fn leaves(arrived: Vec<Parcel>, needs_gradient: impl Fn(PartitionId) -> bool) -> Result<Vec<Parcel>, Fault> {
+    let leaf = |from: PartitionId, tensor: Tensor| -> Result<Tensor, Fault> {
+        let wanted = needs_gradient(from) && engine::is_float(&tensor);
         let tensor = tensor.f_detach()?;
-        Ok(if float { tensor.f_set_requires_grad(true)? } else { tensor })
+        Ok(if wanted { tensor.f_set_requires_grad(true)? } else { tensor })
     };
     arrived
         .into_iter()
-        .map(|(from, tensors)| Ok((from, tensors.into_iter().map(leaf).collect::<Result<_, _>>()?)))
+        .map(|(from, tensors)| Ok((from, tensors.into_iter().map(|t| leaf(from, t)).collect::<Result<_, _>>()?)))
         .collect()
 }
 

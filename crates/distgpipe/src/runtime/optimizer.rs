@@ -159,16 +159,41 @@ pub struct ParameterState {
     pub second: Option<Tensor>,
 }
 
-/// An update rule and its state for each parameter of a worker, in the worker's order of parameters.
+/// How one parameter is updated, and its state.
+struct OptimizedParameter {
+    rule: Arc<dyn UpdateRule>,
+    rate_factor: f64,
+    state: ParameterState,
+}
+
+/// An update rule and its state for each parameter that a worker trains, in the worker's order of parameters.
 pub struct Optimizer {
     rule: Arc<dyn UpdateRule>,
-    states: Vec<ParameterState>,
+    parameters: Vec<OptimizedParameter>,
 }
 
 impl Optimizer {
     /// An optimizer for this many parameters, without state yet.
     pub fn new(rule: Arc<dyn UpdateRule>, parameters: usize) -> Self {
-        Optimizer { rule, states: std::iter::repeat_with(ParameterState::default).take(parameters).collect() }
+        let parameter =
+            || OptimizedParameter { rule: rule.clone(), rate_factor: 1.0, state: ParameterState::default() };
+        Optimizer { parameters: std::iter::repeat_with(parameter).take(parameters).collect(), rule }
+    }
+
+    /// Multiplies the learning rate of a parameter, given by its index, and replaces its rule if there is another. The
+    /// other rule must have the same slots.
+    pub fn set_group(
+        &mut self,
+        index: usize,
+        rate_factor: f64,
+        rule: Option<Arc<dyn UpdateRule>>,
+    ) -> Result<(), Fault> {
+        let parameter = self.parameters.get_mut(index).ok_or_else(|| no_parameter(index))?;
+        parameter.rate_factor = rate_factor;
+        if let Some(rule) = rule {
+            parameter.rule = rule;
+        }
+        Ok(())
     }
 
     /// The state that the rule keeps for each parameter.
@@ -179,10 +204,10 @@ impl Optimizer {
     /// Updates each parameter that has a gradient. The parameters must come in the same order every time.
     pub fn step<'a>(&mut self, parameters: impl Iterator<Item = &'a Tensor>, learning_rate: f64) -> Result<(), Fault> {
         tch::no_grad(|| {
-            for (parameter, state) in parameters.zip(&mut self.states) {
+            for (parameter, OptimizedParameter { rule, rate_factor, state }) in parameters.zip(&mut self.parameters) {
                 if let Some(gradient) = engine::grad(parameter) {
                     state.steps += 1;
-                    self.rule.update(&mut parameter.shallow_clone(), &gradient, state, learning_rate)?;
+                    rule.update(&mut parameter.shallow_clone(), &gradient, state, learning_rate * *rate_factor)?;
                 }
             }
             Ok(())
@@ -191,7 +216,7 @@ impl Optimizer {
 
     /// One slot of the state of a parameter, given by its index. A slot that was never written reads as 0.
     pub fn state(&self, index: usize, slot: Slot, parameter: &Tensor) -> Result<Tensor, Fault> {
-        let state = self.states.get(index).ok_or_else(|| no_parameter(index))?;
+        let state = &self.parameters.get(index).ok_or_else(|| no_parameter(index))?.state;
         let kept = match slot {
             Slot::Steps => return Ok(Tensor::from(i64::from(state.steps))),
             Slot::First => &state.first,
@@ -205,7 +230,7 @@ impl Optimizer {
 
     /// Loads one slot of the state of a parameter, given by its index.
     pub fn set_state(&mut self, index: usize, slot: Slot, parameter: &Tensor, value: &Tensor) -> Result<(), Fault> {
-        let state = self.states.get_mut(index).ok_or_else(|| no_parameter(index))?;
+        let state = &mut self.parameters.get_mut(index).ok_or_else(|| no_parameter(index))?.state;
         if slot == Slot::Steps {
             let steps = i64::try_from(value)?;
             state.steps = i32::try_from(steps).map_err(|_| {

@@ -85,6 +85,16 @@ impl Partition {
         })
     }
 
+    /// Excludes parameters from training: they get no gradient, and no graph is kept for what only they would need.
+    pub fn freeze(&mut self, frozen: impl Fn(&str) -> bool) -> Result<(), Fault> {
+        for (spec, tensor) in self.layers.iter().flat_map(|built| built.specs.iter().zip(&built.tensors)) {
+            if spec.role == Role::Parameter && frozen(&spec.name) {
+                let _ = tensor.f_set_requires_grad(false)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Whether its input is the model's input.
     pub fn is_first(&self) -> bool {
         self.first
@@ -177,9 +187,9 @@ impl Partition {
         self.layers.iter().flat_map(|built| built.specs.iter().zip(&built.tensors))
     }
 
-    /// Its parameters, in the order of [`tensors`](Self::tensors).
-    pub fn parameters(&self) -> impl Iterator<Item = &Tensor> {
-        self.tensors().filter(|(spec, _)| spec.role == Role::Parameter).map(|(_, tensor)| tensor)
+    /// The parameters that are trained, in the order of [`tensors`](Self::tensors): all but the frozen ones.
+    pub fn trained(&self) -> impl Iterator<Item = (&TensorSpec, &Tensor)> {
+        self.tensors().filter(|(spec, tensor)| spec.role == Role::Parameter && tensor.requires_grad())
     }
 
     /// The running statistics of its batch norms.

@@ -169,7 +169,7 @@ impl StepRun<'_> {
         match action.op {
             Op::Forward => self.forward(plan, action),
             Op::Recompute => self.recompute(action),
-            Op::Backward => self.backward(action),
+            Op::Backward => self.backward(plan, action),
             Op::Send { pass, to } => self.send(plan, action, pass, to),
             Op::Receive { pass, from } => self.receive(action, pass, from),
         }
@@ -201,12 +201,14 @@ impl StepRun<'_> {
         let stream = self.random_stream(m);
         let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| missing(action))?;
         let forward = Forward { partition, micro_batch: m, stream, arrived, goal };
-        let output = if self.step.purpose.runs_backward() {
-            let (output, in_flight) = forward.train(plan.recomputes(p, m))?;
+        let output = if !self.step.purpose.runs_backward() {
+            forward.evaluate()?
+        } else if plan.has_backward(p) {
+            let (output, in_flight) = forward.train(plan.recomputes(p, m), |from| plan.has_backward(from))?;
             self.in_flight.insert((p, m), in_flight);
             output
         } else {
-            forward.evaluate()?
+            forward.train_frozen()?
         };
         self.record(Phase::Forward, action, start);
         if let Some(score) = output.score {
@@ -286,7 +288,7 @@ impl StepRun<'_> {
         Ok(tensors)
     }
 
-    fn backward(&mut self, action: Action) -> Result<(), Fault> {
+    fn backward(&mut self, plan: &Plan, action: Action) -> Result<(), Fault> {
         let Action { partition: p, micro_batch: m, .. } = action;
         let start = now_ns();
         let in_flight = self.in_flight.remove(&(p, m)).ok_or_else(|| missing(action))?;
@@ -297,7 +299,7 @@ impl StepRun<'_> {
             .map(|from| self.parcels.remove(&(Pass::Backward, from, p, m)).ok_or_else(|| missing(action)))
             .collect::<Result<Vec<_>, _>>()?;
         for (to, tensors) in in_flight.backward(gradients)? {
-            if p.index() > 0 {
+            if p.index() > 0 && plan.has_backward(to) {
                 self.parcels.insert((Pass::Backward, p, to, m), tensors);
             }
         }

@@ -18,6 +18,7 @@ use crate::failure::{Failure, Fault};
 use crate::model::Model;
 use crate::runtime::all_reduce::RingAllReduce;
 use crate::runtime::optimizer::Optimizer;
+use crate::runtime::parameter_groups::{ParameterGroups, ParameterSettings};
 use crate::runtime::partition::{Partition, PartitionOptions};
 use crate::runtime::stage::Stage;
 use crate::runtime::trace::Recorder;
@@ -128,8 +129,18 @@ impl BuiltWorker {
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);
-        let partitions = build_partitions(&job, &topology, &model, device, stream.named("weights"))?;
-        let parameters = partitions.values().map(|p| p.parameters().count()).sum();
+        let groups = ParameterGroups::new(&job.groups, &job.frozen).map_err(|e| Fault::invalid_job("the groups", e))?;
+        let mut partitions = build_partitions(&job, &topology, &model, device, stream.named("weights"))?;
+        for partition in partitions.values_mut() {
+            partition.freeze(|name| groups.freezes(name))?;
+        }
+        let trained = || partitions.values().flat_map(Partition::trained);
+        let mut optimizer = Optimizer::new(model.update_rule(job.optim), trained().count());
+        for (index, (spec, _)) in trained().enumerate() {
+            let ParameterSettings { rate_factor, weight_decay } = groups.settings(&spec.name);
+            let rule = weight_decay.map(|decay| model.update_rule(job.optim.with_weight_decay(decay)));
+            optimizer.set_group(index, rate_factor, rule)?;
+        }
         let stage = Stage {
             id: job.worker,
             name: topology.name(job.worker),
@@ -154,7 +165,7 @@ impl BuiltWorker {
             stage,
             ring,
             forward_plans: BTreeMap::new(),
-            optimizer: Optimizer::new(model.update_rule(job.optim), parameters),
+            optimizer,
             updates: 0,
             deferred_step: None,
             link_codecs,

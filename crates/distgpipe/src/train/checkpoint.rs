@@ -7,6 +7,7 @@
 //!     model.safetensors          parameters and buffers under the model's names
 //!     optimizer.safetensors      steps.NAME, first.NAME and second.NAME of each parameter
 //! DIR/.step-00000130.partial/    being written, or left by a run that was killed
+//! DIR/best                       the name of the best checkpoint, if the run looks for one
 //! ```
 //!
 //! Tensor names do not depend on the partition or worker that owned the tensor, so a run can resume with any other cut,
@@ -17,7 +18,7 @@
 //! ```no_run
 //! # use distgpipe::data::{Split, Digits, Loader, LoaderOptions};
 //! use distgpipe::train::checkpoint::Checkpoints;
-//! use distgpipe::train::{Event, SaveEvery, TrainOptions, Trainer};
+//! use distgpipe::train::{SaveEvery, TrainOptions, Trainer};
 //! # use distgpipe::{model::zoo::Mlp, Pipeline};
 //! # use std::path::Path;
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -30,7 +31,7 @@
 //! if let (Some(newest), _) = checkpoints.newest()? {
 //!     trainer = trainer.resume(&newest)?;
 //! }
-//! trainer.run(&mut |_: &Event<'_>| Ok(()))?;
+//! trainer.run(|_, _| Ok(()))?;
 //! # Ok(())
 //! # }
 //! ```
@@ -43,6 +44,7 @@ use crate::driver::pipeline::{Pipeline, StepError};
 use crate::model::layer::TensorSpec;
 use crate::model::ModelSpec;
 use crate::runtime::optimizer::Optim;
+use crate::runtime::parameter_groups::ParameterGroup;
 use crate::train::weights::{self, TensorSource, WeightsError};
 use crate::train::Progress;
 use serde::{Deserialize, Serialize};
@@ -107,8 +109,8 @@ pub enum CheckpointError {
         /// The name of the parameter.
         name: String,
     },
-    /// The checkpoint is the end of a shorter run, at a step that is inside an update of this run.
-    #[error("the checkpoint is from the end of a run, at step {step}, which is inside an update of several batches now: resume from an earlier checkpoint, change `TrainOptions::accumulate`, or start a new run")]
+    /// The checkpoint is at a step that is inside an update of this run.
+    #[error("the checkpoint is at step {step}, which is inside an update of several batches now: set `TrainOptions::accumulate` as in the run that wrote it, or start a new run")]
     WithinUpdate {
         /// The step at which the checkpoint was written.
         step: u64,
@@ -150,6 +152,12 @@ pub struct Manifest {
     pub seed: u64,
     /// The optimizer of the run, with its settings.
     pub optim: Optim,
+    /// The parameters that have their own learning rate or weight decay.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<ParameterGroup>,
+    /// Patterns of the parameters that are not trained. The optimizer has no state for them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
     /// The name of the model's own optimizer, if it has one; `optim` is then unused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub update_rule: Option<String>,
@@ -264,10 +272,14 @@ impl Checkpoint {
     }
 
     /// Loads the checkpoint into a pipeline: parameters, buffers, optimizer state and the position of the random streams.
-    /// The model, the seed and the optimizer must be those of the checkpoint; the cut, the placement, the devices and the
+    /// The model, the seed, the optimizer, the parameter groups and the frozen parameters must be those of the checkpoint; the cut, the placement, the devices and the
     /// codecs need not be.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
-        fn same<T: PartialEq + Serialize>(what: &'static str, expected: &T, got: &T) -> Result<(), CheckpointError> {
+        fn same<T: PartialEq + Serialize + ?Sized>(
+            what: &'static str,
+            expected: &T,
+            got: &T,
+        ) -> Result<(), CheckpointError> {
             if expected == got {
                 return Ok(());
             }
@@ -278,6 +290,8 @@ impl Checkpoint {
         same("the model", &manifest.model, &pipeline.model().spec)?;
         same("the seed", &manifest.seed, &pipeline.seed())?;
         same("the optimizer", &manifest.optim, &pipeline.optim())?;
+        same("the list of parameter groups", &manifest.groups[..], pipeline.parameter_groups())?;
+        same("the list of frozen parameters", &manifest.frozen[..], pipeline.frozen())?;
         same("the model's own optimizer", &manifest.update_rule, &own_rule(pipeline))?;
         let mut model = TensorFile::open(&self.path.join(MODEL))?;
         pipeline.load_from(&names_of(&pipeline.state_specs()), |name| model.read(name))?;

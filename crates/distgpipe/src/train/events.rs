@@ -2,7 +2,9 @@
 //! these events.
 
 use crate::driver::pipeline::StepOutcome;
+use crate::train::control::RunControl;
 use crate::train::summary::EpochSummary;
+use crate::train::trainer::TrainError;
 use std::collections::BTreeMap;
 use std::path::Path;
 use tch::Tensor;
@@ -64,14 +66,5 @@ pub struct StepDone<'a> {
     pub outcome: &'a StepOutcome,
 }
 
-/// Receives the events of a run. A closure over events is an observer.
-pub trait Observer {
-    /// Called for each event, on the thread that trains: a slow observer slows training down. An error ends the run.
-    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()>;
-}
-
-impl<F: FnMut(&Event<'_>) -> std::io::Result<()>> Observer for F {
-    fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
-        self(event)
-    }
-}
+/// Receives the events of a run, and may control it; see [`Trainer::run`](crate::Trainer::run).
+pub(super) type Observer<'a> = dyn FnMut(&Event<'_>, &mut RunControl<'_>) -> Result<(), TrainError> + 'a;

@@ -16,9 +16,10 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-/// How the learning rate falls after the warm-up.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// How the learning rate changes after the warm-up.
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Decay {
     /// The rate stays constant.
@@ -33,6 +34,26 @@ pub enum Decay {
         /// The exponent: 1 is linear, larger ones fall sooner.
         power: f64,
     },
+    /// A function of your own; see [`RateSchedule::custom`].
+    Custom(RateFunction),
+}
+
+/// A function from the number of an update, counted from 0, and the number of all updates to the factor of the learning
+/// rate.
+#[derive(Clone)]
+pub struct RateFunction(Arc<dyn Fn(u64, u64) -> f64 + Send + Sync>);
+
+impl fmt::Debug for RateFunction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a function")
+    }
+}
+
+/// Equal if they are the same function.
+impl PartialEq for RateFunction {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 /// How long the learning rate rises from 0 in a straight line. Written as `500` or `6%`.
@@ -113,8 +134,8 @@ impl FromStr for WarmUp {
     }
 }
 
-/// A learning rate schedule: warm-up, then decay.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+/// A learning rate schedule: warm-up, then decay; or [a function of your own](Self::custom).
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RateSchedule {
     /// How the rate falls after the warm-up.
     pub decay: Decay,
@@ -123,6 +144,23 @@ pub struct RateSchedule {
 }
 
 impl RateSchedule {
+    /// A function of your own: it takes the number of an update, counted from 0, and the number of all updates, and returns
+    /// the factor of the learning rate. If you add a [`warm_up`](Self::warm_up), both numbers leave it out.
+    ///
+    /// A run that resumes must be given the same function again, because a checkpoint cannot save it.
+    ///
+    /// ```
+    /// use distgpipe::{RateSchedule, TrainOptions};
+    ///
+    /// // A tenth of the rate in the last quarter of the run.
+    /// let schedule = RateSchedule::custom(|update, updates| if 4 * update < 3 * updates { 1.0 } else { 0.1 });
+    /// assert_eq!((schedule.factor(74, 100), schedule.factor(75, 100)), (1.0, 0.1));
+    /// let options = TrainOptions { epochs: 20, rate_schedule: schedule, ..TrainOptions::default() };
+    /// ```
+    pub fn custom(factor: impl Fn(u64, u64) -> f64 + Send + Sync + 'static) -> Self {
+        Decay::Custom(RateFunction(Arc::new(factor))).into()
+    }
+
     /// The factor of the learning rate at an update, counted from 0, in a run of so many.
     pub fn factor(&self, update: u64, updates: u64) -> f64 {
         let warm_up = self.warm_up.updates(updates);
@@ -132,11 +170,12 @@ impl RateSchedule {
         let all = updates.saturating_sub(warm_up).max(1);
         let done = (update - warm_up).min(all);
         let left = (all - done) as f64 / all as f64;
-        match self.decay {
+        match &self.decay {
+            Decay::Custom(RateFunction(factor)) => factor(done, all),
             Decay::Constant => 1.0,
             Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done as f64 / all as f64).cos()),
             Decay::Linear => left,
-            Decay::Polynomial { power } => left.powf(power),
+            Decay::Polynomial { power } => left.powf(*power),
         }
     }
 }
@@ -154,7 +193,7 @@ mod tests {
     #[test]
     fn without_a_warm_up_the_first_update_has_the_whole_rate_and_the_last_is_not_lost() {
         for decay in [Decay::Cosine, Decay::Linear, Decay::Polynomial { power: 2.0 }] {
-            let schedule = RateSchedule::from(decay);
+            let schedule = RateSchedule::from(decay.clone());
             assert_eq!(schedule.factor(0, 10), 1.0);
             assert!(schedule.factor(9, 10) > 0.0, "{decay:?}");
             assert!(schedule.factor(10, 10) < 1e-12, "{decay:?}");

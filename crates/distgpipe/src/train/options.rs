@@ -1,16 +1,18 @@
 //! How long and how to train.
 
+use crate::train::best::TestMetric;
 use crate::train::learning_rate::RateSchedule;
 
 /// How to train: how long, and with which schedule. The optimizer, the learning rate and clipping belong to the pipeline;
 /// see [`Builder`](crate::Builder).
 ///
 /// Fields may be added in later versions: end a literal with `..TrainOptions::default()`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct TrainOptions {
     /// Passes over the training data.
     pub epochs: u64,
-    /// Ends the run after so many steps, if that is sooner.
+    /// Ends the run after so many steps, if that is sooner. A run that would end inside an update of several batches ends
+    /// after that update, so that a longer run can continue it.
     pub steps_max: Option<u64>,
     /// The factor by which each update multiplies the pipeline's learning rate; see
     /// [`Builder::learning_rate`](crate::Builder::learning_rate).
@@ -21,6 +23,11 @@ pub struct TrainOptions {
     pub warm_up_steps: u64,
     /// The step of which the observer receives everything that crossed the links.
     pub capture: Capture,
+    /// The metric of the tests that decides which epoch is the best. Its checkpoint is kept beside the newest ones; see
+    /// [`Checkpoints::best`](crate::Checkpoints::best). Only whole epochs count. Needs test data.
+    pub best: Option<TestMetric>,
+    /// Ends the run after so many epochs in a row without a better [`best`](Self::best), which it needs.
+    pub patience: Option<u64>,
 }
 
 impl Default for TrainOptions {
@@ -32,6 +39,8 @@ impl Default for TrainOptions {
             accumulate: 1,
             warm_up_steps: 2,
             capture: Capture::Nothing,
+            best: None,
+            patience: None,
         }
     }
 }

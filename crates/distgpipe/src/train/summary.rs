@@ -6,6 +6,7 @@ pub(super) use builder::{EpochTotals, SummaryBuilder};
 
 use crate::comm::traffic::PartitionEdge;
 use crate::driver::pipeline::StepWait;
+use crate::train::best::BestEpoch;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -119,11 +120,30 @@ pub struct EdgeSummary {
     pub refusals: BTreeMap<String, String>,
 }
 
+/// Why a run ended without an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum RunEnd {
+    /// All steps are done.
+    Complete,
+    /// An observer stopped it; see [`RunControl::stop`](crate::RunControl::stop).
+    Stopped,
+    /// No epoch was better for as long as [`TrainOptions::patience`](crate::TrainOptions::patience) says.
+    OutOfPatience,
+}
+
 /// The figures of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunSummary {
     /// One entry per epoch, including those before the checkpoint that the run resumed from.
+    /// An epoch that was stopped has no figures of a test.
     pub epochs: Vec<EpochSummary>,
+    /// Why the run ended.
+    pub end: RunEnd,
+    /// The best epoch, if [`TrainOptions::best`](crate::TrainOptions::best) asks for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub best: Option<BestEpoch>,
     /// Steps done before the checkpoint that the run resumed from. All fields below leave those steps out.
     pub resumed_at: Option<u64>,
     /// Training steps that this run made.

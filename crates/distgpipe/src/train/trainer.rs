@@ -4,11 +4,15 @@ use crate::data::{DataError, Epoch, Loader};
 use crate::driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
 use crate::runtime::accumulation::Accumulation;
 use crate::runtime::divergence::has_diverged;
+use crate::train::best::{BestEpoch, TestMetric};
 use crate::train::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
+use crate::train::control::{evaluate_all, RunControl};
 use crate::train::events::{Event, Observer, StepDone};
 use crate::train::options::{Capture, SaveEvery, TrainOptions};
-use crate::train::summary::{EpochSummary, EpochTotals, RunSummary, SummaryBuilder};
+use crate::train::summary::{EpochSummary, EpochTotals, RunEnd, RunSummary, SummaryBuilder};
+use crate::train::weights::WeightsError;
 use serde::{Deserialize, Serialize};
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 /// Why training ended early.
@@ -45,6 +49,17 @@ pub enum TrainError {
         /// Steps of the run.
         steps: u64,
     },
+    /// [`TrainOptions::best`] or [`TrainOptions::patience`] lacks what it compares.
+    #[error("{option}: {needs}")]
+    Best {
+        /// The option that was set.
+        option: &'static str,
+        /// What it needs.
+        needs: String,
+    },
+    /// A file of weights could not be written.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
     /// A checkpoint could not be written, or the run cannot resume from it.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -67,9 +82,12 @@ pub enum TrainError {
 /// let mut pipeline = Pipeline::builder(Mlp::default().model()?).balance([2, 2]).micro_batches(4).build()?;
 /// let digits = Digits::new(Split::Train, Default::default())?;
 /// let train = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
-/// let summary = Trainer::new(&mut pipeline, train, None, TrainOptions::default())?.run(&mut |event: &Event<'_>| {
+/// let summary = Trainer::new(&mut pipeline, train, None, TrainOptions::default())?.run(|event, run| {
 ///     if let Event::StepDone(done) = event {
 ///         println!("step {}: loss {:.3}", done.step, done.outcome.loss);
+///         if done.outcome.loss < 0.1 {
+///             run.stop();
+///         }
 ///     }
 ///     Ok(())
 /// })?;
@@ -90,6 +108,8 @@ pub struct Trainer<'a> {
     resumed_at: Option<u64>,
     saving: Option<Saving<'a>>,
     explosion: ExplosionWarning,
+    /// Whether an observer wants the run to end.
+    stop: bool,
 }
 
 /// How much of a run is done. A checkpoint keeps it, and the run resumes from it.
@@ -135,7 +155,11 @@ impl<'a> Trainer<'a> {
         if rows < micro_batches {
             return Err(TrainError::TooFewRows { micro_batches, rows });
         }
-        let steps = options.epochs.saturating_mul(train.batches() as u64).min(options.steps_max.unwrap_or(u64::MAX));
+        check_best(&options, test.is_some())?;
+        let (every, epoch_steps) = (options.accumulate, train.batches() as u64);
+        let updates = Accumulation { every, epoch_steps, steps: 0 };
+        let steps_max = options.steps_max.map_or(u64::MAX, |steps| updates.whole_updates(steps));
+        let steps = options.epochs.saturating_mul(epoch_steps).min(steps_max);
         let capture = match options.capture {
             Capture::Nothing => None,
             Capture::LastStep => steps.checked_sub(1),
@@ -154,11 +178,12 @@ impl<'a> Trainer<'a> {
             resumed_at: None,
             saving: None,
             explosion: ExplosionWarning::default(),
+            stop: false,
         })
     }
 
-    /// Loads a checkpoint, so that [`run`](Self::run) continues the run that wrote it. The model, the seed, the optimizer
-    /// and the number of batches per epoch must be those of that run.
+    /// Loads a checkpoint, so that [`run`](Self::run) continues the run that wrote it. The model, the seed, the optimizer,
+    /// the parameter groups, the frozen parameters and the number of batches per epoch must be those of that run.
     pub fn resume(mut self, checkpoint: &Checkpoint) -> Result<Self, CheckpointError> {
         let (saved, here) = (&checkpoint.manifest().progress, self.progress.epoch_batches);
         if saved.epoch_batches != here {
@@ -168,7 +193,7 @@ impl<'a> Trainer<'a> {
                 got: here.to_string(),
             });
         }
-        // The last checkpoint of a shorter run may be at a step that is inside an update of this one.
+        // Only if that run had another number of batches per update.
         if saved.step < self.steps && !self.accumulation().part(saved.step).is_first() {
             return Err(CheckpointError::WithinUpdate { step: saved.step });
         }
@@ -193,32 +218,73 @@ impl<'a> Trainer<'a> {
     }
 
     /// Trains to the end of the run, with a test after every epoch.
-    pub fn run(mut self, observer: &mut dyn Observer) -> Result<RunSummary, TrainError> {
-        let start = Instant::now();
+    ///
+    /// Calls the observer for each event, on this thread: a slow observer slows training down. Through its second argument
+    /// it can stop the run, evaluate and predict. An error of the observer ends the run; errors of your own fit into an
+    /// [`std::io::Error`].
+    pub fn run(
+        mut self,
+        mut observer: impl FnMut(&Event<'_>, &mut RunControl<'_>) -> Result<(), TrainError>,
+    ) -> Result<RunSummary, TrainError> {
+        let (start, observer): (_, &mut Observer<'_>) = (Instant::now(), &mut observer);
         if let (Some(saving), Some(step)) = (&self.saving, self.resumed_at) {
             saving.checkpoints.retire_after(step)?;
+            // The run may have been killed between saving a checkpoint and marking it, or had another metric.
+            match self.best() {
+                Some(best) if saving.checkpoints.steps()?.contains(&best.step) => {
+                    saving.checkpoints.mark_best(best.step)?
+                }
+                _ if self.options.best.is_some() => saving.checkpoints.unmark_best()?,
+                _ => {}
+            }
         }
         let left = self.steps.saturating_sub(self.progress.step);
         let mut summary = SummaryBuilder::new(self.pipeline, self.resumed_at, self.options.warm_up_steps.min(left));
-        // A run that ended inside an epoch saved that epoch without its test: test it again.
-        let unfinished = left > 0 || self.progress.batch > 0;
+        // A run that ended inside an epoch saved that epoch without its test: test it again. A checkpoint beyond the end of
+        // this run leaves nothing to do.
+        let unfinished = left > 0 || (self.progress.batch > 0 && self.progress.step == self.steps);
         let mut batches = unfinished.then(|| self.batches(&self.progress));
-        while let Some(epoch) = batches.take() {
+        let end = loop {
+            let Some(epoch) = batches.take() else { break RunEnd::Complete };
+            if self.is_out_of_patience() {
+                break RunEnd::OutOfPatience;
+            }
             self.train_epoch(epoch, &mut summary, observer)?;
+            let trained = self.progress.step == self.steps;
+            if self.stop && !(trained && self.test.is_none()) {
+                break RunEnd::Stopped;
+            }
             let next = self.progress.next_epoch();
             // Created before the test, so that the loader prepares the first batches meanwhile.
-            batches = (self.progress.step < self.steps).then(|| self.batches(&next));
-            self.finish_epoch(next, &mut summary, observer)?;
+            batches = (!trained).then(|| self.batches(&next));
+            let tested = self.finish_epoch(next, &mut summary, observer)?;
+            if self.stop && !(trained && tested) {
+                break RunEnd::Stopped;
+            }
+        };
+        if end != RunEnd::Complete && self.saving.as_ref().is_some_and(|saving| saving.last != self.progress.step) {
+            self.save(observer)?;
         }
-        Ok(summary.finish(self.progress.epochs, start.elapsed().as_secs_f64()))
+        let mut summary = summary.finish(start.elapsed().as_secs_f64());
+        (summary.end, summary.best) = (end, self.best());
+        summary.epochs = self.progress.epochs;
+        if end == RunEnd::Stopped && self.progress.batch > 0 {
+            summary.epochs.push(self.progress.totals.summary(self.progress.epoch, None));
+        }
+        Ok(summary)
     }
 
-    /// Trains on the rest of an epoch, or to the last step of the run.
+    /// Tells the observer of an event.
+    fn notify(&mut self, observer: &mut Observer<'_>, event: &Event<'_>) -> Result<(), TrainError> {
+        observer(event, &mut RunControl { pipeline: self.pipeline, stop: &mut self.stop })
+    }
+
+    /// Trains on the rest of an epoch, or to the last step of the run, or until an observer stops it.
     fn train_epoch(
         &mut self,
         epoch: Epoch,
         summary: &mut SummaryBuilder,
-        observer: &mut dyn Observer,
+        observer: &mut Observer<'_>,
     ) -> Result<(), TrainError> {
         let left = usize::try_from(self.steps.saturating_sub(self.progress.step)).unwrap_or(usize::MAX);
         for batch in TimedBatches(epoch).take(left) {
@@ -226,10 +292,17 @@ impl<'a> Trainer<'a> {
             self.step(batch?, summary, observer)?;
             self.progress.step += 1;
             self.progress.batch += 1;
+            // Gradients of an update in progress are not saved.
+            if !self.accumulation().part(step).is_last() {
+                continue;
+            }
             // A whole epoch is saved after its test. One that the end of the run cuts short is saved as it is, so that a
-            // longer run can continue it. Gradients of an update in progress are not saved.
-            if self.progress.batch < self.progress.epoch_batches && self.accumulation().part(step).is_last() {
+            // longer run can continue it.
+            if self.progress.batch < self.progress.epoch_batches {
                 self.save_if_due(observer)?;
+            }
+            if self.stop {
+                break;
             }
         }
         Ok(())
@@ -239,7 +312,7 @@ impl<'a> Trainer<'a> {
         &mut self,
         timed: TimedBatch<Batch>,
         summary: &mut SummaryBuilder,
-        observer: &mut dyn Observer,
+        observer: &mut Observer<'_>,
     ) -> Result<(), TrainError> {
         let (step, accumulation) = (self.progress.step, self.accumulation());
         let factor = self.options.rate_schedule.factor(accumulation.update(step), accumulation.updates());
@@ -250,11 +323,17 @@ impl<'a> Trainer<'a> {
         }
         let outcome = self.pipeline.train_part_at(&timed.batch, accumulation.part(step), learning_rate)?;
         if capture {
-            observer.on(&Event::Captured { step, tensors: &self.pipeline.captured()? })?;
+            let tensors = self.pipeline.captured()?;
+            self.notify(observer, &Event::Captured { step, tensors: &tensors })?;
         }
         check_finite(step, &outcome)?;
+        if let Some(metric) =
+            self.options.best.filter(|metric| *metric != TestMetric::Loss && outcome.correct.is_none())
+        {
+            return Err(no_metric(metric));
+        }
         if let Some(largest) = self.explosion.check(outcome.parameter_max()) {
-            observer.on(&Event::WeightsExploding { step, largest })?;
+            self.notify(observer, &Event::WeightsExploding { step, largest })?;
         }
         let seconds = timed.requested.elapsed().as_secs_f64();
         self.progress.totals.add(&outcome, seconds);
@@ -268,29 +347,37 @@ impl<'a> Trainer<'a> {
             outcome: &outcome,
         };
         summary.add_step(&done);
-        Ok(observer.on(&Event::StepDone(&done))?)
+        self.notify(observer, &Event::StepDone(&done))
     }
 
-    /// Tests, reports the epoch and moves on to the next.
+    /// Tests, reports the epoch and moves on to the next. Returns whether it did: an observer may stop the test.
     fn finish_epoch(
         &mut self,
         next: Progress,
         summary: &mut SummaryBuilder,
-        observer: &mut dyn Observer,
-    ) -> Result<(), TrainError> {
+        observer: &mut Observer<'_>,
+    ) -> Result<bool, TrainError> {
         let test = self.test(summary, observer)?;
+        if self.stop && test.is_some() {
+            return Ok(false);
+        }
         if let Some(loss) = test.as_ref().map(EpochTotals::loss).filter(|loss| !loss.is_finite()) {
             return Err(TrainError::Diverged { step: self.progress.step.saturating_sub(1), loss });
         }
         let epoch = self.progress.totals.summary(self.progress.epoch, test);
-        observer.on(&Event::EpochDone(&epoch))?;
+        if let Some(metric) = self.options.best.filter(|metric| metric.of(&epoch).is_none()) {
+            return Err(no_metric(metric));
+        }
+        self.notify(observer, &Event::EpochDone(&epoch))?;
         let whole = self.progress.batch == self.progress.epoch_batches;
         self.progress = next;
         self.progress.epochs.push(epoch);
-        if whole {
+        if whole && self.best().is_some_and(|best| best.step == self.progress.step) {
+            self.save_best(observer)?;
+        } else if whole {
             self.save_if_due(observer)?;
         }
-        Ok(())
+        Ok(true)
     }
 
     fn accumulation(&self) -> Accumulation {
@@ -301,37 +388,79 @@ impl<'a> Trainer<'a> {
         self.train.epoch_from(from.epoch, usize::try_from(from.batch).unwrap_or(usize::MAX))
     }
 
-    fn save_if_due(&mut self, observer: &mut dyn Observer) -> Result<(), TrainError> {
-        let Some(saving) = &mut self.saving else { return Ok(()) };
+    /// The best epoch so far.
+    fn best(&self) -> Option<BestEpoch> {
+        BestEpoch::of(self.options.best?, &self.progress.epochs, self.progress.epoch_batches)
+    }
+
+    /// Whether the last epochs were not better than one before them for too long.
+    fn is_out_of_patience(&self) -> bool {
+        let since_best = |best: BestEpoch| self.progress.epoch.saturating_sub(best.epoch + 1);
+        self.options.patience.zip(self.best()).is_some_and(|(patience, best)| since_best(best) >= patience)
+    }
+
+    fn save_if_due(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
+        let Some(saving) = &self.saving else { return Ok(()) };
         let step = self.progress.step;
         let due = match saving.every {
             SaveEvery::Epoch => self.progress.batch == 0,
             SaveEvery::Steps(steps) => step - saving.last >= steps,
         };
         if due || step == self.steps {
-            let path = saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings)?;
-            saving.last = step;
-            observer.on(&Event::Saved { step, path: &path })?;
+            self.save(observer)?;
         }
         Ok(())
+    }
+
+    /// Saves the best epoch so far, due or not.
+    fn save_best(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
+        self.save(observer)?;
+        if let Some(saving) = &self.saving {
+            saving.checkpoints.mark_best(self.progress.step)?;
+        }
+        Ok(())
+    }
+
+    fn save(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        let step = self.progress.step;
+        let path = saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings)?;
+        saving.last = step;
+        self.notify(observer, &Event::Saved { step, path: &path })
     }
 
     fn test(
         &mut self,
         summary: &mut SummaryBuilder,
-        observer: &mut dyn Observer,
+        observer: &mut Observer<'_>,
     ) -> Result<Option<EpochTotals>, TrainError> {
         let Some(loader) = &self.test else { return Ok(None) };
-        let mut totals = EpochTotals::new(loader.data().classes());
-        for timed in TimedBatches(loader.epoch(0)) {
-            let timed = timed?;
-            let outcome = self.pipeline.evaluate(&timed.batch)?;
-            totals.add(&outcome, timed.requested.elapsed().as_secs_f64());
-            summary.set_links(&outcome);
-            observer.on(&Event::TestStepDone { outcome: &outcome })?;
-        }
+        let stop = &mut self.stop;
+        let totals = evaluate_all(self.pipeline, loader, |pipeline, outcome| {
+            summary.set_links(outcome);
+            observer(&Event::TestStepDone { outcome }, &mut RunControl { pipeline, stop })?;
+            Ok(if *stop { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })?;
         Ok(Some(totals))
     }
+}
+
+/// Checks that there is something to choose the best epoch by.
+fn check_best(options: &TrainOptions, tests: bool) -> Result<(), TrainError> {
+    let lacks = |option, needs: &str| Err(TrainError::Best { option, needs: needs.to_owned() });
+    match (options.best, options.patience) {
+        (Some(_), _) if !tests => {
+            lacks("`TrainOptions::best`", "it compares the tests of the epochs, so the trainer needs test data")
+        }
+        (None, Some(_)) => lacks("`TrainOptions::patience`", "set `TrainOptions::best`, the metric that must improve"),
+        (_, Some(0)) => lacks("`TrainOptions::patience`", "expected 1 epoch or more, got 0"),
+        _ => Ok(()),
+    }
+}
+
+fn no_metric(metric: TestMetric) -> TrainError {
+    let needs = format!("the loss of this model gives no {}: compare the loss instead", metric.name());
+    TrainError::Best { option: "`TrainOptions::best`", needs }
 }
 
 /// The norm that clipping measures is not finite one step before the loss is not.
@@ -384,130 +513,11 @@ impl<T, E, I: Iterator<Item = Result<T, E>>> Iterator for TimedBatches<I> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Split;
-    use crate::data::{Digits, LastBatch, LoaderOptions};
-    use crate::model::zoo::Mlp;
-    use crate::train::learning_rate::Decay;
-    use std::sync::Arc;
-
-    fn loader(options: LoaderOptions) -> Loader {
-        Loader::new(Arc::new(Digits::new(Split::Train, Default::default()).unwrap()), options).unwrap()
-    }
-
-    fn pipeline(micro_batches: usize) -> Pipeline {
-        let model = Mlp { hidden: vec![8], ..Mlp::default() }.model().unwrap();
-        let builder = Pipeline::builder(model).device(crate::engine::Device::Cpu).threads(1);
-        builder.balance([1, 1]).place("a,b").micro_batches(micro_batches).build().unwrap()
-    }
-
-    fn options(epochs: u64, steps_max: Option<u64>) -> TrainOptions {
-        TrainOptions { epochs, steps_max, ..TrainOptions::default() }
-    }
-
-    #[test]
-    fn the_summary_agrees_with_the_events() {
-        let mut pipeline = pipeline(4);
-        let test = loader(LoaderOptions::testing(500));
-        let trainer =
-            Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), Some(test), options(3, Some(20)))
-                .unwrap();
-        assert_eq!(trainer.steps(), 20);
-        let (mut losses, mut epochs, mut tests) = (Vec::new(), 0, 0);
-        let summary = trainer
-            .run(&mut |event: &Event<'_>| {
-                match event {
-                    Event::StepDone(done) => {
-                        assert_eq!(done.step, losses.len() as u64);
-                        losses.push(done.outcome.loss);
-                    }
-                    Event::TestStepDone { .. } => tests += 1,
-                    Event::EpochDone(_) => epochs += 1,
-                    Event::Captured { .. } | Event::Saved { .. } | Event::WeightsExploding { .. } => {
-                        panic!("unexpected {event:?}")
-                    }
-                }
-                Ok(())
-            })
-            .unwrap();
-        // 14 steps, then the 6 that are left; 3 test batches after each.
-        assert_eq!((losses.len(), epochs, tests), (20, 2, 6));
-        assert_eq!(summary.epochs.iter().map(|e| e.steps).collect::<Vec<_>>(), [14, 6]);
-        let mean = losses[14..].iter().sum::<f64>() / 6.0;
-        assert!((summary.epochs[1].train_loss - mean).abs() < 1e-12);
-        assert_eq!((summary.steps, summary.warm_up_steps), (20, 2));
-        assert!(summary.samples_per_s_median.is_some_and(|rate| rate > 0.0));
-        assert_eq!(
-            summary.links.iter().map(|l| (&l.from[..], &l.to[..])).collect::<Vec<_>>(),
-            [("a", "b"), ("b", "a")]
-        );
-        // Every step, training or testing, sends each micro-batch once; only training sends gradients back.
-        assert_eq!((summary.links[0].messages, summary.links[1].messages), (26 * 4, 20 * 4));
-        // 100 rows of 8 values in each direction. Tests count in the traffic of the run, and not in that of a step.
-        assert_eq!(summary.links.iter().map(|link| link.bytes_per_step).collect::<Vec<_>>(), [3200.0; 2]);
-        assert!(summary.links[0].payload_bytes > 20 * 3200 && summary.links[1].payload_bytes == 20 * 3200);
-        assert!(summary.links.iter().all(|link| link.delivered_bytes_per_s.is_none()), "threads have no link");
-        assert!(summary.workers.iter().all(|w| w.phases_s["forward"] > 0.0 && w.peak_bytes > 0 && w.steps_s > 0.0));
-    }
-
-    #[test]
-    fn batches_with_fewer_rows_than_micro_batches_are_refused_before_the_first_step() {
-        let mut pipeline = pipeline(40);
-        // 1437 % 100 = 37 rows would be left for the last batch.
-        let kept = LoaderOptions { last: LastBatch::Keep, ..LoaderOptions::training(100, 0) };
-        let error = Trainer::new(&mut pipeline, loader(kept), None, options(1, None)).err().unwrap();
-        assert!(matches!(error, TrainError::TooFewRows { micro_batches: 40, rows: 37 }), "{error}");
-        assert!(Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, options(1, None)).is_ok());
-    }
-
-    /// Reports travel as JSON, which has no NaN; a loss of NaN once arrived as 0 and training went on.
-    #[test]
-    fn a_loss_of_nan_ends_the_run() {
-        let mut pipeline = pipeline(2);
-        pipeline.set_learning_rate(1e30);
-        let trainer =
-            Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, options(1, None)).unwrap();
-        let error = trainer.run(&mut |_: &Event<'_>| Ok(()));
-        assert!(matches!(error, Err(TrainError::Diverged { .. })), "{:?}", error.map(|summary| summary.epochs));
-    }
-
-    /// The trainer once overwrote the rate that the pipeline was built with.
-    #[test]
-    fn the_schedule_multiplies_the_pipelines_learning_rate_and_leaves_it_as_it_is() {
-        let mut pipeline = pipeline(2);
-        pipeline.set_learning_rate(0.04);
-        let linear = TrainOptions { rate_schedule: Decay::Linear.into(), ..options(1, Some(4)) };
-        let trainer = Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, linear).unwrap();
-        let mut rates = Vec::new();
-        trainer
-            .run(&mut |event: &Event<'_>| {
-                if let Event::StepDone(done) = event {
-                    rates.push(done.learning_rate);
-                }
-                Ok(())
-            })
-            .unwrap();
-        assert_eq!(rates, [0.04, 0.04 * 0.75, 0.04 * 0.5, 0.04 * 0.25]);
-        assert_eq!(pipeline.learning_rate(), 0.04);
-    }
 
     #[test]
     fn exploding_weights_are_reported_once() {
         let mut warning = ExplosionWarning::default();
         let reported = [None, Some(1e6), Some(f64::NAN), Some(1.1e6), None, Some(1e15)].map(|max| warning.check(max));
         assert_eq!(reported, [None, None, None, Some(1.1e6), None, None]);
-    }
-
-    #[test]
-    fn an_observer_that_fails_ends_the_run() {
-        let mut pipeline = pipeline(1);
-        let trainer =
-            Trainer::new(&mut pipeline, loader(LoaderOptions::training(100, 0)), None, options(1, None)).unwrap();
-        let mut seen = 0;
-        let error = trainer.run(&mut |_: &Event<'_>| {
-            seen += 1;
-            Err(std::io::Error::other("disk full"))
-        });
-        assert!(matches!(error, Err(TrainError::Observer(_))));
-        assert_eq!(seen, 1);
     }
 }

@@ -5,7 +5,7 @@
 pub mod soundness;
 
 use distgpipe::engine::{self, Autocast, Layout, Precision, Stream};
-use distgpipe::model::layer::{PassMode, Role};
+use distgpipe::model::layer::PassMode;
 use distgpipe::model::zoo::{AmoebaNetD, MobileNetV2, ResNet, Roberta, UNet, Vgg13};
 use distgpipe::runtime::partition::{Partition, PartitionOptions};
 use distgpipe::tch::{no_grad, Device, Kind, Tensor};
@@ -150,7 +150,7 @@ impl OneDevice {
         own: Range<usize>,
         schedule: Schedule,
     ) -> (f64, Tensors) {
-        self.partition.parameters().for_each(engine::clear_grad);
+        self.partition.trained().for_each(|(_, parameter)| engine::clear_grad(parameter));
         let rows = MicroBatches::split(batch.rows(), micro_batches).unwrap();
         let mut order: Vec<MicroBatchId> = rows.ids().filter(|m| own.contains(&m.index())).collect();
         if schedule == Schedule::GPipe {
@@ -173,8 +173,7 @@ impl OneDevice {
             losses.insert(m, f64::try_from(&loss).unwrap() * range.len() as f64);
             (loss * rows.share(m)).backward();
         }
-        let parameters = self.partition.tensors().filter(|(spec, _)| spec.role == Role::Parameter);
-        let gradients = parameters.map(|(spec, t)| (spec.name.clone(), t.grad().copy())).collect();
+        let gradients = self.partition.trained().map(|(spec, t)| (spec.name.clone(), t.grad().copy())).collect();
         soundness::assert_gradients_moderate(&format!("{} on one device", self.name), &gradients);
         (losses.values().sum::<f64>() / batch.rows() as f64, gradients)
     }
@@ -184,6 +183,11 @@ impl OneDevice {
         sgd(&mut self.partition, gradients, memory, learning_rate);
         soundness::assert_parameters_moderate(&format!("{} on one device", self.name), &self.state());
         self.step += 1;
+    }
+
+    /// Excludes parameters from training, as `requires_grad = False` does.
+    pub fn freeze(&mut self, frozen: &[String]) {
+        self.partition.freeze(|name| frozen.iter().any(|frozen| frozen == name)).unwrap();
     }
 
     pub fn discard_norms(&mut self) {

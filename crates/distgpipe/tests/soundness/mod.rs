@@ -7,7 +7,7 @@
 #![allow(dead_code)] // Each test program uses some of these.
 
 use distgpipe::tch::{Kind, Tensor};
-use distgpipe::train::Event;
+use distgpipe::train::{Event, RunControl, TrainError};
 use distgpipe::{Batch, Pipeline};
 use std::collections::BTreeMap;
 
@@ -38,8 +38,10 @@ pub fn assert_pipeline_sound(what: &str, losses: &[f64], pipeline: &mut Pipeline
 }
 
 /// An observer of a trainer that gathers the loss of each step.
-pub fn losses_into(losses: &mut Vec<f64>) -> impl FnMut(&Event<'_>) -> std::io::Result<()> + '_ {
-    |event| {
+pub fn losses_into(
+    losses: &mut Vec<f64>,
+) -> impl FnMut(&Event<'_>, &mut RunControl<'_>) -> Result<(), TrainError> + '_ {
+    |event, _| {
         if let Event::StepDone(done) = event {
             losses.push(done.outcome.loss);
         }

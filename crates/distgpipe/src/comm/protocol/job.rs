@@ -8,6 +8,7 @@ use crate::failure::Fault;
 use crate::model::loss::Loss;
 use crate::model::ModelSpec;
 use crate::runtime::optimizer::Optim;
+use crate::runtime::parameter_groups::ParameterGroup;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::{check, evaluate_plan, Mode, Plan, PlanParseError, Request, ScheduleError};
 use distgpipe_core::WorkerId;
@@ -31,6 +32,12 @@ pub struct Job {
     pub seed: u64,
     /// The optimizer and its settings.
     pub optim: Optim,
+    /// The parameters that have their own learning rate or weight decay.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<ParameterGroup>,
+    /// Patterns of the parameters that are not trained; see [`crate::runtime::parameter_groups`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
     /// The loss that the worker of the last partition computes.
     pub loss: Loss,
     /// The codecs of the links between workers.

@@ -217,7 +217,8 @@ impl Pipeline {
         }
         let rule = self.model.update_rule(self.optim);
         let slots = rule.slots();
-        let parameters = tensors.filter(|(_, spec)| spec.role == Role::Parameter);
+        let trained = |spec: &TensorSpec| spec.role == Role::Parameter && !self.parsed_groups.freezes(&spec.name);
+        let parameters = tensors.filter(|(_, spec)| trained(spec));
         parameters.flat_map(|(worker, spec)| slots.iter().map(move |slot| (worker, slot.spec(&spec)))).collect()
     }
 }

@@ -81,8 +81,7 @@ impl BuiltWorker {
 
     /// Everything that the optimizer keeps for the parameters of this worker.
     fn optimizer_slots(&self) -> impl Iterator<Item = OptimizerTensor<'_>> {
-        let tensors = self.stage.partitions.values().flat_map(Partition::tensors);
-        let parameters = tensors.filter(|(spec, _)| spec.role == Role::Parameter);
+        let parameters = self.stage.partitions.values().flat_map(Partition::trained);
         let slots = self.optimizer.slots().iter();
         parameters.enumerate().flat_map(move |(index, (spec, parameter))| {
             slots.clone().map(move |&slot| OptimizerTensor { index, slot, parameter, spec: slot.spec(spec) })

@@ -6,7 +6,6 @@ use crate::comm::status::Activity;
 use crate::comm::traffic::Traffic;
 use crate::engine;
 use crate::failure::{Failure, Fault};
-use crate::model::layer::Role;
 use crate::runtime::clipping::{scale_gradients, squared_norms, AfterBackward, F64Bits};
 use crate::runtime::divergence::{is_check_due, parameter_max};
 use crate::runtime::partition::Partition;
@@ -122,8 +121,7 @@ impl BuiltWorker {
             AfterBackward::Update { learning_rate } => report.parameter_max = self.update_parameters(learning_rate)?,
             AfterBackward::ReportNorms => {
                 self.deferred_step = Some(step.number);
-                let tensors = self.stage.partitions.values().flat_map(Partition::tensors);
-                let parameters = tensors.filter(|(spec, _)| spec.role == Role::Parameter);
+                let parameters = self.stage.partitions.values().flat_map(Partition::trained);
                 report.squared_norms = squared_norms(parameters.map(|(spec, tensor)| (spec.name.as_str(), tensor)))?;
             }
         }
@@ -148,8 +146,8 @@ impl BuiltWorker {
     /// Updates the parameters and clears their gradients. Returns the largest magnitude among the new parameters, if it
     /// is time to check them.
     fn update_parameters(&mut self, learning_rate: f64) -> Result<Option<F64Bits>, Fault> {
-        let parameters = self.stage.partitions.values().flat_map(Partition::parameters);
-        self.optimizer.step(parameters, learning_rate)?;
+        let parameters = self.stage.partitions.values().flat_map(Partition::trained);
+        self.optimizer.step(parameters.map(|(_, parameter)| parameter), learning_rate)?;
         self.clear_gradients();
         self.updates += 1;
         let max = if is_check_due(self.updates) { parameter_max(self.parameters())? } else { None };
@@ -160,8 +158,9 @@ impl BuiltWorker {
         self.parameters().for_each(engine::clear_grad);
     }
 
+    /// The parameters that this worker trains.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
-        self.stage.partitions.values().flat_map(Partition::parameters)
+        self.stage.partitions.values().flat_map(Partition::trained).map(|(_, parameter)| parameter)
     }
 
     /// Waits until the links have sent everything, so that the report has the traffic of the whole step. This delays no

@@ -12,12 +12,16 @@ use crate::train::Progress;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
 
 /// Suffix of a checkpoint that is being written.
 const PARTIAL: &str = ".partial";
+/// The file with the name of the best checkpoint.
+const BEST: &str = "best";
+/// The longest content of that file that is read.
+const BEST_BYTES_MAX: u64 = 64;
 /// Suffix of a checkpoint that another one of the same step replaces.
 const OLD: &str = ".old";
 
@@ -87,6 +91,57 @@ impl Checkpoints {
         Ok((None, damaged))
     }
 
+    /// The best checkpoint, which a run with [`TrainOptions::best`](crate::TrainOptions::best) has marked.
+    pub fn best(&self) -> Result<Option<Checkpoint>, CheckpointError> {
+        self.best_step()?.map(|step| Checkpoint::open(&self.path(step))).transpose()
+    }
+
+    /// The step of the best checkpoint.
+    fn best_step(&self) -> Result<Option<u64>, CheckpointError> {
+        let (path, mut text) = (self.directory.join(BEST), String::new());
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened.map_err(on_disk("opening", &path))?,
+        };
+        file.take(BEST_BYTES_MAX).read_to_string(&mut text).map_err(on_disk("reading", &path))?;
+        step_of(text.trim()).map(Some).ok_or_else(|| CheckpointError::Corrupt {
+            path,
+            expected: format!("the name of a checkpoint, such as {}", name_of(120)),
+            got: format!("`{}`", text.trim().escape_debug()),
+        })
+    }
+
+    /// Marks a checkpoint as the best, so that it is kept, and removes the one that was the best before if it is beyond
+    /// those to keep.
+    pub fn mark_best(&self, step: u64) -> Result<(), CheckpointError> {
+        let (path, partial) = (self.directory.join(BEST), self.directory.join(format!(".{BEST}{PARTIAL}")));
+        let mut file = File::create(&partial).map_err(on_disk("creating", &partial))?;
+        let written = writeln!(file, "{}", name_of(step)).and_then(|()| file.sync_all());
+        written.map_err(on_disk("writing", &partial))?;
+        fs::rename(&partial, &path).map_err(on_disk("renaming", &path))?;
+        sync_directory(&self.directory)?;
+        self.prune(step)
+    }
+
+    /// Removes the mark of the best checkpoint, but not the checkpoint.
+    pub fn unmark_best(&self) -> Result<(), CheckpointError> {
+        let path = self.directory.join(BEST);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(on_disk("removing", &path)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the oldest checkpoints beyond those to keep, of which `newest` is one. The best one stays.
+    fn prune(&self, newest: u64) -> Result<(), CheckpointError> {
+        let best = self.best_step()?;
+        let beyond = self.steps()?.into_iter().filter(|&step| step <= newest).skip(self.keep);
+        for step in beyond.filter(|step| Some(*step) != best) {
+            remove_if_there(&self.path(step))?;
+        }
+        Ok(())
+    }
+
     /// Renames the checkpoints of later steps to `unused-…`. A run that resumes from an earlier one reaches these steps
     /// again, and must not count them among those it keeps.
     pub fn retire_after(&self, step: u64) -> Result<(), CheckpointError> {
@@ -95,10 +150,14 @@ impl Checkpoints {
             remove_if_there(&aside)?;
             fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
         }
+        if self.best_step()?.is_some_and(|best| best > step) {
+            self.unmark_best()?;
+        }
         Ok(())
     }
 
-    /// Saves a pipeline and the progress of its run, then removes the oldest checkpoints beyond those to keep. Resets the
+    /// Saves a pipeline and the progress of its run, then removes the oldest checkpoints beyond those to keep, except for
+    /// the [best](Self::best). Resets the
     /// pipeline's codecs; see [`Pipeline::reset_codecs`]. Returns the checkpoint's folder.
     ///
     /// Fails without harm to earlier checkpoints if a parameter is not finite, or if an update is in progress.
@@ -119,9 +178,7 @@ impl Checkpoints {
         write_manifest(&partial, pipeline, progress, settings)?;
         sync_directory(&partial)?;
         let path = self.publish(&partial, progress.step)?;
-        for step in self.steps()?.into_iter().filter(|&step| step < progress.step).skip(self.keep - 1) {
-            remove_if_there(&self.path(step))?;
-        }
+        self.prune(progress.step)?;
         Ok(path)
     }
 
@@ -174,6 +231,8 @@ fn write_manifest(
         model: pipeline.model().spec.clone(),
         seed: pipeline.seed(),
         optim: pipeline.optim(),
+        groups: pipeline.parameter_groups().to_vec(),
+        frozen: pipeline.frozen().to_vec(),
         update_rule: own_rule(pipeline),
         batches_trained: pipeline.batches_trained(),
         progress: progress.clone(),

@@ -1,10 +1,11 @@
 //! Computes the figures of epochs and of a run from the outcomes of steps.
 
-use super::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunSummary, WorkerSummary};
+use super::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
 use crate::driver::pipeline::{Pipeline, StepOutcome, StepWait};
 use crate::runtime::trace::{Phase, PhaseTimes};
+use crate::train::control::Evaluation;
 use crate::train::events::StepDone;
 use crate::train::metrics::ClassCounts;
 use distgpipe_core::schedule::Plan;
@@ -59,6 +60,16 @@ impl EpochTotals {
 
     fn accuracy(&self) -> Option<f64> {
         self.correct.map(|correct| self.per_row(correct as f64))
+    }
+
+    pub fn evaluation(&self) -> Evaluation {
+        Evaluation {
+            rows: self.rows,
+            loss: self.loss(),
+            accuracy: self.accuracy(),
+            f1: self.f1(),
+            matthews: self.matthews(),
+        }
     }
 
     pub fn summary(&self, epoch: u64, test: Option<EpochTotals>) -> EpochSummary {
@@ -124,6 +135,8 @@ impl SummaryBuilder {
         };
         let summary = RunSummary {
             epochs: Vec::new(),
+            end: RunEnd::Complete,
+            best: None,
             resumed_at,
             steps: 0,
             warm_up_steps,
@@ -209,8 +222,8 @@ impl SummaryBuilder {
         }
     }
 
-    pub fn finish(mut self, epochs: Vec<EpochSummary>, seconds: f64) -> RunSummary {
-        (self.summary.epochs, self.summary.seconds) = (epochs, seconds);
+    pub fn finish(mut self, seconds: f64) -> RunSummary {
+        self.summary.seconds = seconds;
         for (worker, phases) in self.summary.workers.iter_mut().zip(&self.phases) {
             worker.phases_s = Phase::ALL.iter().map(|&phase| (phase.name(), phases.of(phase) as f64 / 1e9)).collect();
         }

@@ -1,0 +1,99 @@
+//! What an observer can do to the run that it observes.
+
+use crate::data::Loader;
+use crate::driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
+use crate::train::summary::EpochTotals;
+use crate::train::trainer::TrainError;
+use crate::train::weights::{Entry, SafetensorsWriter};
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::time::Instant;
+use tch::Tensor;
+
+/// Control over a run, for its observers: stops it, and evaluates, predicts and reads the model between two steps.
+///
+/// Nothing here changes what the run computes: not its random streams, not the state of its codecs, and not the gradients
+/// of an update in progress.
+pub struct RunControl<'a> {
+    pub(super) pipeline: &'a mut Pipeline,
+    pub(super) stop: &'a mut bool,
+}
+
+/// The figures of an evaluation over all batches of a loader.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Evaluation {
+    /// Rows that were evaluated.
+    pub rows: usize,
+    /// Mean loss over the rows.
+    pub loss: f64,
+    /// Fraction of rows classified correctly; absent for losses without classes.
+    pub accuracy: Option<f64>,
+    /// F1: of class 1 where there are two classes, else the mean over the classes.
+    pub f1: Option<f64>,
+    /// The Matthews correlation of predicted and actual classes.
+    pub matthews: Option<f64>,
+}
+
+impl RunControl<'_> {
+    /// Ends the run early, without an error. The trainer finishes the update in progress, skips what is left of a test,
+    /// writes a last checkpoint if it writes any, and returns the summary. A later run can resume from that checkpoint.
+    pub fn stop(&mut self) {
+        *self.stop = true;
+    }
+
+    /// Loss and score of one batch; see [`Pipeline::evaluate`].
+    pub fn evaluate(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
+        self.pipeline.evaluate(batch)
+    }
+
+    /// Loss and scores over all batches of a loader.
+    pub fn evaluate_all(&mut self, loader: &Loader) -> Result<Evaluation, TrainError> {
+        let totals = evaluate_all(self.pipeline, loader, |_, _| Ok(ControlFlow::Continue(())))?;
+        Ok(totals.evaluation())
+    }
+
+    /// The model's output for one batch of inputs; see [`Pipeline::predict`].
+    pub fn predict(&mut self, inputs: Vec<Tensor>) -> Result<Tensor, StepError> {
+        self.pipeline.predict(inputs)
+    }
+
+    /// Copies of all parameters and buffers, by name; see [`Pipeline::state`].
+    pub fn state(&mut self) -> Result<BTreeMap<String, Tensor>, StepError> {
+        self.pipeline.state()
+    }
+
+    /// Writes all parameters and buffers to a safetensors file, tensor by tensor.
+    pub fn save_weights(&mut self, path: &Path) -> Result<(), TrainError> {
+        let specs = self.pipeline.state_specs();
+        let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
+        let mut writer = SafetensorsWriter::create(path, entries, &BTreeMap::new())?;
+        self.pipeline.state_each(|_, tensor| writer.write(&tensor).map_err(TrainError::from))?;
+        Ok(writer.finish()?)
+    }
+
+    /// The pipeline that is trained.
+    pub fn pipeline(&self) -> &Pipeline {
+        self.pipeline
+    }
+}
+
+/// Evaluates the batches of a loader, until `each`, which is called after every batch, breaks.
+pub(super) fn evaluate_all(
+    pipeline: &mut Pipeline,
+    loader: &Loader,
+    mut each: impl FnMut(&mut Pipeline, &StepOutcome) -> Result<ControlFlow<()>, TrainError>,
+) -> Result<EpochTotals, TrainError> {
+    let mut totals = EpochTotals::new(loader.data().classes());
+    let mut requested = Instant::now();
+    for batch in loader.epoch(0) {
+        let outcome = pipeline.evaluate(&batch?)?;
+        totals.add(&outcome, requested.elapsed().as_secs_f64());
+        if each(pipeline, &outcome)?.is_break() {
+            break;
+        }
+        requested = Instant::now();
+    }
+    Ok(totals)
+}
