@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks what a release needs beyond tests: packages, documentation without libtorch, features, dependencies, oldest Rust. One line for
-# each check, the output of those that fail, and a non-zero exit status if one did.
+# Checks what a release needs beyond tests: packages, documentation without libtorch, features, a project of `distgpipe new`, dependencies,
+# oldest Rust. One line for each check, the output of those that fail, and a non-zero exit status if one did.
 # Needs libtorch (`make setup`) and the network: the first time, it builds cargo-deny into target/tools (about a minute).
-# usage: scripts/check-packaging.sh [CHECK ...]     all of them unless named: package doc-only features deny msrv
+# usage: scripts/check-packaging.sh [CHECK ...]     all of them unless named: package doc-only features project deny msrv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,6 +49,45 @@ features() {
     cargo test --locked -p distgpipe --no-default-features --lib -- data::
 }
 
+# A project of `distgpipe new`, as its user has it: cargo finds libtorch and builds it without a warning, and it trains with threads, with a
+# worker process, and with a worker that was started by hand, to the same figures. Its profile is ours, and it is built with the LIBTORCH
+# of this repository: torch-sys would be built again for another path. What the project's own configuration sets is checked alone.
+project() {
+    local app=$target/debug/my-app address found
+    rustfmt --check --edition 2021 --config-path "$root" crates/distgpipe-cli/template/{main,build}.rs
+    cargo build --locked --bin distgpipe
+    env -u LIBTORCH "$target/debug/distgpipe" new "$work/my-app"
+    mkdir -p "$work/print/src"
+    printf '[package]\nname = "print"\nedition = "2021"\n' >"$work/print/Cargo.toml"
+    printf 'fn main() {\n    println!("{}", env!("LIBTORCH"));\n}\n' >"$work/print/src/main.rs"
+    cd "$work/my-app"
+    found=$(env -u LIBTORCH cargo run --quiet --offline --manifest-path "$work/print/Cargo.toml" --target-dir "$work/print/target")
+    if [ "$found" != "$PWD/.libtorch" ] || [ ! -f "$found/lib/libtorch_cpu.so" ]; then
+        echo "expected LIBTORCH to be $PWD/.libtorch, a link to libtorch, got $found" >&2
+        return 1
+    fi
+    export LIBTORCH=${LIBTORCH:-$root/.libtorch}
+    # The lock file of the repository has more packages, so this one changes it.
+    cargo run --offline >"$work/threads" 2>"$work/build" || { cat "$work/build" "$work/threads"; return 1; }
+    cat "$work/build" "$work/threads"
+    if grep -q '^warning' "$work/build"; then
+        echo "expected a project that builds without warnings" >&2
+        return 1
+    fi
+    [ -s model.safetensors ] || { echo "expected it to save model.safetensors" >&2; return 1; }
+    grep -Eq '^epoch 8: loss 0\.[0-9]+, accuracy (0\.9[0-9]*|1\.000)$' "$work/threads" || { echo "expected it to learn" >&2; return 1; }
+    "$app" processes | diff "$work/threads" -
+    export DISTGPIPE_TOKEN=00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff
+    mkfifo "$work/said"
+    "$app" worker --listen 127.0.0.1:0 --once >"$work/said" &
+    worker=$!
+    # Also where the driver fails before it connects.
+    trap 'kill "$worker" 2>/dev/null || true' EXIT
+    read -r _ address <"$work/said"
+    "$app" "$address" | diff "$work/threads" -
+    wait "$worker"
+}
+
 # Licences, duplicate versions and sources, by deny.toml. Not advisories: their database may be out of reach.
 deny() {
     local tools=$target/tools/cargo-deny-$deny_version
@@ -67,12 +106,12 @@ msrv() {
 }
 
 checks=("${@:-}")
-[ -n "${checks[0]}" ] || checks=(package doc-only features deny msrv)
+[ -n "${checks[0]}" ] || checks=(package doc-only features project deny msrv)
 failed=()
 for check in "${checks[@]}"; do
     case $check in
-        package | doc-only | features | deny | msrv) ;;
-        *) echo "unknown check \`$check\`: expected package, doc-only, features, deny or msrv" >&2 && exit 2 ;;
+        package | doc-only | features | project | deny | msrv) ;;
+        *) echo "unknown check \`$check\`: expected package, doc-only, features, project, deny or msrv" >&2 && exit 2 ;;
     esac
     began=$SECONDS
     # Not as the condition of an `if`, where `set -e` has no effect: a check must end at the first command that fails.

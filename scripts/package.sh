@@ -35,7 +35,7 @@ for name in distgpipe-core distgpipe distgpipe-cli; do
     expected=(LICENSE-APACHE LICENSE-MIT README.md)
     case $name in
         distgpipe) expected+=(data/digits.bin data/README.md) ;;
-        distgpipe-cli) mapfile -t -O ${#expected[@]} expected < <(cd crates/distgpipe-cli && ls recipes/*.toml) ;;
+        distgpipe-cli) mapfile -t -O ${#expected[@]} expected < <(cd crates/distgpipe-cli && ls recipes/*.toml template/*) ;;
     esac
     for file in "${expected[@]}"; do
         [ -s "$unpacked/$name-$version/$file" ] || wrong "$name" "expected it to contain $file, but it does not"

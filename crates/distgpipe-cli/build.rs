@@ -7,6 +7,8 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     if let Some(lib) = std::env::var_os("DEP_DISTGPIPE_ENGINE_LIBTORCH_LIB") {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.to_string_lossy());
+        // For `distgpipe new`.
+        println!("cargo:rustc-env=DISTGPIPE_LIBTORCH_LIB={}", lib.to_string_lossy());
     }
     recipes();
 }

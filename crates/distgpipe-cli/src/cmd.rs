@@ -5,6 +5,7 @@ pub mod codecs;
 pub mod data;
 pub mod demo;
 pub mod models;
+pub mod new;
 pub mod recipe;
 pub mod schedule;
 pub mod train;

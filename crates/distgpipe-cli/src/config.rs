@@ -28,10 +28,11 @@ use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::report::{self, log};
 use crate::weights::{Fitted, Missing};
+use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::protocol::REPLICAS_MAX;
 use distgpipe::comm::timeouts::Timeouts;
-use distgpipe::data::{LoadPass, Loader};
+use distgpipe::data::Loader;
 use distgpipe::driver::builder::{BuildError, Builder};
 use distgpipe::train::TrainOptions;
 use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
@@ -167,7 +168,7 @@ impl RunConfig {
         })?;
         if let Some(weights) = &self.weights {
             weights.notes.iter().for_each(|note| report::note(note));
-            weights.load(&mut pipeline)?;
+            weights.load(&mut pipeline).context("--weights")?;
         }
         Ok(pipeline)
     }
@@ -211,8 +212,7 @@ impl RunConfig {
                 let micro_batches = plan::micro_batches(flags, self.plan.as_ref());
                 let all = micro_batches.saturating_mul(flags.replicas.unwrap_or(1)).max(1);
                 let rows = (flags.batch.unwrap_or(1) / all).max(1);
-                let rows: Vec<usize> = (0..rows.min(self.train.data().len())).collect();
-                let sample = self.train.data().batch(&rows, LoadPass::new(flags.seed.unwrap_or_default(), 0))?;
+                let sample = self.train.sample(rows)?;
                 let BalanceOptions { by, memory_limit_bytes, link } = self.balance_options;
                 builder.auto_balance_with(AutoBalance {
                     objective: by,

@@ -88,7 +88,7 @@ pub fn open(
     flags: &TrainFlags,
     input: &[SampleShape],
     part: Split,
-) -> anyhow::Result<Arc<dyn Dataset>> {
+) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
     let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
     let images = Images { name, input, part, layout };
@@ -133,7 +133,7 @@ pub fn threads(flags: &TrainFlags) -> anyhow::Result<usize> {
     }
 }
 
-fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::Result<Arc<dyn Dataset>> {
+fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     let name = match task {
         Task::Rte => DataName::Rte,
         Task::Cola => DataName::Cola,
@@ -163,7 +163,12 @@ fn setting(model: &Model, name: &str) -> Option<i64> {
     model.spec.as_ref().and_then(|spec| spec.settings.get(name)?.as_i64())
 }
 
-fn synthetic(flags: &TrainFlags, model: &Model, output: &SampleShape, part: Split) -> anyhow::Result<Arc<dyn Dataset>> {
+fn synthetic(
+    flags: &TrainFlags,
+    model: &Model,
+    output: &SampleShape,
+    part: Split,
+) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     let rows = flags.samples.unwrap_or(SAMPLES);
     let target = match output.dims[..] {
         [classes] => Target::Class(usize::try_from(classes).unwrap_or(0)),
@@ -196,12 +201,15 @@ struct Images<'a> {
 }
 
 impl Images<'_> {
-    fn of<S: ImageSource + 'static>(&self, source: Result<S, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {
+    fn of<S: ImageSource + 'static>(&self, source: Result<S, DataError>) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
         opened(self.name, source.and_then(|source| ImageSet::for_input(source, self.input, self.part, self.layout)))
     }
 }
 
-fn opened<D: Dataset + 'static>(name: DataName, set: Result<D, DataError>) -> anyhow::Result<Arc<dyn Dataset>> {
+fn opened<D: Dataset + Sync + 'static>(
+    name: DataName,
+    set: Result<D, DataError>,
+) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     Ok(Arc::new(set.map_err(data_error(name))?))
 }
 
@@ -217,7 +225,7 @@ fn data_error(name: DataName) -> impl Fn(DataError) -> anyhow::Error {
     }
 }
 
-fn limited(data: Arc<dyn Dataset>, flag: &str, rows: Option<usize>) -> anyhow::Result<Arc<dyn Dataset>> {
+fn limited(data: Arc<dyn Dataset + Sync>, flag: &str, rows: Option<usize>) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     match rows {
         Some(0) => Err(usage(format!("{flag} 0: use 1 or more rows"))),
         Some(rows) => Ok(Arc::new(Subset::new(data, rows))),

@@ -34,6 +34,7 @@ Start here:
   distgpipe demo                            split learning in two processes, in half a minute
   distgpipe train --partitions 2            train a small network on two threads
   distgpipe schedule --partitions 4 --draw  draw a schedule
+  distgpipe new my-app                      a Rust project with layers and data of its own
   distgpipe train --help                    all flags of a training run
 
 Exit status: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."
@@ -62,6 +63,8 @@ enum Command {
     Codecs(cmd::codecs::CodecsArgs),
     /// Reproduce published experiments, and compare the results with the published figures
     Recipe(cmd::recipe::RecipeArgs),
+    /// Create a Rust project that trains with the library
+    New(cmd::new::NewArgs),
     /// Wait for a driver that has the token, and run the partitions it assigns
     Worker(cmd::worker::WorkerArgs),
 }
@@ -80,6 +83,7 @@ fn main() {
         Command::Balance(args) => cmd::balance::run(&args),
         Command::Codecs(args) => cmd::codecs::run(&args),
         Command::Recipe(args) => cmd::recipe::run(args),
-        Command::Worker(args) => cmd::worker::run(&args),
+        Command::New(args) => cmd::new::run(&args),
+        Command::Worker(args) => cmd::worker::run(args),
     })
 }

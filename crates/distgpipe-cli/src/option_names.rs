@@ -43,6 +43,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("LoaderOptions::batch_rows", "--batch"),
     ("LoaderOptions::seed", "--seed"),
     ("LoaderOptions::threads", "--loader-threads"),
+    ("Pipeline::load_partial", "--init-missing"),
     ("Pipeline::set_clip_norm", "--clip-norm"),
     ("Pipeline::set_learning_rate", "--lr"),
     ("ProfileOptions::device", "--device"),

@@ -1,14 +1,14 @@
 //! Checkpoints: stop a run, then resume it under another cut, with the losses it would have had.
 
 use distgpipe::prelude::*;
-use std::{error::Error, path::Path, sync::Arc};
+use std::{error::Error, path::Path};
 
 /// Trains to step `until`, from the newest checkpoint in the folder if there is one. Returns the loss of the last step.
 fn train(folder: &Path, balance: &[usize], until: u64) -> Result<f64, Box<dyn Error>> {
     let mut pipeline =
         Pipeline::builder(Mlp::default().model()?).balance(balance.to_vec()).micro_batches(4).threads(1).build()?;
     let digits = Digits::new(Split::Train, Default::default())?;
-    let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
+    let loader = Loader::new(digits, LoaderOptions::training(64, 0))?;
     let checkpoints = Checkpoints::open(folder, 2)?;
     let options = TrainOptions { epochs: 10, steps_max: Some(until), ..TrainOptions::default() };
     let mut trainer = Trainer::new(&mut pipeline, loader, None, options)?.save_to(

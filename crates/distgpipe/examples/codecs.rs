@@ -1,7 +1,7 @@
 //! Codecs: compress activations and gradients on the links, and see what each link carried.
 
 use distgpipe::prelude::*;
-use std::{error::Error, sync::Arc};
+use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
     for (forward, backward) in [("raw", "raw"), ("tile:4", "tile:4"), ("sort:8", "f16")] {
@@ -13,7 +13,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             .codecs(codecs)
             .build()?;
         let digits = Digits::new(Split::Train, Default::default())?;
-        let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
+        let loader = Loader::new(digits, LoaderOptions::training(64, 0))?;
         let mut last = None;
         for epoch in 0..3 {
             for batch in loader.epoch(epoch) {

@@ -2,7 +2,7 @@
 
 use distgpipe::prelude::*;
 use distgpipe::tch::Tensor;
-use std::{error::Error, f64::consts::TAU, sync::Arc};
+use std::{error::Error, f64::consts::TAU};
 
 const ARMS: usize = 3;
 
@@ -53,14 +53,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         .optimizer(Optim::adam())
         .learning_rate(0.01)
         .build()?;
-    let train = Loader::new(Arc::new(Spiral::new(3000)), LoaderOptions::training(100, 0))?;
-    let test = Loader::new(Arc::new(Spiral::new(1000)), LoaderOptions::testing(1000))?;
+    let train = Loader::new(Spiral::new(3000), LoaderOptions::training(100, 0))?;
+    let test = Loader::new(Spiral::new(1000), LoaderOptions::testing(300))?;
     for epoch in 0..5 {
         for batch in train.epoch(epoch) {
             pipeline.train_step(&batch?)?;
         }
-        let all = test.epoch(0).next().ok_or("no test data")??;
-        println!("epoch {epoch}: accuracy {:.3}", pipeline.evaluate(&all)?.accuracy().unwrap_or(0.0));
+        println!("epoch {epoch}: accuracy {:.3}", pipeline.evaluate_all(&test)?.accuracy.unwrap_or(0.0));
     }
     Ok(())
 }

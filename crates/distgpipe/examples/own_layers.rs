@@ -42,16 +42,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Model::new(layers.to_vec(), vec![SampleShape::float(&[1, 8, 8])]);
     let pipeline = Pipeline::builder(model).balance([1, 1, 1]).place("a,b,a");
     let mut pipeline = pipeline.micro_batches(4).learning_rate(0.1).build()?;
-    let digits = |split| Digits::new(split, Default::default()).map(Arc::new);
+    let digits = |split| Digits::new(split, Default::default());
     let train = Loader::new(digits(Split::Train)?, LoaderOptions::training(64, 0))?;
-    let test = Loader::new(digits(Split::Test)?, LoaderOptions::testing(360))?;
+    let test = Loader::new(digits(Split::Test)?, LoaderOptions::testing(100))?;
     for epoch in 0..8 {
         for batch in train.epoch(epoch) {
             pipeline.train_step(&batch?)?;
         }
-        let whole = test.epoch(0).next().ok_or("no test data")??;
-        let tested = pipeline.evaluate(&whole)?;
-        println!("epoch {epoch}: accuracy {:.3}", tested.accuracy().unwrap_or(0.0));
+        let tested = pipeline.evaluate_all(&test)?;
+        println!("epoch {epoch}: accuracy {:.3}", tested.accuracy.unwrap_or(0.0));
     }
     Ok(())
 }

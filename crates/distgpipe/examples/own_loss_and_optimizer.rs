@@ -2,7 +2,7 @@
 
 use distgpipe::prelude::*;
 use distgpipe::tch::{Kind, Tensor};
-use std::{error::Error, sync::Arc};
+use std::error::Error;
 
 /// Focal loss: cross entropy that gives less weight to rows which are already classified well.
 struct FocalLoss {
@@ -49,16 +49,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     let model = Mlp::default().model()?;
     let model = model.with_loss(FocalLoss { gamma: 2.0 }).with_optimizer(Lion { beta1: 0.9, beta2: 0.99 });
     let mut pipeline = Pipeline::builder(model).balance([2, 2]).micro_batches(4).learning_rate(3e-4).build()?;
-    let digits = |split| Digits::new(split, Default::default()).map(Arc::new);
+    let digits = |split| Digits::new(split, Default::default());
     let train = Loader::new(digits(Split::Train)?, LoaderOptions::training(64, 0))?;
-    let test = Loader::new(digits(Split::Test)?, LoaderOptions::testing(360))?;
+    let test = Loader::new(digits(Split::Test)?, LoaderOptions::testing(100))?;
     for epoch in 0..5 {
         for batch in train.epoch(epoch) {
             pipeline.train_step(&batch?)?;
         }
-        let all = test.epoch(0).next().ok_or("no test data")??;
-        let outcome = pipeline.evaluate(&all)?;
-        println!("epoch {epoch}: loss {:.3}, accuracy {:.3}", outcome.loss, outcome.accuracy().unwrap_or(0.0));
+        let tested = pipeline.evaluate_all(&test)?;
+        println!("epoch {epoch}: loss {:.3}, accuracy {:.3}", tested.loss, tested.accuracy.unwrap_or(0.0));
     }
     Ok(())
 }

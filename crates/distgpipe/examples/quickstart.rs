@@ -1,7 +1,6 @@
 //! Trains a small network on handwritten digits, cut into three partitions on two workers.
 
 use distgpipe::prelude::*;
-use std::sync::Arc;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pipeline = Pipeline::builder(Mlp::default().model()?)
@@ -12,7 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .recompute(Recompute::Never)
         .build()?;
     let digits = Digits::new(Split::Train, Default::default())?;
-    let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
+    let loader = Loader::new(digits, LoaderOptions::training(64, 0))?;
     for epoch in 0..5 {
         for batch in loader.epoch(epoch) {
             println!("loss {:.3}", pipeline.train_step(&batch?)?.loss);

@@ -1,66 +1,79 @@
-//! Workers in other processes, with a model of your own: one program is both driver and worker.
+//! Workers in other processes, with layers of your own: one program is both driver and worker.
 //!
-//! Run it without arguments to start the workers on this host and train. To use other machines, run
-//! `remote_workers serve 0.0.0.0:7000` on each, and give the driver `Workers::Remote` with their addresses and token.
+//! ```text
+//! remote_workers                                              trains with a worker process on this host
+//! remote_workers worker --listen 0.0.0.0:7000 --expose        on another machine: prints its token
+//! DISTGPIPE_TOKEN=… remote_workers HOST:7000                  trains with that worker
+//! ```
 
 use distgpipe::prelude::*;
-use distgpipe::zoo::ModelError;
-use distgpipe::{ServeOptions, Server, StuckPolicy, Token};
+use distgpipe::tch::Tensor;
+use distgpipe::zoo::{self, ModelError};
 use std::{error::Error, sync::Arc};
 
-/// Builds the model that a driver asks for. Driver and workers share this function, so a worker can build your own layers.
-fn build(spec: &ModelSpec) -> Result<Model, ModelError> {
+/// y = cos(W x): name, inputs, outputs.
+struct Cosine(&'static str, i64, i64);
+
+impl Layer for Cosine {
+    fn name(&self) -> &str {
+        self.0
+    }
+
+    fn tensors(&self) -> Vec<TensorSpec> {
+        vec![TensorSpec::parameter(format!("{}.weight", self.0), &[self.2, self.1], Init::fan_in(self.1))]
+    }
+
+    fn shapes(&self, _: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+        Ok(vec![SampleShape::float(&[self.2])])
+    }
+
+    fn forward(
+        &self,
+        tensors: &mut LayerTensors<'_>,
+        x: Vec<Tensor>,
+        _: &mut Context<'_>,
+    ) -> Result<Vec<Tensor>, Fault> {
+        Ok(vec![x[0].f_flatten(1, -1)?.f_linear(tensors.next(), None::<&Tensor>)?.f_cos()?])
+    }
+}
+
+/// Builds a model by its spec. The driver and every worker call this function, so a worker can build your own layers.
+fn models(spec: &ModelSpec) -> Result<Model, ModelError> {
     match spec.name.as_str() {
-        "digits" => Ok(Mlp { hidden: vec![96, 96], ..Mlp::default() }.model()?.with_spec(spec.clone())),
-        other => Err(ModelError::Unknown { got: other.to_owned() }),
-    }
-}
-
-fn worker(listen: &str, token: Token, expose: bool) -> Result<(), Box<dyn Error>> {
-    distgpipe::tune_allocator();
-    let server = Server::bind(ServeOptions {
-        expose,
-        once: !expose,
-        models: build,
-        on_stuck: StuckPolicy::ExitProcess,
-        ..ServeOptions::new(listen.parse()?, token)
-    })?;
-    println!("listening {}", server.address()?);
-    Ok(server.run(|| false, |event| eprintln!("{event:?}"))?)
-}
-
-fn driver() -> Result<(), Box<dyn Error>> {
-    let workers = WorkerProgram { program: std::env::current_exe()?, arguments: vec!["child".to_owned()] };
-    let model = build(&ModelSpec { name: "digits".to_owned(), settings: serde_json::Value::Null })?;
-    let mut pipeline = Pipeline::builder(model)
-        .balance([1, 1, 1])
-        .place("client,server,client")
-        .workers(Workers::Processes(workers))
-        .micro_batches(4)
-        .build()?;
-    let digits = Digits::new(Split::Train, Default::default())?;
-    let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
-    for epoch in 0..3 {
-        let mut loss = f64::NAN;
-        for batch in loader.epoch(epoch) {
-            loss = pipeline.train_step(&batch?)?.loss;
+        "cosines" => {
+            let layers = [Cosine("in", 64, 96), Cosine("mid", 96, 96), Cosine("out", 96, 10)];
+            let layers = layers.map(|layer| Arc::new(layer) as Arc<dyn Layer>).to_vec();
+            Ok(Model::new(layers, vec![SampleShape::float(&[1, 8, 8])]).with_spec(spec.clone()))
         }
-        println!("epoch {epoch}: loss {loss:.3}");
+        _ => zoo::build(spec),
     }
-    Ok(())
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [] => driver(),
-        // The driver writes the token to the standard input of the processes it starts.
-        ["child"] => worker("127.0.0.1:0", std::io::stdin().lines().next().ok_or("no token")??.parse()?, false),
-        ["serve", address] => {
-            let token = Token::random()?;
-            println!("token {token}");
-            worker(address, token, true)
+    // Turns a process that was started as a worker into one, and returns here in the driver.
+    distgpipe::worker_mode(models);
+    let workers = match std::env::args().nth(1) {
+        Some(address) => {
+            let token = std::env::var("DISTGPIPE_TOKEN").map_err(|_| "set DISTGPIPE_TOKEN to the worker's token")?;
+            Workers::Remote { addresses: vec![address], token: token.parse()? }
         }
-        _ => Err("usage: remote_workers [serve ADDRESS]".into()),
+        None => Workers::processes(),
+    };
+    let mut pipeline = Pipeline::builder(models(&ModelSpec::new("cosines"))?)
+        .balance([1, 1, 1])
+        .place("client,server,client")
+        .workers(workers)
+        .micro_batches(4)
+        .optimizer(Optim::adam())
+        .build()?;
+    let train = Loader::new(Digits::new(Split::Train, Default::default())?, LoaderOptions::training(64, 0))?;
+    let test = Loader::new(Digits::new(Split::Test, Default::default())?, LoaderOptions::testing(100))?;
+    for epoch in 0..3 {
+        for batch in train.epoch(epoch) {
+            pipeline.train_step(&batch?)?;
+        }
+        let tested = pipeline.evaluate_all(&test)?;
+        println!("epoch {epoch}: loss {:.3}, accuracy {:.3}", tested.loss, tested.accuracy.unwrap_or(0.0));
     }
+    Ok(())
 }

@@ -6,6 +6,7 @@
 //! - [`food101`]: Food-101, as unpacked from its archive
 //! - [`glue`]: GLUE's RTE and CoLA, tokenized by [`tokens`]
 //! - [`synthetic`]: generated data for any model's input, for training or benchmarks
+//! - [`tensors`]: tensors in memory
 //!
 //! A data set returns the rows it is asked for; the [`Loader`] decides which rows make which batch. [`image`] has the
 //! preprocessing of images.
@@ -23,6 +24,7 @@ mod loader;
 mod pass;
 mod subset;
 pub mod synthetic;
+pub mod tensors;
 #[cfg_attr(not(feature = "tokenizers"), path = "data/tokens_off.rs")]
 pub mod tokens;
 
@@ -35,6 +37,7 @@ pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
 pub use pass::LoadPass;
 pub use subset::Subset;
 pub use synthetic::Synthetic;
+pub use tensors::TensorDataset;
 pub use tokens::Tokens;
 
 use crate::driver::pipeline::Batch;
@@ -43,6 +46,7 @@ use crate::model::layer::SampleShape;
 use md5::{Digest, Md5};
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// A part of a data set. The two parts share no rows and never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,8 +161,12 @@ impl From<tch::TchError> for DataError {
     }
 }
 
-/// A data set: rows that any thread can read in any order. `examples/own_dataset.rs` shows how to write one.
-pub trait Dataset: Send + Sync {
+/// A data set: rows that can be read in any order. `examples/own_dataset.rs` shows how to write one.
+///
+/// A data set moves to the threads of its loader, so it must be `Send`. It need not be `Sync`, so it may hold tensors: the
+/// loader asks for one batch at a time. If a data set is `Sync`, an `Arc` of it is a data set too, which several loaders
+/// can share.
+pub trait Dataset: Send {
     /// The number of rows.
     fn len(&self) -> usize;
 
@@ -178,6 +186,28 @@ pub trait Dataset: Send + Sync {
     /// # Errors
     /// If a row does not exist or cannot be loaded.
     fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError>;
+}
+
+impl<D: Dataset + Sync + ?Sized> Dataset for Arc<D> {
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    fn is_empty(&self) -> bool {
+        (**self).is_empty()
+    }
+
+    fn classes(&self) -> Option<usize> {
+        (**self).classes()
+    }
+
+    fn input(&self) -> &[SampleShape] {
+        (**self).input()
+    }
+
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
+        (**self).batch(rows, pass)
+    }
 }
 
 /// Checks that all rows exist.

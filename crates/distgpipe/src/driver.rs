@@ -7,3 +7,4 @@ pub mod pipeline;
 pub mod profile;
 pub mod serve;
 mod wiring;
+pub mod worker_mode;

@@ -40,6 +40,15 @@ pub enum Fault {
     /// The model cannot be built, or its layers do not fit together.
     #[error("the model is not valid: {0}")]
     InvalidModel(#[source] BoxError),
+    /// A remote worker cannot build the model of its job, because it does not know its name.
+    #[error(
+        "expected a model that this worker knows, got `{got}`: layers of your own need a worker of your own program: call \
+         `distgpipe::worker_mode(models)` first in its `main`, with a function that builds `{got}`, and start `PROGRAM worker` here"
+    )]
+    UnknownModel {
+        /// The name of the model.
+        got: String,
+    },
     /// The settings of the run contradict each other, or are out of range. A remote worker checks those it receives.
     #[error("{setting} is not valid: {source}")]
     InvalidJob {

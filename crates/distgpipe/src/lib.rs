@@ -6,7 +6,6 @@
 //!
 //! ```
 //! use distgpipe::prelude::*;
-//! use std::sync::Arc;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let mut pipeline = Pipeline::builder(Mlp::default().model()?)
@@ -16,7 +15,7 @@
 //!     .schedule(Schedule::OneFOneB)
 //!     .build()?;
 //! let digits = Digits::new(Split::Train, Default::default())?;
-//! let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0))?;
+//! let loader = Loader::new(digits, LoaderOptions::training(64, 0))?;
 //! for batch in loader.epoch(0).take(3) {
 //!     let outcome = pipeline.train_step(&batch?)?;
 //!     println!("loss {:.3}, {:.1} samples/s", outcome.loss, outcome.rows as f64 / outcome.seconds);
@@ -34,12 +33,13 @@
 //! | use a model or data set that comes with the crate | [`zoo`], [`data`] |
 //! | write your own layer, loss, optimizer or data set | [`Layer`], [`LossFunction`], [`UpdateRule`], [`Dataset`] |
 //! | compress what crosses links | [`CodecPolicy`], [`CodecSpec`] |
-//! | run workers in other processes or on other machines | [`Workers`], [`Server`] |
+//! | evaluate, predict, save and load weights | [`Pipeline::evaluate_all`], [`Pipeline::predict`], [`Pipeline::save`], [`Pipeline::load`] |
+//! | run workers in other processes or on other machines | [`Workers`], [`worker_mode`] |
 //!
 //! # The host process
 //!
-//! The library prints nothing and never exits its host, unless a [`Server`] uses
-//! [`StuckPolicy::ExitProcess`]. It installs a counting allocator in front of libtorch's CPU allocator when the first
+//! The library prints nothing and never exits its host, unless the host is a worker: [`worker_mode`] ends a process that was
+//! started as one, and a [`Server`] does with [`StuckPolicy::ExitProcess`]. It installs a counting allocator in front of libtorch's CPU allocator when the first
 //! pipeline starts, to report the peak memory of each worker. It does not change malloc's settings:
 //! [`tune_allocator`] does, and a binary that trains on a CPU should call it first.
 //!
@@ -78,6 +78,7 @@ pub use driver::builder::{BuildError, Builder};
 pub use driver::launch::{WorkerProgram, Workers};
 pub use driver::pipeline::{Batch, Pipeline, StepError, StepLink, StepOutcome, StepWait};
 pub use driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
+pub use driver::worker_mode::worker_mode;
 pub use engine::{tune_allocator, Device, Devices, Precision};
 pub use failure::{Failure, Fault};
 pub use model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};

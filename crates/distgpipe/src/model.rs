@@ -7,7 +7,9 @@ pub mod zoo;
 
 use crate::model::layer::{Layer, Role, SampleShape, ShapeError, SkipShapes};
 use crate::model::loss::{Loss, LossFunction};
+use crate::model::zoo::ModelError;
 use crate::runtime::optimizer::{Optim, UpdateRule};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -19,6 +21,31 @@ pub struct ModelSpec {
     pub name: String,
     /// The model's settings, as its type serializes them.
     pub settings: serde_json::Value,
+}
+
+impl ModelSpec {
+    /// The spec of a model without settings.
+    pub fn new(name: impl Into<String>) -> Self {
+        ModelSpec { name: name.into(), settings: serde_json::Value::Null }
+    }
+
+    /// The spec of a model with settings, such as a struct that derives `Serialize`.
+    ///
+    /// # Errors
+    /// If the settings cannot be written as JSON.
+    pub fn with_settings(name: impl Into<String>, settings: &impl Serialize) -> Result<Self, ModelError> {
+        let name = name.into();
+        let settings = serde_json::to_value(settings).map_err(|e| ModelError::settings(&name, e.to_string()))?;
+        Ok(ModelSpec { name, settings })
+    }
+
+    /// The settings, as [`with_settings`](Self::with_settings) was given them.
+    ///
+    /// # Errors
+    /// If they are not settings of this type.
+    pub fn settings<T: DeserializeOwned>(&self) -> Result<T, ModelError> {
+        serde_json::from_value(self.settings.clone()).map_err(|e| ModelError::settings(&self.name, e.to_string()))
+    }
 }
 
 /// A flat list of layers. It holds no tensors, so cloning is cheap.
@@ -50,12 +77,12 @@ pub struct LayerSummary {
 }
 
 impl Model {
-    /// A model of your own layers. Set [`Model::spec`] to run it on remote workers.
+    /// A model of your own layers. To run it in other processes, give it a [spec](Self::with_spec).
     pub fn new(layers: Vec<Arc<dyn Layer>>, input: Vec<SampleShape>) -> Self {
         Model { layers, input, spec: None, loss: None, update_rule: None }
     }
 
-    /// Sets the spec by which other processes build this model.
+    /// Sets the spec by which other processes build this model; see [`worker_mode`](crate::worker_mode).
     pub fn with_spec(mut self, spec: ModelSpec) -> Self {
         self.spec = Some(spec);
         self

@@ -1,6 +1,6 @@
 //! What most programs need, in one import: `use distgpipe::prelude::*;`.
 
-pub use crate::data::{DataError, Dataset, Digits, LoadPass, Loader, LoaderOptions, Split};
+pub use crate::data::{DataError, Dataset, Digits, LoadPass, Loader, LoaderOptions, Split, TensorDataset};
 pub use crate::zoo::Mlp;
 pub use crate::{
     Batch, Builder, Checkpoints, CodecPolicy, CodecSpec, Context, Device, Event, Failure, Fault, Init, Layer,

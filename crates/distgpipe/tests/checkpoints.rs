@@ -79,7 +79,7 @@ fn assert_resumes_anywhere(
     let whole = run(builder(), options.clone(), Some((&checkpoints, 1)), None);
     let steps = checkpoints.steps().unwrap();
     assert_eq!(steps.first(), whole.losses.keys().last().map(|last| last + 1).as_ref(), "{name}: the end is saved");
-    let every: &[u64] = if options.accumulate == 2 { &[8, 7, 5, 4, 2] } else { &[8, 7, 6, 5, 4, 3, 2, 1] };
+    let every: &[u64] = if options.accumulate == 2 { &[9, 7, 5, 4, 2] } else { &[8, 7, 6, 5, 4, 3, 2, 1] };
     assert_eq!(steps, every, "{name}: one for each update, which ends with its epoch");
     for step in steps {
         let checkpoint = Checkpoint::open(&folder.join(format!("step-{step:08}"))).unwrap();
@@ -100,7 +100,7 @@ fn assert_resumes_anywhere(
             epochs.map(|e| (e.steps, e.train_loss.to_bits(), e.train_accuracy.map(f64::to_bits))).collect()
         };
         assert_eq!(figures(&rest), figures(&whole), "{name}: the epochs' figures after step {step}");
-        assert_eq!((rest.summary.resumed_at, rest.summary.steps), (Some(step), 8 - step));
+        assert_eq!((rest.summary.resumed_at, rest.summary.steps), (Some(step), whole.losses.len() as u64 - step));
     }
 }
 
@@ -234,7 +234,7 @@ fn weights_that_are_not_finite_are_not_checkpointed() {
     before.load(&mut pipeline).unwrap();
     let name = "layers.1.weight".to_owned();
     let wrong = pipeline.state().unwrap()[&name].full_like(f64::NAN);
-    pipeline.load(&BTreeMap::from([(name.clone(), wrong)])).unwrap();
+    pipeline.load_state(&BTreeMap::from([(name.clone(), wrong)])).unwrap();
     let mut progress = before.manifest().progress.clone();
     progress.step = 6;
     let refused = checkpoints.save(&mut pipeline, &progress, &Default::default()).unwrap_err();

@@ -77,7 +77,7 @@ fn a_small_mobilenet_trains_on_digits_through_every_codec() {
     let rest = TrainOptions { epochs: 3, rate_schedule: Decay::Cosine.into(), ..TrainOptions::default() };
     let accuracies = CODECS.map(|codec| {
         let mut pipeline = pipeline(&model, balance, codec, 0.01, 0);
-        pipeline.load(&state).unwrap();
+        pipeline.load_state(&state).unwrap();
         learn(&mut pipeline, &model, rest.clone(), 1)
     });
     assert_close("MobileNetV2", &accuracies, 0.9);

@@ -60,7 +60,7 @@ fn pipeline(weights: &BTreeMap<String, Tensor>) -> Pipeline {
         .learning_rate(0.0)
         .build()
         .unwrap();
-    pipeline.load(weights).unwrap();
+    pipeline.load_state(weights).unwrap();
     pipeline
 }
 
@@ -205,7 +205,7 @@ fn check(file: &str) -> Vec<f64> {
         .learning_rate(0.0)
         .build()
         .unwrap();
-    pipeline.load(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
+    pipeline.load_state(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
     let allowed = |output: &str| TIMES * facts[output].as_f64().unwrap();
 
     let output = pipeline.predict(inputs.iter().map(Tensor::shallow_clone).collect()).unwrap();
@@ -389,7 +389,7 @@ fn clipped_and_smoothed_steps_are_those_of_pytorch() {
         let builder =
             Pipeline::builder(model).device(engine::Device::Cpu).threads(1).place("a,b,c").micro_batches(3).loss(loss);
         let mut pipeline = builder.optimizer(Optim::sgd(0.9)).learning_rate(rate).build().unwrap();
-        pipeline.load(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
+        pipeline.load_state(&specs.iter().map(|spec| (spec.name.clone(), weight(seed, spec))).collect()).unwrap();
         pipeline.set_clip_norm(Some(number("norm_max")));
         let near = |what: &str, got: &[f64], expected: &Value| {
             let (gap, gap_relative) = deviation(&Tensor::from_slice(got), &Tensor::from_slice(&floats(expected)));

@@ -160,7 +160,7 @@ fn evaluation_and_prediction_are_those_of_one_pipeline() {
     let mut one = replicas(&subject, 1, "one").build().unwrap();
     many.capture_next();
     losses.push(many.train_step(&subject.batch(12, 2)).unwrap().loss);
-    one.load(&many.state().unwrap()).unwrap();
+    one.load_state(&many.state().unwrap()).unwrap();
     soundness::assert_pipeline_sound("three replicas", &losses, &mut one, &subject.batch(12, 0));
     for rows in [1, 2, 3, 4, 7, 12] {
         let batch = subject.batch(rows, 9);
@@ -237,7 +237,7 @@ fn a_run_resumes_with_another_number_of_replicas() {
     soundness::assert_pipeline_sound("unet", &on, &mut first, &subject.batch(12, 0));
     for (count, micro_batches) in [(2, 3), (3, 2), (1, 6)] {
         let mut other = build(count, micro_batches);
-        other.load(&state).unwrap();
+        other.load_state(&state).unwrap();
         other.load_optimizer_from(&names, |name| Ok::<_, StepError>(memory[name].copy())).unwrap();
         other.set_batches_trained(learned);
         for (n, expected) in (3..6).zip(&on) {

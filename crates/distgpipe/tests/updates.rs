@@ -187,7 +187,7 @@ fn clipping_does_not_hide_a_gradient_that_is_not_finite() {
         let mut state = pipeline.state().unwrap();
         let _ = state["layers.0.weight"].select(1, 0).fill_(0.0);
         state.insert("layers.3.weight".to_owned(), &state["layers.3.weight"] * 1e4);
-        pipeline.load(&state).unwrap();
+        pipeline.load_state(&state).unwrap();
         pipeline.set_clip_norm(norm_max);
         let row = batch(1, 0);
         let with = |value: f64| {

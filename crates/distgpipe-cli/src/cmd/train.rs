@@ -124,7 +124,7 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     }
     let summary = summary.map_err(unwrapped)?;
     // Saved before the report, but its error is raised after it, so that log and figures are not lost.
-    let saved = config.flags.save.as_ref().map(|path| crate::weights::save(path, &config.model, &mut pipeline));
+    let saved = config.flags.save.as_ref().map(|path| crate::weights::save(path, &mut pipeline));
     // Ends the workers first, so that their messages come before the report.
     drop(pipeline);
     note_end(config, &summary);
@@ -226,6 +226,6 @@ fn headline(config: &RunConfig, model: &str, balance: &[usize], placed: &[String
             None | Some(1) => String::new(),
             Some(replicas) => format!(", in {replicas} replicas"),
         },
-        units::count(config.train.data().len() as u64),
+        units::count(config.train.data_rows() as u64),
     )
 }

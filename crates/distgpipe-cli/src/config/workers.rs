@@ -3,20 +3,13 @@
 use crate::args::TrainFlags;
 use crate::cmd::worker::given_token;
 use crate::exit::usage;
-use anyhow::Context;
-use distgpipe::{WorkerProgram, Workers};
+use distgpipe::Workers;
 
 /// The workers that `--workers` names. `count` includes this process and all replicas.
 pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
     let addresses: Vec<String> = match flags.workers.as_deref().unwrap_or("threads") {
         "threads" => return Ok(Workers::Threads),
-        "processes" => {
-            let program = std::env::current_exe().context("--workers processes: finding the path of this program")?;
-            return Ok(Workers::Processes(WorkerProgram {
-                program,
-                arguments: vec!["worker".to_owned(), "--child".to_owned()],
-            }));
-        }
+        "processes" => return Ok(Workers::processes()),
         addresses => addresses.split(',').map(|address| address.trim().to_owned()).collect(),
     };
     if let Some(wrong) = addresses.iter().find(|address| !address.contains(':')) {

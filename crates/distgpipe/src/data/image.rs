@@ -369,9 +369,9 @@ mod tests {
         use crate::data::{Loader, LoaderOptions, Subset};
         use std::sync::Arc;
         // Without the image that cannot be decoded.
-        let data: Arc<dyn Dataset> = Arc::new(few(Split::Train, Layout::ChannelsLast));
+        let data = Arc::new(few(Split::Train, Layout::ChannelsLast));
         let loader = |threads| {
-            let data = Arc::new(Subset::new(data.clone(), 3));
+            let data = Subset::new(data.clone(), 3);
             Loader::new(data, LoaderOptions { threads, ..LoaderOptions::training(1, 9) }).unwrap()
         };
         let images =

@@ -12,9 +12,10 @@
 use super::{DataError, Dataset, LoadPass};
 use crate::driver::pipeline::Batch;
 use crate::engine::{self, Stream};
+use crate::model::layer::SampleShape;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{sync_channel, Receiver};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 /// How many loaded batches are queued for the trainer.
@@ -68,41 +69,67 @@ impl LoaderOptions {
 /// Makes batches from a data set.
 #[derive(Clone)]
 pub struct Loader {
-    data: Arc<dyn Dataset>,
+    /// One batch is loaded at a time, so that a data set need not be `Sync`. The threads of a [`LoadPass`] share the batch.
+    data: Arc<Mutex<dyn Dataset>>,
+    /// The size of the data set, its classes and its input, which can be asked for while a batch is being loaded.
+    data_rows: usize,
+    classes: Option<usize>,
+    input: Vec<SampleShape>,
     options: LoaderOptions,
 }
 
 impl Loader {
-    /// A loader for a data set.
+    /// A loader for a data set. For two loaders of one data set, give each a clone of an `Arc` of it.
     ///
     /// # Errors
     /// If an epoch would have no batch.
-    pub fn new(data: Arc<dyn Dataset>, options: LoaderOptions) -> Result<Self, DataError> {
+    pub fn new(data: impl Dataset + 'static, options: LoaderOptions) -> Result<Self, DataError> {
         let (rows, batch) = (data.len(), options.batch_rows);
         if batch == 0 || rows == 0 || (batch > rows && options.last == LastBatch::Drop) {
             return Err(DataError::BatchSize { rows, batch });
         }
-        Ok(Loader { data, options })
+        let (classes, input) = (data.classes(), data.input().to_vec());
+        Ok(Loader { data: Arc::new(Mutex::new(data)), data_rows: rows, classes, input, options })
     }
 
-    /// The data set.
-    pub fn data(&self) -> &dyn Dataset {
-        self.data.as_ref()
+    /// The number of rows in the data set.
+    pub fn data_rows(&self) -> usize {
+        self.data_rows
+    }
+
+    /// The number of classes in the data set; `None` if targets are not class numbers.
+    pub fn classes(&self) -> Option<usize> {
+        self.classes
+    }
+
+    /// The shapes of one row's input tensors.
+    pub fn input(&self) -> &[SampleShape] {
+        &self.input
+    }
+
+    /// The first rows of the data set, at most so many, as they are in epoch 0: a sample for
+    /// [`Builder::auto_balance`](crate::Builder::auto_balance).
+    ///
+    /// # Errors
+    /// If a row cannot be loaded.
+    pub fn sample(&self, rows: usize) -> Result<Batch, DataError> {
+        let rows: Vec<usize> = (0..rows.min(self.data_rows)).collect();
+        load(&self.data, &rows, LoadPass::new(self.options.seed, 0))
     }
 
     /// The number of batches in an epoch.
     pub fn batches(&self) -> usize {
         match self.options.last {
-            LastBatch::Drop => self.data.len() / self.options.batch_rows,
-            LastBatch::Keep => self.data.len().div_ceil(self.options.batch_rows),
+            LastBatch::Drop => self.data_rows / self.options.batch_rows,
+            LastBatch::Keep => self.data_rows.div_ceil(self.options.batch_rows),
         }
     }
 
     /// The number of rows in the smallest batch of an epoch.
     pub fn rows_min(&self) -> usize {
         match self.options.last {
-            LastBatch::Keep if !self.data.len().is_multiple_of(self.options.batch_rows) => {
-                self.data.len() % self.options.batch_rows
+            LastBatch::Keep if !self.data_rows.is_multiple_of(self.options.batch_rows) => {
+                self.data_rows % self.options.batch_rows
             }
             _ => self.options.batch_rows,
         }
@@ -110,7 +137,7 @@ impl Loader {
 
     /// The rows of each batch of an epoch.
     pub fn rows(&self, epoch: u64) -> Vec<Vec<usize>> {
-        let mut rows: Vec<usize> = (0..self.data.len()).collect();
+        let mut rows: Vec<usize> = (0..self.data_rows).collect();
         if self.options.order == Order::Shuffled {
             Stream::new(self.options.seed).named("order of rows").at(epoch).shuffle(&mut rows);
         }
@@ -137,8 +164,7 @@ impl Loader {
             engine::attach_thread(1, 0);
             let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told);
             for rows in plan {
-                let samples = rows.iter().map(|&row| row as u64).collect();
-                let batch = data.batch(&rows, pass).map(|batch| Batch { samples, ..batch });
+                let batch = load(&data, &rows, pass);
                 // The receiver is gone: the epoch was dropped.
                 if send.send(batch).is_err() {
                     return;
@@ -151,6 +177,14 @@ impl Loader {
         };
         Epoch { receive: Some(receive), thread, failed, given_up, left }
     }
+}
+
+/// Loads a batch. The lock is held for this batch alone, so an epoch that waits for its trainer blocks no other epoch.
+fn load(data: &Mutex<dyn Dataset>, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
+    // A data set that panicked in an earlier epoch gets its next chance: `batch` does not change it.
+    let data = data.lock().unwrap_or_else(PoisonError::into_inner);
+    let samples = rows.iter().map(|&row| row as u64).collect();
+    Ok(Batch { samples, ..data.batch(rows, pass)? })
 }
 
 /// An iterator over the batches of an epoch, which are loaded ahead of time.
@@ -195,7 +229,6 @@ impl Drop for Epoch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::layer::SampleShape;
     use tch::Tensor;
 
     /// Row i holds the number i. Row 13 can be made to panic.
@@ -205,8 +238,8 @@ mod tests {
         input: Vec<SampleShape>,
     }
 
-    fn numbers(len: usize, unlucky: bool) -> Arc<dyn Dataset> {
-        Arc::new(Numbers { len, unlucky, input: vec![SampleShape::float(&[1])] })
+    fn numbers(len: usize, unlucky: bool) -> Numbers {
+        Numbers { len, unlucky, input: vec![SampleShape::float(&[1])] }
     }
 
     impl Dataset for Numbers {
@@ -300,5 +333,15 @@ mod tests {
         let mut epoch = unlucky.epoch(0);
         assert!(matches!(epoch.next(), Some(Err(DataError::LoaderPanicked))));
         assert!(epoch.next().is_none());
+    }
+
+    /// The lock of a data set must not be held by an epoch whose queue is full: the other epoch would wait forever.
+    #[test]
+    fn two_epochs_of_one_loader_run_side_by_side() {
+        let loader = Loader::new(numbers(1000, false), options(1, LastBatch::Drop)).unwrap();
+        let (mut waiting, other) = (loader.epoch(0), loader.epoch(1));
+        assert_eq!(other.map(|batch| batch.unwrap().rows()).sum::<usize>(), 1000);
+        assert_eq!(loader.sample(3).unwrap().samples, [0, 1, 2]);
+        assert!(waiting.next().unwrap().is_ok());
     }
 }

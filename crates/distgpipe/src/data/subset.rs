@@ -3,17 +3,16 @@
 use super::{check, DataError, Dataset, LoadPass};
 use crate::driver::pipeline::Batch;
 use crate::model::layer::SampleShape;
-use std::sync::Arc;
 
 /// Some rows of a data set, spread evenly, so that a data set sorted by class keeps all its classes.
-pub struct Subset {
-    data: Arc<dyn Dataset>,
+pub struct Subset<D> {
+    data: D,
     rows: usize,
 }
 
-impl Subset {
+impl<D: Dataset> Subset<D> {
     /// At most this many rows of a data set.
-    pub fn new(data: Arc<dyn Dataset>, rows_max: usize) -> Self {
+    pub fn new(data: D, rows_max: usize) -> Self {
         let rows = rows_max.min(data.len());
         Subset { data, rows }
     }
@@ -23,7 +22,7 @@ impl Subset {
     }
 }
 
-impl Dataset for Subset {
+impl<D: Dataset> Dataset for Subset<D> {
     fn len(&self) -> usize {
         self.rows
     }
@@ -46,10 +45,11 @@ impl Dataset for Subset {
 mod tests {
     use super::*;
     use crate::data::{Digits, Split};
+    use std::sync::Arc;
 
     #[test]
     fn rows_are_spread_over_the_whole_set() {
-        let digits: Arc<dyn Dataset> = Arc::new(Digits::new(Split::Test, Default::default()).unwrap());
+        let digits = Arc::new(Digits::new(Split::Test, Default::default()).unwrap());
         let pass = LoadPass::new(0, 0);
         let few = Subset::new(digits.clone(), 4);
         assert_eq!((few.len(), few.classes()), (4, Some(10)));

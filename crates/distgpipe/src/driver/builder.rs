@@ -84,7 +84,7 @@ pub enum BuildError {
         name: String,
     },
     /// The model has no specification from which another process could build it.
-    #[error("the model has no `Model::spec` from which another process could build it: run the workers as threads, or set the spec and give the server a function that builds it")]
+    #[error("the model has no `Model::spec` from which another process could build it: run the workers as threads, or name the model with `Model::with_spec` and give `distgpipe::worker_mode` a function that builds it")]
     NoModelSpec,
     /// [`Builder::plan`] was given a plan without backward passes.
     #[error("the plan is for evaluation: give `Builder::plan` one for training")]

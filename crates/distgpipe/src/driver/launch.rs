@@ -16,6 +16,7 @@ use crate::comm::transport::memory::Memory;
 use crate::comm::transport::tcp::{join_until, Connection};
 use crate::comm::transport::Outgoing;
 use crate::driver::wiring::{Links, LocalWorker, Remote};
+use crate::driver::worker_mode::{CHILD, WORKER};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
 use crate::model::Model;
@@ -34,6 +35,14 @@ use std::time::{Duration, Instant};
 /// How long threads, connections and processes may take to end before processes are killed.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
+/// Set in the environment of worker processes. A program that was started as a worker and starts workers itself does not
+/// call `worker_mode`, and its copies would start copies without end.
+const WORKER_PROCESS_VARIABLE: &str = "DISTGPIPE_WORKER_PROCESS";
+
+/// What a program that starts copies of itself must do.
+const CALL_WORKER_MODE: &str =
+    "a program that starts copies of itself must call `distgpipe::worker_mode` first in its `main`";
+
 /// Where the workers of a run are. Worker 0, which has the first partition, is always a thread of this process.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
@@ -41,9 +50,11 @@ pub enum Workers {
     /// Threads of this process.
     #[default]
     Threads,
-    /// Processes on this host, which start and end with the run.
+    /// Processes on this host, which start and end with the run; [`Workers::processes`] starts copies of this program.
     Processes(WorkerProgram),
-    /// Workers that already listen, on this host or others: a [`Server`](crate::driver::serve::Server) each.
+    /// Workers that already listen, on this host or others: `PROGRAM worker` of a program in
+    /// [`worker_mode`](crate::worker_mode), `distgpipe worker` for the models of the zoo, or a
+    /// [`Server`](crate::driver::serve::Server) each.
     Remote {
         /// The addresses of workers 1, 2, …, such as `10.0.0.2:7000`.
         addresses: Vec<String>,
@@ -53,6 +64,17 @@ pub enum Workers {
 }
 
 impl Workers {
+    /// Processes that are copies of this program, on this host. Its `main` must call [`worker_mode`](crate::worker_mode)
+    /// first: a copy is started with the arguments `worker --child`.
+    pub fn processes() -> Self {
+        // The path of a program that was replaced meanwhile does not lead to this program any more.
+        let path = std::env::current_exe().ok().filter(|path| path.exists());
+        Workers::Processes(WorkerProgram {
+            program: path.unwrap_or_else(|| PathBuf::from("/proc/self/exe")),
+            arguments: vec![WORKER.to_owned(), CHILD.to_owned()],
+        })
+    }
+
     /// The largest number of a run's workers on one host. Remote hosts are distinguished by their addresses; a loopback
     /// address is the driver's host, where worker 0 is.
     pub fn most_on_one_host(&self, members: usize) -> usize {
@@ -79,7 +101,8 @@ impl Workers {
 }
 
 /// The command that starts a worker process. The process must listen on a loopback port, print `listening ADDRESS` as the
-/// first line of its standard output, and read the token from its standard input, as `distgpipe worker --child` does.
+/// first line of its standard output, and read the token from its standard input, as a program in
+/// [`worker_mode`](crate::worker_mode) does.
 #[derive(Clone, Debug)]
 pub struct WorkerProgram {
     /// The program's path, or a name that is looked up in `PATH`.
@@ -273,6 +296,13 @@ impl WorkerSet {
         match workers {
             Workers::Threads => Ok((Vec::new(), None)),
             Workers::Processes(program) => {
+                if std::env::var_os(WORKER_PROCESS_VARIABLE).is_some() {
+                    let wrong = format!("this process was started as a worker itself: {CALL_WORKER_MODE}");
+                    return Err(failed_in("starting worker processes")(Fault::invalid_job(
+                        "`Builder::workers`",
+                        wrong,
+                    )));
+                }
                 let token = Token::random().map_err(failed_in("starting worker processes"))?;
                 let mut addresses = Vec::new();
                 for &worker in remote {
@@ -346,6 +376,7 @@ impl WorkerSet {
     fn spawn_process(&mut self, program: &WorkerProgram, token: &Token, limit: Duration) -> Result<String, Fault> {
         let mut child = Command::new(&program.program)
             .args(&program.arguments)
+            .env(WORKER_PROCESS_VARIABLE, "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -365,18 +396,15 @@ impl WorkerSet {
             // Reads on, so that the child never blocks on a full pipe.
             lines.for_each(drop);
         })?;
+        let silent = |got: String| Fault::protocol("`listening ADDRESS` on its standard output", got);
         match first_line.recv_timeout(limit) {
             Ok(Some(Ok(line))) => match line.strip_prefix("listening ") {
                 Some(address) => Ok(address.to_owned()),
-                None => Err(Fault::protocol(
-                    "`listening ADDRESS` on its standard output",
-                    format!("`{}`", printable(&line)),
-                )),
+                None => Err(silent(format!("`{}`: {CALL_WORKER_MODE}", printable(&line)))),
             },
-            Ok(_) => Err(Fault::protocol(
-                "`listening ADDRESS` on its standard output",
-                "the end of the output; see what it wrote to its standard error",
-            )),
+            Ok(_) => Err(silent(format!(
+                "the end of the output; see what it wrote to its standard error; {CALL_WORKER_MODE}"
+            ))),
             Err(_) => {
                 Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() })
             }

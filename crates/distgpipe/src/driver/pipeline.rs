@@ -335,9 +335,9 @@ impl Pipeline {
         self.collect(TensorSet::Captured)
     }
 
-    /// Loads parameters and buffers by name. Each worker receives only its own. Every name must be one of the model's;
-    /// tensors that are not named keep their values.
-    pub fn load(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), StepError> {
+    /// Sets parameters and buffers by name, as [`state`](Self::state) returns them. Each worker receives only its own. Every
+    /// name must be one of the model's; tensors that are not named keep their values.
+    pub fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), StepError> {
         for spec in self.state_specs() {
             if let Some(tensor) = state.get(&spec.name).filter(|tensor| tensor.size() != spec.dims) {
                 let why = format!("`{}` is {:?}, the model's is {:?}", spec.name, tensor.size(), spec.dims);

@@ -1,4 +1,5 @@
-//! A worker in a process of its own. It needs no configuration: a driver that shows the right token sends the job.
+//! A worker in a process of its own. It needs no configuration: a driver that shows the right token sends the job. For
+//! models of your own layers, it needs the function that builds them; [`worker_mode`](crate::worker_mode) takes it.
 
 mod busy;
 mod events;
@@ -203,7 +204,10 @@ impl Server {
         let spec = spec.ok_or_else(|| Fault::protocol("a job with a model specification", "one without"))?;
         let model = std::panic::catch_unwind(|| (self.options.models)(&spec))
             .map_err(|_| Fault::invalid_model(format!("building it panicked, with settings {}", spec.settings)))?
-            .map_err(Fault::invalid_model)?;
+            .map_err(|error| match error {
+                ModelError::Unknown { got } => Fault::UnknownModel { got },
+                other => Fault::invalid_model(other),
+            })?;
         session.start_stage(model)
     }
 

@@ -32,7 +32,6 @@ use crate::model::layer::{SampleShape, ShapeError};
 use crate::model::{Model, ModelSpec};
 use distgpipe_core::cut::{CutError, CutRule};
 use distgpipe_core::partition::Balance;
-use serde::de::DeserializeOwned;
 use serde::Serialize;
 
 /// Declares the models that can be built by name.
@@ -47,7 +46,7 @@ macro_rules! models {
         /// If the zoo has no such model, or the settings do not fit it.
         pub fn build(spec: &ModelSpec) -> Result<Model, ModelError> {
             match spec.name.as_str() {
-                $($name => parse::<$settings>($name, spec.settings.clone())?.model(),)*
+                $($name => spec.settings::<$settings>()?.model(),)*
                 other => Err(ModelError::Unknown { got: other.to_owned() }),
             }
         }
@@ -131,13 +130,10 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    fn settings(model: &str, why: impl Into<String>) -> Self {
+    /// Settings that do not fit the model.
+    pub fn settings(model: &str, why: impl Into<String>) -> Self {
         ModelError::Settings { model: model.to_owned(), why: why.into() }
     }
-}
-
-fn parse<T: DeserializeOwned>(model: &str, settings: serde_json::Value) -> Result<T, ModelError> {
-    serde_json::from_value(settings).map_err(|e| ModelError::settings(model, e.to_string()))
 }
 
 fn json(settings: &impl Serialize) -> serde_json::Value {

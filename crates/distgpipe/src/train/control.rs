@@ -2,13 +2,11 @@
 
 use crate::data::Loader;
 use crate::driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
-use crate::train::summary::EpochTotals;
+use crate::train::summary::Evaluation;
 use crate::train::trainer::TrainError;
 use crate::train::weights::{Entry, SafetensorsWriter};
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::time::Instant;
 use tch::Tensor;
 
 /// Control over a run, for its observers: stops it, and evaluates, predicts and reads the model between two steps.
@@ -18,22 +16,6 @@ use tch::Tensor;
 pub struct RunControl<'a> {
     pub(super) pipeline: &'a mut Pipeline,
     pub(super) stop: &'a mut bool,
-}
-
-/// The figures of an evaluation over all batches of a loader.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Evaluation {
-    /// Rows that were evaluated.
-    pub rows: usize,
-    /// Mean loss over the rows.
-    pub loss: f64,
-    /// Fraction of rows classified correctly; absent for losses without classes.
-    pub accuracy: Option<f64>,
-    /// F1: of class 1 where there are two classes, else the mean over the classes.
-    pub f1: Option<f64>,
-    /// The Matthews correlation of predicted and actual classes.
-    pub matthews: Option<f64>,
 }
 
 impl RunControl<'_> {
@@ -48,10 +30,9 @@ impl RunControl<'_> {
         self.pipeline.evaluate(batch)
     }
 
-    /// Loss and scores over all batches of a loader.
+    /// Loss and scores over all batches of a loader; see [`Pipeline::evaluate_all`].
     pub fn evaluate_all(&mut self, loader: &Loader) -> Result<Evaluation, TrainError> {
-        let totals = evaluate_all(self.pipeline, loader, |_, _| Ok(ControlFlow::Continue(())))?;
-        Ok(totals.evaluation())
+        self.pipeline.evaluate_all(loader)
     }
 
     /// The model's output for one batch of inputs; see [`Pipeline::predict`].
@@ -77,23 +58,4 @@ impl RunControl<'_> {
     pub fn pipeline(&self) -> &Pipeline {
         self.pipeline
     }
-}
-
-/// Evaluates the batches of a loader, until `each`, which is called after every batch, breaks.
-pub(super) fn evaluate_all(
-    pipeline: &mut Pipeline,
-    loader: &Loader,
-    mut each: impl FnMut(&mut Pipeline, &StepOutcome) -> Result<ControlFlow<()>, TrainError>,
-) -> Result<EpochTotals, TrainError> {
-    let mut totals = EpochTotals::new(loader.data().classes());
-    let mut requested = Instant::now();
-    for batch in loader.epoch(0) {
-        let outcome = pipeline.evaluate(&batch?)?;
-        totals.add(&outcome, requested.elapsed().as_secs_f64());
-        if each(pipeline, &outcome)?.is_break() {
-            break;
-        }
-        requested = Instant::now();
-    }
-    Ok(totals)
 }

@@ -39,6 +39,28 @@ pub struct EpochSummary {
     pub test_s: f64,
 }
 
+/// The figures of an evaluation over all batches of a loader.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Evaluation {
+    /// Rows that were evaluated.
+    pub rows: usize,
+    /// Batches that the rows came in.
+    pub batches: u64,
+    /// Mean loss over the rows.
+    pub loss: f64,
+    /// Fraction of rows classified correctly, from 0 to 1; absent if the loss is not about classes.
+    pub accuracy: Option<f64>,
+    /// Classes of the data.
+    pub classes: Option<usize>,
+    /// F1: of class 1 where there are two classes, else the mean over the classes.
+    pub f1: Option<f64>,
+    /// The Matthews correlation of predicted and actual classes.
+    pub matthews: Option<f64>,
+    /// Seconds, loading included.
+    pub seconds: f64,
+}
+
 /// A worker's figures over the measured steps.
 #[derive(Clone, Debug, Serialize)]
 pub struct WorkerSummary {

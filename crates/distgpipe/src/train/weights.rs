@@ -4,13 +4,20 @@
 //! | --- | --- |
 //! | [`safetensors`] | safetensors, read and written |
 //! | [`pth`] | the archive that `torch.save` writes, read only; nothing in it is executed |
+//! | `fit`, `names` | the comparison of a file with the model; what tensors are called in files |
+//! | `model_file` | [`Pipeline::save`](crate::Pipeline::save) and [`Pipeline::load`](crate::Pipeline::load) |
 //!
 //! [`open`] recognizes the format by the first bytes. A [`TensorSource`] knows the names, types and dimensions of all tensors and
 //! reads a tensor's elements on request, so a model larger than memory can be loaded piece by piece.
 
+mod fit;
+mod model_file;
+mod names;
 pub mod pth;
 pub mod safetensors;
 
+pub use fit::{fit, Fitted, Missing};
+pub use model_file::save;
 pub use safetensors::SafetensorsWriter;
 
 use crate::failure::Fault;
@@ -105,6 +112,34 @@ pub enum WeightsError {
         /// The tensor that was given.
         got: String,
     },
+    /// The tensors of the file are not those of the model.
+    #[error(
+        "{} does not fit the model: check the model's settings, or rename the tensors; with `Pipeline::load_partial`, tensors that \
+         are missing and last-layer tensors of another shape keep their initial values:\n{mismatches}",
+        file.display()
+    )]
+    Mismatch {
+        /// The file that does not fit.
+        file: PathBuf,
+        /// A line for each kind of mismatch, with the names of the tensors.
+        mismatches: String,
+    },
+    /// A tensor in the file is NaN or infinite.
+    #[error("{}: expected finite values in `{name}`, got one that is not finite: the file may come from a run that diverged", file.display())]
+    NotFiniteInFile {
+        /// The file that has the tensor.
+        file: PathBuf,
+        /// The model's name of the tensor.
+        name: String,
+    },
+    /// A parameter of the model to save is NaN or infinite.
+    #[error("{}: `{name}` has values that are not finite, so nothing was saved: the last update diverged; lower `Builder::learning_rate`, or set `Builder::clip_norm`", file.display())]
+    NotFiniteInModel {
+        /// The file that was not written.
+        file: PathBuf,
+        /// The name of the parameter.
+        name: String,
+    },
     /// libtorch returned an error.
     #[error("{}: {source}", file.display())]
     Engine {
@@ -127,6 +162,17 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>, WeightsError> {
         zip::MAGIC => Ok(Box::new(pth::PthFile::new(file)?)),
         _ => Ok(Box::new(safetensors::SafetensorsFile::new(file)?)),
     }
+}
+
+/// Whether all values are finite. Checked piece by piece, because libtorch's temporary results are larger than the tensor.
+fn is_finite(tensor: &Tensor) -> Result<bool, tch::TchError> {
+    const PIECE: i64 = 1 << 18;
+    for piece in tensor.f_flatten(0, -1)?.f_split(PIECE, 0)? {
+        if i64::try_from(piece.f_isfinite()?.f_all()?)? == 0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// An open file and its length.

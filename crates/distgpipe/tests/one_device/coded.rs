@@ -116,7 +116,7 @@ impl Rounding {
     }
 
     fn compute(&mut self, subject: &Subject, batch: &Batch) -> (f64, Tensors) {
-        self.partitions.iter().flat_map(Partition::parameters).for_each(engine::clear_grad);
+        self.partitions.iter().flat_map(Partition::trained).for_each(|(_, parameter)| engine::clear_grad(parameter));
         let rows = MicroBatches::split(batch.rows(), MICRO_BATCHES).unwrap();
         let mut loss = 0.0;
         for m in rows.ids() {

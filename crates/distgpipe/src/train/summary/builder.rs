@@ -1,11 +1,10 @@
 //! Computes the figures of epochs and of a run from the outcomes of steps.
 
-use super::{EdgeSummary, EpochSummary, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
+use super::{EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
 use crate::driver::pipeline::{Pipeline, StepOutcome, StepWait};
 use crate::runtime::trace::{Phase, PhaseTimes};
-use crate::train::control::Evaluation;
 use crate::train::events::StepDone;
 use crate::train::metrics::ClassCounts;
 use distgpipe_core::schedule::Plan;
@@ -65,24 +64,28 @@ impl EpochTotals {
     pub fn evaluation(&self) -> Evaluation {
         Evaluation {
             rows: self.rows,
+            batches: self.steps,
             loss: self.loss(),
             accuracy: self.accuracy(),
+            classes: self.data_classes,
             f1: self.f1(),
             matthews: self.matthews(),
+            seconds: self.seconds,
         }
     }
 
     pub fn summary(&self, epoch: u64, test: Option<EpochTotals>) -> EpochSummary {
+        let test = test.as_ref().map(EpochTotals::evaluation);
         EpochSummary {
             epoch,
             steps: self.steps,
             train_loss: self.loss(),
             train_accuracy: self.accuracy(),
-            test_loss: test.as_ref().map(EpochTotals::loss),
-            test_accuracy: test.as_ref().and_then(EpochTotals::accuracy),
-            test_classes: test.as_ref().and_then(|test| test.data_classes),
-            test_f1: test.as_ref().and_then(EpochTotals::f1),
-            test_matthews: test.as_ref().and_then(EpochTotals::matthews),
+            test_loss: test.as_ref().map(|test| test.loss),
+            test_accuracy: test.as_ref().and_then(|test| test.accuracy),
+            test_classes: test.as_ref().and_then(|test| test.classes),
+            test_f1: test.as_ref().and_then(|test| test.f1),
+            test_matthews: test.as_ref().and_then(|test| test.matthews),
             samples_per_s: rate(self.rows, self.seconds).unwrap_or(0.0),
             train_s: self.seconds,
             test_s: test.map_or(0.0, |test| test.seconds),

@@ -1,29 +1,72 @@
-//! Compares a file with the model, and lists whatever does not fit.
+//! Compares a file with the model, and lists whatever does not fit. Files are untrusted: everything is checked before a
+//! tensor is read. The tensors are read one by one when the workers that hold them run.
 
 use super::names::{spellings, BODY, COUNTER, IGNORED, PARALLEL};
-use super::{Fitted, Missing};
-use crate::exit::usage;
-use crate::report::{listed, FEW};
-use distgpipe::tch::Kind;
-use distgpipe::train::weights::{self, Entry};
-use distgpipe::{Model, TensorSpec};
+use super::{is_finite, open, Entry, TensorSource, WeightsError};
+use crate::driver::pipeline::{Pipeline, StepError};
+use crate::model::layer::TensorSpec;
+use crate::model::Model;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use tch::{Kind, Tensor};
+
+/// How many names a note lists before "and N more".
+const NOTED_MAX: usize = 8;
 
 /// How many names an error lists of each kind of mismatch.
 const LISTED_MAX: usize = 50;
 
+/// What to do about tensors of the model that the file does not have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// Report them as an error.
+    Refuse,
+    /// Let them keep their initial values, and also those of the last layer that have another shape: a new classifier on a
+    /// trained body.
+    Initialize,
+}
+
+/// A file that fits the model.
+pub struct Fitted {
+    path: PathBuf,
+    source: Mutex<Box<dyn TensorSource>>,
+    /// By the model's name: the tensor's number in the file, and its type in the model.
+    found: BTreeMap<String, (usize, Kind)>,
+    /// Lines for the user about tensors that are not loaded.
+    pub notes: Vec<String>,
+}
+
+impl Fitted {
+    /// Loads the tensors into the workers that hold them. Fails on values that are not finite.
+    pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), StepError> {
+        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names: Vec<String> = self.found.keys().cloned().collect();
+        // In the order of the file, so that each worker's tensors are read from front to back.
+        names.sort_by_key(|name| self.found[name].0);
+        let engine =
+            |error: tch::TchError| WeightsError::Engine { file: self.path.clone(), source: Box::new(error.into()) };
+        pipeline.load_from(&names, |name| {
+            let (index, kind) = self.found[name];
+            let tensor: Tensor = source.read(index)?.f_to_kind(kind).map_err(engine)?;
+            // Reported here, before the loss becomes NaN.
+            if !is_finite(&tensor).map_err(engine)? {
+                return Err(WeightsError::NotFiniteInFile { file: self.path.clone(), name: name.to_owned() }.into());
+            }
+            Ok::<_, StepError>(tensor)
+        })
+    }
+}
+
 /// Opens a file whose tensors fit the model. It must have all of the model's tensors, or some of them with
 /// [`Missing::Initialize`], and no unknown ones.
-pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted> {
-    let flag = format!("--weights {}", path.display());
-    let source = weights::open(path).map_err(|e| usage(format!("--weights {e}")))?;
+pub fn fit(path: &Path, model: &Model, allow: Missing) -> Result<Fitted, WeightsError> {
+    let source = open(path)?;
     let mut matches = Matches::new(source.entries(), model, allow);
     let mut notes = Vec::new();
     let mut note = |names: &[String], what: &str| {
         if !names.is_empty() {
-            notes.push(format!("{flag}: {} {what}: {}", names.len(), listed(names, FEW)));
+            notes.push(format!("{} {what}: {}", names.len(), listed(names, NOTED_MAX)));
         }
     };
     note(&matches.ignored, "unused, because the model has no such part");
@@ -38,11 +81,14 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted>
     if mismatches.is_empty() {
         return Ok(Fitted { path: path.to_owned(), source: Mutex::new(source), found: matches.found, notes });
     }
-    Err(usage(format!(
-        "{flag} does not fit the model: check --model and --set, or rename the tensors; with --init-missing, tensors that are \
-         missing and last-layer tensors of another shape keep their initial values:\n{}",
-        mismatches.join("\n")
-    )))
+    Err(WeightsError::Mismatch { file: path.to_owned(), mismatches: mismatches.join("\n") })
+}
+
+/// `a, b, c`, and how many more if there are more than `most`.
+fn listed(names: &[String], most: usize) -> String {
+    let more = names.len().saturating_sub(most);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{}{more}", names[..names.len().min(most)].join(", "))
 }
 
 /// The tensors of a file, sorted by whether they fit the model.
@@ -111,11 +157,12 @@ impl Matches {
 
 #[cfg(test)]
 mod tests {
-    use super::super::names::public_name;
     use super::*;
-    use distgpipe::model::zoo::{Mlp, Roberta};
-    use safetensors::Dtype;
-    use std::path::PathBuf;
+    use crate::model::zoo::{Mlp, Roberta};
+    use crate::train::weights::names::public_name;
+    use crate::train::weights::SafetensorsWriter;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use tch::Device;
 
     fn model() -> Model {
         Mlp { hidden: vec![4], ..Mlp::default() }.model().unwrap()
@@ -138,22 +185,27 @@ mod tests {
     }
 
     fn write(name: &str, bytes: &[u8]) -> Written {
-        let path = std::env::temp_dir().join(format!("distgpipe-weights-{}-{name}", std::process::id()));
+        static FILES: AtomicU32 = AtomicU32::new(0);
+        let (process, number) = (std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(format!("distgpipe-weights-{process}-{number}-{name}"));
         std::fs::write(&path, bytes).unwrap();
         Written(path)
     }
 
-    fn file(tensors: &[(&str, &[usize])]) -> Vec<u8> {
-        let data: Vec<Vec<u8>> = tensors.iter().map(|(_, dims)| vec![0; 4 * dims.iter().product::<usize>()]).collect();
-        let views = tensors.iter().zip(&data).map(|((name, dims), data)| {
-            (*name, safetensors::tensor::TensorView::new(Dtype::F32, dims.to_vec(), data).unwrap())
-        });
-        safetensors::serialize(views, &None).unwrap()
+    fn file(tensors: &[(&str, &[i64])]) -> Vec<u8> {
+        let path = write("made", &[]);
+        let entries = tensors.iter().map(|(name, dims)| Entry::new(*name, Kind::Float, dims)).collect();
+        let mut writer = SafetensorsWriter::create(&path, entries, &BTreeMap::new()).unwrap();
+        for (_, dims) in tensors {
+            writer.write(&Tensor::zeros(*dims, (Kind::Float, Device::Cpu))).unwrap();
+        }
+        writer.finish().unwrap();
+        std::fs::read(&*path).unwrap()
     }
 
     #[test]
     fn everything_that_does_not_fit_is_listed() {
-        let whole: [(&str, &[usize]); 4] = [
+        let whole: [(&str, &[i64]); 4] = [
             ("layers.0.weight", &[4, 64]),
             ("layers.0.bias", &[4]),
             ("layers.1.weight", &[10, 4]),
@@ -163,11 +215,11 @@ mod tests {
         assert_eq!(fit(&path, &model(), Missing::Refuse).unwrap().found.len(), 4);
         let body = write("body", &file(&whole[..2]));
         let refused = fit(&body, &model(), Missing::Refuse).err().unwrap().to_string();
-        assert!(refused.contains("2 missing") && refused.contains("--init-missing"), "{refused}");
+        assert!(refused.contains("2 missing") && refused.contains("`Pipeline::load_partial`"), "{refused}");
         assert_eq!(fit(&body, &model(), Missing::Initialize).unwrap().found.len(), 2);
         let strange = write("strange", &file(&[("other", &[1])]));
         assert!(fit(&strange, &model(), Missing::Initialize).is_err(), "the file has no tensor of the model");
-        let broken: [(&str, &[usize]); 4] =
+        let broken: [(&str, &[i64]); 4] =
             [("layers.0.weight", &[4, 65]), ("layers.0.bias", &[4]), ("other", &[1]), ("x.num_batches_tracked", &[1])];
         let text = fit(&write("broken", &file(&broken)), &model(), Missing::Refuse).err().unwrap().to_string();
         assert!(text.contains("2 missing: layers.1.bias, layers.1.weight"), "{text}");
@@ -175,13 +227,13 @@ mod tests {
         assert!(text.contains("layers.0.weight is [4, 65], the model expects [4, 64]"), "{text}");
     }
 
-    fn names(model: &Model) -> Vec<(String, Vec<usize>)> {
+    fn names(model: &Model) -> Vec<(String, Vec<i64>)> {
         let specs = model.layers.iter().flat_map(|layer| layer.tensors());
-        specs.map(|spec| (spec.name, spec.dims.iter().map(|&d| d as usize).collect())).collect()
+        specs.map(|spec| (spec.name, spec.dims)).collect()
     }
 
-    fn written(name: &str, tensors: &[(String, Vec<usize>)]) -> Written {
-        let tensors: Vec<(&str, &[usize])> = tensors.iter().map(|(name, dims)| (&name[..], &dims[..])).collect();
+    fn written(name: &str, tensors: &[(String, Vec<i64>)]) -> Written {
+        let tensors: Vec<(&str, &[i64])> = tensors.iter().map(|(name, dims)| (&name[..], &dims[..])).collect();
         write(name, &file(&tensors))
     }
 
@@ -192,7 +244,7 @@ mod tests {
         let model = settings.model().unwrap();
         let ours = names(&model);
         let head = |name: &str| name.starts_with("classifier.");
-        let renamed = |rename: &dyn Fn(&str) -> String| -> Vec<(String, Vec<usize>)> {
+        let renamed = |rename: &dyn Fn(&str) -> String| -> Vec<(String, Vec<i64>)> {
             ours.iter().map(|(name, dims)| (rename(name), dims.clone())).collect()
         };
         let classifier = renamed(&|name| public_name(&model, name));
@@ -240,7 +292,7 @@ mod tests {
     fn another_number_of_classes_gives_a_new_classifier_and_another_body_is_an_error() {
         let path = written("classes", &names(&Mlp { hidden: vec![4], classes: 7, ..Mlp::default() }.model().unwrap()));
         let text = fit(&path, &model(), Missing::Refuse).err().unwrap().to_string();
-        assert!(text.contains("2 of the wrong shape") && text.contains("--init-missing"), "{text}");
+        assert!(text.contains("2 of the wrong shape") && text.contains("`Pipeline::load_partial`"), "{text}");
         let fitted = fit(&path, &model(), Missing::Initialize).unwrap();
         assert_eq!(fitted.found.keys().collect::<Vec<_>>(), ["layers.0.bias", "layers.0.weight"]);
         assert!(fitted.notes[0].contains("layers.1.weight is [7, 4], the model expects [10, 4]"), "{:?}", fitted.notes);
@@ -251,9 +303,8 @@ mod tests {
     /// ResNet files from 2017 have no batch counters.
     #[test]
     fn batch_counters_may_be_missing() {
-        let spec =
-            distgpipe::model::ModelSpec { name: "resnet".to_owned(), settings: serde_json::json!({ "depth": 18 }) };
-        let model = distgpipe::model::zoo::build(&spec).unwrap();
+        let spec = crate::model::ModelSpec { name: "resnet".to_owned(), settings: serde_json::json!({ "depth": 18 }) };
+        let model = crate::model::zoo::build(&spec).unwrap();
         let mut tensors = names(&model);
         tensors.retain(|(name, _)| !name.ends_with(COUNTER));
         let path = written("counters", &tensors);

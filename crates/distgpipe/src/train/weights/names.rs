@@ -7,7 +7,7 @@
 //! - Old files call the weights of layer norms `gamma` and `beta`.
 //! - Files have tensors that the models here do not use: see [`IGNORED`].
 
-use distgpipe::Model;
+use crate::model::Model;
 
 /// The batch counter of torch.nn.BatchNorm2d. Files from before 2018 do not have it; nothing depends on it.
 pub(super) const COUNTER: &str = ".num_batches_tracked";
