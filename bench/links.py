@@ -55,6 +55,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
             raise SystemExit(f"failed: {' '.join(command)}\n{done.stderr}")
         summary = json.loads(done.stdout)
         lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if line["kind"] == "step"]
         spans = [json.loads(line) for line in (Path(log) / "trace.jsonl").read_text().splitlines()]
     cuts = [cut for link in summary["links"] for cut in link["cuts"]]
     rates = [link["delivered_bytes_per_s"] for link in summary["links"]]

@@ -74,6 +74,7 @@ def measure_ours(flags, steps, binary=BINARY):
             raise SystemExit(f"failed: {' '.join(command)}")
         summary = json.loads(out)
         lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if line["kind"] == "step"]
     times = [line["seconds"] for line in lines if "seconds" in line][WARM_UP:]
     overheads = []
     for worker in summary["workers"]:

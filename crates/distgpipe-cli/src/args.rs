@@ -8,16 +8,19 @@
 //! | [`precedence`] | how the flags of one source override those of another |
 //! | [`config_file`] | flags from and to TOML |
 //! | [`command_line`] | flags as a command line, and as help |
+//! | [`inference`] | the flags that `evaluate` and `predict` have too |
 
 mod choices;
 mod command_line;
 mod config_file;
 mod defaults;
+mod inference;
 mod precedence;
 
 pub use choices::{DataName, DecayName, MetricName, OptimizerName, ResumeName};
 pub use command_line::{explain_numbers, quoted, show_defaults};
 pub use config_file::from_toml;
+pub use inference::for_inference;
 
 use distgpipe::engine::Devices;
 use distgpipe::train::learning_rate::WarmUp;
@@ -321,11 +324,11 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<ResumeName>,
 
-    /// Write the trained model to this file, with PyTorch's tensor names
+    /// Write the trained model to this file, with PyTorch's tensor names, for `evaluate`, `predict` and other programs
     #[arg(long, value_name = "FILE.safetensors", help_heading = "Output")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub save: Option<PathBuf>,
-    /// Write config.toml, steps.jsonl and summary.json to this directory
+    /// Write config.toml, steps.jsonl (every step and test) and summary.json to this directory
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub log: Option<PathBuf>,

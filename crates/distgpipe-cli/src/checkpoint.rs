@@ -24,6 +24,8 @@ pub struct Saving {
     pub from: Option<Checkpoint>,
     /// Whether `--resume` was given, even if there was no checkpoint.
     pub resumes: bool,
+    /// The flags that differ from those of the checkpoint, for the user.
+    changed: Vec<String>,
     flags: TrainFlags,
 }
 
@@ -57,8 +59,8 @@ impl Saving {
         for error in &damaged {
             note(&format!("warning: skipping a damaged checkpoint: {error}"));
         }
-        let (from, mut flags) = match (given.resume, newest) {
-            (None, None) if damaged.is_empty() => (None, otherwise.clone()),
+        let (from, (mut flags, changed)) = match (given.resume, newest) {
+            (None, None) if damaged.is_empty() => (None, (otherwise.clone(), Vec::new())),
             (None, Some(_)) => {
                 return Err(usage(format!(
                     "{}: the directory already has checkpoints: add --resume to continue from the newest, or choose another directory",
@@ -66,10 +68,10 @@ impl Saving {
                 )));
             }
             (Some(_), Some(checkpoint)) => {
-                let flags = resumed(&checkpoint, given)?;
-                (Some(checkpoint), flags)
+                let resumed = resumed(&checkpoint, given)?;
+                (Some(checkpoint), resumed)
             }
-            (Some(ResumeName::IfAny), None) if damaged.is_empty() => (None, otherwise.clone()),
+            (Some(ResumeName::IfAny), None) if damaged.is_empty() => (None, (otherwise.clone(), Vec::new())),
             (Some(ResumeName::Best), None) => {
                 return Err(usage(format!(
                     "{}: no checkpoint is marked as the best: use --resume, and --save-best METRIC to mark one",
@@ -99,7 +101,34 @@ impl Saving {
             Some(steps) => SaveEvery::Steps(steps),
             None => SaveEvery::Epoch,
         };
-        Ok((Some(Saving { checkpoints, every, from, resumes: given.resume.is_some(), flags: flags.clone() }), flags))
+        let resumes = given.resume.is_some();
+        Ok((Some(Saving { checkpoints, every, from, resumes, changed, flags: flags.clone() }), flags))
+    }
+
+    /// Lines that say where a run of `steps` steps resumes, with what, and which outputs it writes to again; nothing if it does not
+    /// resume.
+    pub fn resume_notes(&self, steps: u64) -> Vec<String> {
+        let Some(checkpoint) = &self.from else { return Vec::new() };
+        let step = checkpoint.manifest().progress.step;
+        let with = if self.changed.is_empty() { String::new() } else { format!(", with {}", self.changed.join(", ")) };
+        let mut notes = vec![match step >= steps {
+            true => format!("already finished after step {step}{with}; to train further, raise --epochs or --steps"),
+            false => format!("resuming after step {step}{with}"),
+        }];
+        let outputs = [
+            ("save", "replaces", &self.flags.save),
+            ("log", "continues", &self.flags.log),
+            ("capture", "writes into", &self.flags.capture),
+        ];
+        let outputs = outputs.iter().filter_map(|(flag, does, path)| {
+            let path = path.as_deref().filter(|path| path.exists())?;
+            Some(format!("{does} --{flag} {}", path.display()))
+        });
+        let outputs: Vec<String> = outputs.collect();
+        if !outputs.is_empty() {
+            notes.push(format!("the resumed run {}", outputs.join(", ")));
+        }
+        notes
     }
 
     /// A command that resumes from the newest checkpoint, or `None` if there is none.
@@ -119,8 +148,9 @@ impl Saving {
     }
 }
 
-/// The checkpoint's flags, overridden by the given ones. Prints what changes; a change of [`DATA`] or of the weights is an error.
-fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainFlags> {
+/// The checkpoint's flags, overridden by the given ones, and a text for each change. A change of [`DATA`] or of the weights is an
+/// error.
+fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<(TrainFlags, Vec<String>)> {
     let named = || format!("--resume: {}", checkpoint.path().display());
     let table = |flags: &TrainFlags| toml::Table::try_from(flags);
     let saved: TrainFlags = serde_json::from_value(checkpoint.manifest().settings.clone())
@@ -153,10 +183,7 @@ fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<TrainF
         }
         changed.push(change);
     }
-    let step = checkpoint.manifest().progress.step;
-    let with = if changed.is_empty() { String::new() } else { format!(", with {}", changed.join(", ")) };
-    note(&format!("resuming after step {step}{with}"));
-    Ok(flags)
+    Ok((flags, changed))
 }
 
 /// The flags of a checkpoint. Earlier versions left `--threads` and `--device` out where they had their defaults, which were one
@@ -183,7 +210,7 @@ mod tests {
         let (saving, given) = Saving::open(&flags, &flags).unwrap();
         assert_eq!(given.threads, None);
         let saved = saving.unwrap().settings(&[1, 1], 3).unwrap();
-        std::fs::remove_dir_all(directory).unwrap();
+        assert!(!directory.exists(), "nothing was saved there");
         let saved: TrainFlags = serde_json::from_value(saved).unwrap();
         assert_eq!((saved.threads, saved.device.clone()), (Some(3), None));
         assert_eq!(with_former_defaults(saved.clone()), saved);

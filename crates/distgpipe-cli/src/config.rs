@@ -3,6 +3,7 @@
 //!
 //! | file | what it holds |
 //! | --- | --- |
+//! | [`inference`] | the same for `evaluate` and `predict`, which have a trained model instead of a run |
 //! | [`model`] | the model and its settings |
 //! | [`plan`] | plan files, micro-batches |
 //! | [`partitioning`] | the cut and the placement |
@@ -10,6 +11,7 @@
 //! | [`training`] | optimizer, loss, trainer options |
 //! | [`links`] | codecs and timeouts |
 
+mod inference;
 mod links;
 mod model;
 mod partitioning;
@@ -17,7 +19,8 @@ mod plan;
 mod training;
 mod workers;
 
-pub use model::model;
+pub use inference::InferenceConfig;
+pub use model::{model, model_of};
 pub use plan::read_plan;
 
 use crate::args::TrainFlags;
@@ -26,7 +29,9 @@ use crate::checkpoint::Saving;
 use crate::compute::Compute;
 use crate::datasets::loaders;
 use crate::exit::usage;
+use crate::files::check_directory;
 use crate::report::{self, log};
+use crate::saved_model::SavedModel;
 use crate::weights::{Fitted, Missing};
 use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
@@ -144,6 +149,11 @@ impl RunConfig {
         })
     }
 
+    /// What `--save` writes about the model.
+    pub fn about_model(&self) -> anyhow::Result<SavedModel> {
+        SavedModel::of(self)
+    }
+
     /// Whether all workers are threads of this process, so that links are nearly free.
     pub fn links_are_memory(&self) -> bool {
         matches!(self.workers, Workers::Threads)
@@ -156,16 +166,7 @@ impl RunConfig {
 
     /// Builds the pipeline, which starts the workers, and loads initial weights.
     pub fn start(&self) -> anyhow::Result<Pipeline> {
-        let mut pipeline = self.builder()?.build().map_err(|error| match error {
-            BuildError::Failed(failure) => failure.into(),
-            BuildError::Scenario(e) => usage(format!("--faults: {e}")),
-            BuildError::Balance(e) => usage(format!("--balance: {e}")),
-            BuildError::AutoBalance(e) => no_cut("--auto-balance", *e),
-            BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
-            BuildError::Plan(e) => usage(format!("--plan: {e}")),
-            BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),
-            other => usage(other.to_string()),
-        })?;
+        let mut pipeline = build(self.builder()?)?;
         if let Some(weights) = &self.weights {
             weights.notes.iter().for_each(|note| report::note(note));
             weights.load(&mut pipeline).context("--weights")?;
@@ -225,11 +226,29 @@ impl RunConfig {
     }
 }
 
-/// Whether `--log` and `--trace` go together, and the log directory is free. A resumed run continues its log; so does one with
+/// Builds a pipeline. Errors name the flags.
+fn build(builder: Builder) -> anyhow::Result<Pipeline> {
+    builder.build().map_err(|error| match error {
+        BuildError::Failed(failure) => failure.into(),
+        BuildError::Scenario(e) => usage(format!("--faults: {e}")),
+        BuildError::Balance(e) => usage(format!("--balance: {e}")),
+        BuildError::AutoBalance(e) => no_cut("--auto-balance", *e),
+        BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
+        BuildError::Plan(e) => usage(format!("--plan: {e}")),
+        BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),
+        other => usage(other.to_string()),
+    })
+}
+
+/// Whether `--log` and `--trace` go together, the directories of `--log` and `--capture` can be written to, and the log directory is
+/// free. A resumed run continues its log; so does one with
 /// `--resume=if-any` that was killed before its first checkpoint.
 fn check_log(flags: &TrainFlags, saving: Option<&Saving>) -> anyhow::Result<()> {
     if flags.trace == Some(true) && flags.log.is_none() {
         return Err(usage("--trace: add --log DIR, the directory to write the trace to"));
+    }
+    for (flag, directory) in [("--log", &flags.log), ("--capture", &flags.capture)] {
+        directory.as_deref().map(|directory| check_directory(flag, directory)).transpose()?;
     }
     let resumes = saving.is_some_and(|saving| saving.resumes);
     match flags.log.as_deref().filter(|log| !resumes && log::is_used(log)) {

@@ -4,10 +4,11 @@ use crate::args::{DataName, TrainFlags};
 use crate::compute::cores;
 use crate::exit::usage;
 use crate::report;
+use crate::saved_model::Normalisation;
 use distgpipe::data::cifar::Edition;
 use distgpipe::data::food101;
 use distgpipe::data::glue::{token_length, Task};
-use distgpipe::data::image::ImageSource;
+use distgpipe::data::image::{self, ImageSource};
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
 use distgpipe::data::{
     Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Split, Subset, Synthetic,
@@ -23,36 +24,117 @@ use std::sync::Arc;
 const SAMPLES: usize = 2048;
 /// Test batches are this many times larger than training batches: they keep nothing for a backward pass.
 const TEST_BATCH_FACTOR: usize = 2;
+/// The value of the darkest ink in the digits.
+const INK_MAX: f64 = 16.0;
 /// More threads would not load faster.
 const LOADER_THREADS_MAX: usize = 64;
 
 /// The training data, the test data unless evaluation is off, and the loss that suits the targets.
 pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loader>, Loss)> {
-    let seed = flags.seed.unwrap_or_default();
-    let output = model.summary()?.pop().and_then(|layer| layer.output.into_iter().next());
-    let output = output.ok_or_else(|| usage("--model: the model has no output"))?;
-    let scores = match output.dims[..] {
+    let source = Source::new(flags, model)?;
+    let train = limited(source.open(Split::Train)?, "--limit", flags.limit)?;
+    source.check_classes(train.as_ref())?;
+    let batch_rows = flags.batch.unwrap_or_default();
+    let threads = threads(flags)?;
+    let options = LoaderOptions { threads, ..LoaderOptions::training(batch_rows, flags.seed.unwrap_or_default()) };
+    let train = Loader::new(train, options).map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
+    if flags.no_evaluate == Some(true) {
+        return Ok((train, None, source.loss()));
+    }
+    let test = limited(source.open(Split::Test)?, "--limit-test", flags.limit_test.or(flags.limit))?;
+    let options = LoaderOptions { threads, ..LoaderOptions::testing(test_rows(batch_rows)) };
+    Ok((train, Some(Loader::new(test, options)?), source.loss()))
+}
+
+/// The test data alone, in batches of `--batch` rows, and the loss that suits its targets.
+pub fn test_loader(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Loss)> {
+    let source = Source::new(flags, model)?;
+    let test = limited(source.open(Split::Test)?, "--limit", flags.limit)?;
+    source.check_classes(test.as_ref())?;
+    let options = LoaderOptions { threads: threads(flags)?, ..LoaderOptions::testing(flags.batch.unwrap_or_default()) };
+    Ok((Loader::new(test, options)?, source.loss()))
+}
+
+/// The rows of a test batch in a run with training batches of this size.
+pub fn test_rows(batch_rows: usize) -> usize {
+    batch_rows.saturating_mul(TEST_BATCH_FACTOR)
+}
+
+/// The names of the classes of a data set, if they have any.
+pub fn class_names(flags: &TrainFlags, model: &Model) -> anyhow::Result<Option<Vec<String>>> {
+    Ok(Source::new(flags, model)?.open(Split::Test)?.class_names())
+}
+
+/// How the images of a data set are normalised; `None` for other data.
+pub fn normalisation(name: DataName) -> anyhow::Result<Option<Normalisation>> {
+    Ok(match name {
+        DataName::Digits => {
+            let (mean, deviation) = Digits::normalisation()?;
+            Some(Normalisation { mean: vec![mean / INK_MAX], deviation: vec![deviation / INK_MAX] })
+        }
+        DataName::Cifar10 | DataName::Cifar100 | DataName::Food101 | DataName::ImageFolder => {
+            let each = |values: [f32; 3]| values.iter().map(|&value| f64::from(value)).collect();
+            Some(Normalisation { mean: each(image::MEAN), deviation: each(image::DEVIATION) })
+        }
+        DataName::Synthetic | DataName::Rte | DataName::Cola => None,
+    })
+}
+
+/// The number of class scores in a model's output; `None` if it is something else.
+pub fn scores(output: &SampleShape) -> Option<usize> {
+    match output.dims[..] {
         [classes] => usize::try_from(classes).ok(),
         _ => None,
-    };
-    let name = flags.data.unwrap_or(DataName::Digits);
-    if flags.samples.is_some() && name != DataName::Synthetic {
-        return Err(usage(format!(
-            "--samples: it applies to --data synthetic only; use --limit to train on fewer rows of {}",
-            name.name()
-        )));
     }
-    if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
-        return Err(usage(format!("--tokenizer: {} has no text: remove it", name.name())));
+}
+
+/// The shape of a model's output.
+pub fn output(model: &Model) -> anyhow::Result<SampleShape> {
+    let output = model.summary()?.pop().and_then(|layer| layer.output.into_iter().next());
+    output.ok_or_else(|| usage("--model: the model has no output"))
+}
+
+/// The data set that flags name, for a model.
+struct Source<'a> {
+    name: DataName,
+    flags: &'a TrainFlags,
+    model: &'a Model,
+    output: SampleShape,
+}
+
+impl<'a> Source<'a> {
+    fn new(flags: &'a TrainFlags, model: &'a Model) -> anyhow::Result<Self> {
+        let name = flags.data.unwrap_or(DataName::Digits);
+        if flags.samples.is_some() && name != DataName::Synthetic {
+            return Err(usage(format!(
+                "--samples: it applies to --data synthetic only; use --limit to train on fewer rows of {}",
+                name.name()
+            )));
+        }
+        if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
+            return Err(usage(format!("--tokenizer: {} has no text: remove it", name.name())));
+        }
+        Ok(Source { name, flags, model, output: output(model)? })
     }
-    let part = |part: Split| match name {
-        DataName::Synthetic => synthetic(flags, model, &output, part),
-        DataName::Rte => text(Task::Rte, flags, model, part),
-        DataName::Cola => text(Task::Cola, flags, model, part),
-        _ => open(name, flags, &model.input, part),
-    };
-    let train = limited(part(Split::Train)?, "--limit", flags.limit)?;
-    if let (Some(classes), Some(scores)) = (train.classes(), scores) {
+
+    fn open(&self, part: Split) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
+        match self.name {
+            DataName::Synthetic => synthetic(self.flags, self.model, &self.output, part),
+            DataName::Rte => text(Task::Rte, self.flags, self.model, part),
+            DataName::Cola => text(Task::Cola, self.flags, self.model, part),
+            name => open(name, self.flags, &self.model.input, part),
+        }
+    }
+
+    /// Whether the model has a score for each class of the data.
+    fn check_classes(&self, data: &dyn Dataset) -> anyhow::Result<()> {
+        let Some(classes) = data.classes() else { return Ok(()) };
+        let Some(scores) = scores(&self.output) else {
+            return Err(usage(format!(
+                "--data {}: the model's output is not a vector of class scores: use --data synthetic",
+                self.name.name()
+            )));
+        };
         let mismatch =
             format!("the model has {scores} classes, and the data has {classes}: use --set classes={classes}");
         match scores.cmp(&classes) {
@@ -62,24 +144,16 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
                 report::note(&format!("warning: --model: {mismatch}, unless more classes are intended"))
             }
         }
+        Ok(())
     }
-    if train.classes().is_some() && scores.is_none() {
-        return Err(usage(format!(
-            "--data {}: the model's output is not a vector of class scores: use --data synthetic",
-            name.name()
-        )));
+
+    fn loss(&self) -> Loss {
+        if scores(&self.output).is_some() {
+            Loss::CrossEntropy
+        } else {
+            Loss::MeanSquared
+        }
     }
-    let loss = if scores.is_some() { Loss::CrossEntropy } else { Loss::MeanSquared };
-    let batch_rows = flags.batch.unwrap_or_default();
-    let threads = threads(flags)?;
-    let options = LoaderOptions { threads, ..LoaderOptions::training(batch_rows, seed) };
-    let train = Loader::new(train, options).map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
-    if flags.no_evaluate == Some(true) {
-        return Ok((train, None, loss));
-    }
-    let test = limited(part(Split::Test)?, "--limit-test", flags.limit_test.or(flags.limit))?;
-    let options = LoaderOptions { threads, ..LoaderOptions::testing(batch_rows.saturating_mul(TEST_BATCH_FACTOR)) };
-    Ok((train, Some(Loader::new(test, options)?), loss))
 }
 
 /// Opens a split of an image data set, for a model with this input.
@@ -138,6 +212,13 @@ fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::R
         Task::Rte => DataName::Rte,
         Task::Cola => DataName::Cola,
     };
+    let tokens = tokens(name, flags, model)?;
+    let directory = directory(task.name(), flags.data_dir.as_deref(), "--data-dir")?;
+    opened(name, Glue::open(&directory, task, part, &tokens))
+}
+
+/// The tokenizer of `--tokenizer`, for a model that takes text.
+pub fn tokens(name: DataName, flags: &TrainFlags, model: &Model) -> anyhow::Result<Tokens> {
     let Some(length) = token_length(&model.input) else {
         return Err(usage(format!("--data {}: the model does not take text: use --model roberta", name.name())));
     };
@@ -155,8 +236,7 @@ fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::R
             tokens.vocabulary()
         )));
     }
-    let directory = directory(task.name(), flags.data_dir.as_deref(), "--data-dir")?;
-    opened(name, Glue::open(&directory, task, part, &tokens))
+    Ok(tokens)
 }
 
 fn setting(model: &Model, name: &str) -> Option<i64> {

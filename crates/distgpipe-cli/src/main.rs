@@ -14,6 +14,7 @@ mod files;
 mod option_names;
 mod recipe;
 mod report;
+mod saved_model;
 mod signals;
 mod tensor_file;
 mod weights;
@@ -51,6 +52,10 @@ enum Command {
     /// Train a model in a pipeline
     #[command(after_help = cmd::train::EXAMPLES)]
     Train(Box<args::TrainFlags>),
+    /// Measure how good a trained model is on test data
+    Evaluate(Box<cmd::evaluate::EvaluateArgs>),
+    /// Classify images or sentences with a trained model
+    Predict(Box<cmd::predict::PredictArgs>),
     /// Download data sets, and measure how fast they load
     Data(cmd::data::DataArgs),
     /// Print, check, simulate and draw a schedule without running it
@@ -71,12 +76,17 @@ enum Command {
 
 fn main() {
     distgpipe::tune_allocator();
-    let command = Args::command().mut_subcommand("train", |train| train.mut_args(args::show_defaults));
+    let command = Args::command()
+        .mut_subcommand("train", |train| train.mut_args(args::show_defaults))
+        .mut_subcommand("evaluate", |evaluate| evaluate.mut_args(args::for_inference("evaluate")))
+        .mut_subcommand("predict", |predict| predict.mut_args(args::for_inference("predict")));
     let command = args::explain_numbers(command);
     let parsed = Args::from_arg_matches(&command.get_matches());
     exit::end(match parsed.unwrap_or_else(|error| error.exit()).command {
         Command::Demo(args) => cmd::demo::run(&args),
         Command::Train(flags) => cmd::train::run(*flags),
+        Command::Evaluate(args) => cmd::evaluate::run(&args),
+        Command::Predict(args) => cmd::predict::run(&args),
         Command::Data(args) => cmd::data::run(&args),
         Command::Schedule(args) => cmd::schedule::run(&args),
         Command::Models(args) => cmd::models::run(&args),

@@ -2,6 +2,7 @@
 
 use crate::exit::usage;
 use crate::report;
+use crate::saved_model::SavedModel;
 use anyhow::Context;
 use distgpipe::train::weights::{self, SafetensorsWriter, WeightsError};
 use distgpipe::{Model, Pipeline};
@@ -26,6 +27,17 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted>
     Ok(fitted)
 }
 
+/// The same for a model that is not going to be trained: it must have all of its tensors.
+pub fn fit_trained(path: &Path, model: &Model) -> anyhow::Result<Fitted> {
+    weights::fit(path, model, Missing::Refuse).map_err(|error| match error {
+        WeightsError::Mismatch { file, mismatches } => usage(format!(
+            "--weights {} does not fit the model: check --model and --set, or rename the tensors:\n{mismatches}",
+            file.display()
+        )),
+        other => usage(format!("--weights {other}")),
+    })
+}
+
 /// Checks before training that a file of weights can be written to `path`.
 pub fn check_save(path: &Path) -> anyhow::Result<()> {
     crate::files::NewFile::at("--save", path)?;
@@ -41,9 +53,9 @@ pub fn check_save(path: &Path) -> anyhow::Result<()> {
         .map_err(|e| usage(format!("--save: {e}: choose a path that can be written to")))
 }
 
-/// Writes the current model, tensor by tensor.
-pub fn save(path: &Path, pipeline: &mut Pipeline) -> anyhow::Result<()> {
-    pipeline.save(path).context("--save")?;
+/// Writes the current model, tensor by tensor, with what `evaluate` and `predict` need to know about it.
+pub fn save(path: &Path, about: &SavedModel, pipeline: &mut Pipeline) -> anyhow::Result<()> {
+    weights::save(pipeline, path, &about.metadata()?).context("--save")?;
     report::note(&format!("saved {} tensors to {}", pipeline.state_specs().len(), path.display()));
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 mod command;
 
-use command::{directory, distgpipe};
+use command::{directory, distgpipe, logged};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,12 +17,16 @@ fn train(arguments: &[&str]) -> (Output, String) {
 
 /// The bits of each step's loss, as the log has them.
 fn losses(log: &Path) -> BTreeMap<u64, u64> {
-    let text = std::fs::read_to_string(log.join("steps.jsonl")).unwrap();
-    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let pairs: Vec<_> = lines.map(|l| (l["step"].as_u64().unwrap(), l["loss"].as_f64().unwrap().to_bits())).collect();
-    let losses: BTreeMap<u64, u64> = pairs.iter().copied().collect();
-    assert_eq!(losses.len(), pairs.len(), "each step is in the log once");
-    losses
+    bits(log, "step", "loss")
+}
+
+/// The bits of a figure by step, as the lines of this kind in the log have them.
+fn bits(log: &Path, kind: &str, figure: &str) -> BTreeMap<u64, u64> {
+    let lines = logged(log, kind);
+    let pair = |line: &Value| (line["step"].as_u64().unwrap(), line[figure].as_f64().unwrap().to_bits());
+    let bits: BTreeMap<u64, u64> = lines.iter().map(pair).collect();
+    assert_eq!(bits.len(), lines.len(), "each {kind} is in the log once");
+    bits
 }
 
 /// A client and a server with dropout, Adam's memory, and codecs that remember.
@@ -93,9 +97,7 @@ impl Seen {
             Moment::Start => true,
             Moment::Step => stepped,
             Moment::Saving => self.saving && !before.saving || self.last_checkpoint > before.last_checkpoint,
-            Moment::Testing => {
-                stepped && self.last_step.is_some_and(|step| step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1)
-            }
+            Moment::Testing => stepped && self.last_step.is_some_and(|step| step % STEPS_PER_EPOCH == 0),
             Moment::Later => self.last_checkpoint >= before.last_checkpoint + 6,
         }
     }
@@ -125,7 +127,8 @@ fn a_run_killed_many_times_has_the_losses_and_weights_of_an_uninterrupted_one() 
     let output = run(&whole, &log, &[]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let expected = losses(&log);
-    assert_eq!(expected.len(), 33);
+    let tests = bits(&log, "test", "test_loss");
+    assert_eq!((expected.len(), tests.keys().copied().collect::<Vec<_>>()), (33, vec![11, 22, 33]));
 
     // Server processes at times, which must die with their client.
     let (mut kills, mut interrupted) = (0, 0);
@@ -150,6 +153,7 @@ fn a_run_killed_many_times_has_the_losses_and_weights_of_an_uninterrupted_one() 
     assert!(kills > MOMENTS.len(), "a kill at each of the moments");
     assert!(interrupted > 0, "no kill came while there was something to lose");
     assert_eq!(losses(&other), expected, "after {kills} kills");
+    assert_eq!(bits(&other, "test", "test_loss"), tests, "after {kills} kills");
     let newest = |folder: &Path| std::fs::read(folder.join("step-00000033/model.safetensors")).unwrap();
     assert!(newest(&killed) == newest(&whole), "the models differ");
 }

@@ -2,7 +2,7 @@
 
 mod command;
 
-use command::{directory, distgpipe, ended, fine, json, refused};
+use command::{directory, distgpipe, ended, fine, json, logged, refused};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
@@ -271,7 +271,7 @@ fn the_learning_rate_follows_warm_up_and_decay() {
     fine(&[&["train"], &flags[..], &["--json"]].concat());
     let lines = std::fs::read_to_string(log.join("steps.jsonl")).expect("written");
     let line = |line: &str| serde_json::from_str::<Value>(line).expect("JSON")["learning_rate"].as_f64();
-    let rates: Vec<f64> = lines.lines().filter_map(line).collect();
+    let rates: Vec<f64> = lines.lines().filter_map(line).collect(); // A test has no rate.
     let squares = (0..6).map(|left: i32| 0.5 * (1.0 - f64::from(left) / 6.0).powi(2));
     let expected: Vec<f64> = [0.0, 0.25].into_iter().chain(squares).collect();
     let near = |(got, expected): (&f64, &f64)| (got - expected).abs() < 1e-12;
@@ -290,8 +290,7 @@ fn accumulated_and_clipped_steps_are_logged_with_their_updates() {
     // 1437 rows make 3 batches an epoch. 5 steps end inside the second update, so the run ends after it.
     let report = json(&[&["train"], &flags[..], &split[..], &["--steps", "5", "--log", name, "--json"]].concat());
     assert_eq!(report["steps"], 6);
-    let lines = std::fs::read_to_string(log.join("steps.jsonl")).expect("written");
-    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let lines = logged(&log, "step");
     let rates: Vec<f64> = lines.iter().filter_map(|line| line["learning_rate"].as_f64()).collect();
     assert_eq!(rates, [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]);
     let clipped: Vec<bool> = lines.iter().map(|line| line["gradient_norm"].is_f64()).collect();
@@ -315,19 +314,28 @@ fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
     assert_eq!(losses(&flags), losses(&from_file));
     let over = refused(2, &["train", "--steps", "1", "--log", log_name]);
     assert!(over.contains("has the log of another run: choose another one"), "{over}");
-    let logged = log.join("config.toml");
-    let again = json(&["train", "--config", logged.to_str().expect("a plain path"), "--json"]);
+    let flags_file = log.join("config.toml");
+    let again = json(&["train", "--config", flags_file.to_str().expect("a plain path"), "--json"]);
     assert_eq!(losses(&flags), losses(&again));
     let lines = |name: &str| std::fs::read_to_string(log.join(name)).expect("written");
-    assert_eq!(lines("steps.jsonl").lines().count(), 2 * (1437 / 50));
+    let (steps, tests) = (logged(&log, "step"), logged(&log, "test"));
+    assert_eq!((steps.len(), tests.len()), (2 * (1437 / 50), 2));
     let spans: Vec<Value> =
         lines("trace.jsonl").lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert!(spans.iter().any(|span| span["action"] == "1B2"), "every action is there");
-    let last: Value = serde_json::from_str(lines("steps.jsonl").lines().last().unwrap()).expect("JSON");
-    assert_eq!(spans.last().unwrap()["step"], last["step"], "evaluations are not counted");
-    let chrome: Value = serde_json::from_str(&lines("trace.json")).expect("JSON");
-    // Each span, and a name for each of two workers and of what their links encode and decode.
-    assert_eq!(chrome["traceEvents"].as_array().map(Vec::len), Some(spans.len() + 6));
+    // Steps and epochs count from 1 in every file; evaluations are not counted.
+    let ends = |lines: &[Value], what: &str| [&lines[0][what], &lines[lines.len() - 1][what]].map(Value::as_u64);
+    assert_eq!(ends(&steps, "step"), [Some(1), Some(2 * (1437 / 50))]);
+    assert_eq!(ends(&spans, "step"), ends(&steps, "step"));
+    assert_eq!((ends(&steps, "epoch"), ends(&tests, "epoch")), ([Some(1), Some(2)], [Some(1), Some(2)]));
+    assert_eq!(ends(&tests, "step"), [Some(1437 / 50), Some(2 * (1437 / 50))]);
+    assert_eq!(ends(flags["epochs"].as_array().expect("epochs"), "epoch"), [Some(1), Some(2)]);
+    let tested: Vec<&Value> = tests.iter().map(|test| &test["test_loss"]).collect();
+    assert_eq!(tested, [&flags["epochs"][0]["test_loss"], &flags["epochs"][1]["test_loss"]]);
+    let chrome: Vec<Value> = serde_json::from_str(&lines("trace.json")).expect("JSON");
+    // Each span, and a name for the process and for each of two workers and of what their links encode and decode.
+    assert_eq!(chrome.len(), spans.len() + 7);
+    assert_eq!(chrome[chrome.len() - 1]["args"]["step"], steps[steps.len() - 1]["step"]);
     assert_eq!(losses(&serde_json::from_str(&lines("summary.json")).expect("JSON")), losses(&flags));
     std::fs::write(&file, "chonks = 3").expect("written");
     assert!(refused(2, &["train", "--config", name]).contains("unknown key `chonks`: did you mean `chunks`?"));

@@ -189,7 +189,7 @@ fn with_checkpoints(folder: &Path, steps: u64) -> Result<RunSummary, Box<dyn Err
     if let (Some(newest), _) = checkpoints.newest()? {
         trainer = trainer.resume(&newest)?;
     }
-    let summary = trainer.run(&mut |event: &Event<'_>| {
+    let summary = trainer.run(|event, _| {
         if let Event::StepDone(done) = event {
             println!("step {}: loss {:.3}", done.step, done.outcome.loss);
         }

@@ -1,4 +1,4 @@
-//! `distgpipe recipe` as its users meet it: the seed's figures, ours beside them, and what differs.
+//! `distgpipe recipe` as its users meet it: the published figures beside those of the run, and what differs.
 
 mod command;
 

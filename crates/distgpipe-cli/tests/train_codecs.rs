@@ -146,9 +146,9 @@ fn a_captured_step_is_a_safetensors_file_of_what_crossed_the_links() {
 fn the_trace_shows_encoding_and_decoding_beside_the_stages() {
     let log = directory("traced");
     fine(&with(&["--codec", "sort:8", "--workers", "processes", "--log", log.to_str().unwrap(), "--trace"]));
-    let trace: Value = serde_json::from_slice(&std::fs::read(log.join("trace.json")).unwrap()).unwrap();
-    let events = trace["traceEvents"].as_array().unwrap();
-    let lines: Vec<&str> = events.iter().filter_map(|event| event["args"]["name"].as_str()).collect();
+    let events: Vec<Value> = serde_json::from_slice(&std::fs::read(log.join("trace.json")).unwrap()).unwrap();
+    let lanes = events.iter().filter(|event| event["name"] == "thread_name");
+    let lines: Vec<&str> = lanes.filter_map(|event| event["args"]["name"].as_str()).collect();
     assert_eq!(lines, ["client", "client encodes", "client decodes", "server", "server encodes", "server decodes"]);
     for category in ["encode", "decode"] {
         let spans: Vec<&Value> = events.iter().filter(|event| event["cat"] == category).collect();

@@ -29,7 +29,7 @@ pub mod tensors;
 pub mod tokens;
 
 pub use cifar::Cifar;
-pub use digits::Digits;
+pub use digits::{DigitFiles, Digits};
 pub use folder::ImageFiles;
 pub use glue::Glue;
 pub use image::{ImageOptions, ImageSet};
@@ -178,6 +178,11 @@ pub trait Dataset: Send {
     /// The number of classes; `None` if targets are not class numbers.
     fn classes(&self) -> Option<usize>;
 
+    /// The names of the classes, by class number; `None` if there are none.
+    fn class_names(&self) -> Option<Vec<String>> {
+        None
+    }
+
     /// The shapes of one row's input tensors.
     fn input(&self) -> &[SampleShape];
 
@@ -199,6 +204,10 @@ impl<D: Dataset + Sync + ?Sized> Dataset for Arc<D> {
 
     fn classes(&self) -> Option<usize> {
         (**self).classes()
+    }
+
+    fn class_names(&self) -> Option<Vec<String>> {
+        (**self).class_names()
     }
 
     fn input(&self) -> &[SampleShape] {

@@ -301,3 +301,46 @@ fn the_model_of_a_checkpoint_is_a_file_of_weights() {
     assert_eq!(tensors.keys().collect::<Vec<_>>(), state.keys().collect::<Vec<_>>());
     one_device::assert_identical("the file", &tensors, &state);
 }
+
+#[test]
+fn a_folder_that_was_created_and_got_no_checkpoint_is_removed() {
+    let root = folder("unused");
+    let inner = root.join("a/b");
+    drop(Checkpoints::open(&inner, 1).unwrap());
+    assert!(!root.exists());
+    // What was there before, or has come since, stays.
+    std::fs::create_dir_all(&root).unwrap();
+    drop(Checkpoints::open(&inner, 1).unwrap());
+    assert!(root.is_dir() && !root.join("a").exists());
+    let opened = Checkpoints::open(&inner, 1).unwrap();
+    std::fs::write(inner.join("notes"), "mine").unwrap();
+    drop(opened);
+    assert!(inner.join("notes").is_file());
+    let saved = root.join("saved");
+    let checkpoints = Checkpoints::open(&saved, 1).unwrap();
+    let options = TrainOptions { steps_max: Some(1), ..TrainOptions::default() };
+    run(Pipeline::builder(mlp()), options, Some((&checkpoints, 1)), None);
+    drop(checkpoints);
+    assert_eq!(Checkpoints::open(&saved, 1).unwrap().steps().unwrap(), [1]);
+    drop(Checkpoints::open(&saved, 1).unwrap());
+    assert!(saved.join("step-00000001").is_dir());
+}
+
+/// The space of an incomplete checkpoint is needed when the disk is full.
+#[test]
+fn a_checkpoint_that_fails_leaves_no_part_of_itself() {
+    let root = folder("failed");
+    let checkpoints = Checkpoints::open(&root, 2).unwrap();
+    let options = TrainOptions { steps_max: Some(2), ..TrainOptions::default() };
+    run(Pipeline::builder(mlp()), options, Some((&checkpoints, 1)), None);
+    let mut pipeline = Pipeline::builder(mlp()).device(distgpipe::engine::Device::Cpu).threads(1).build().unwrap();
+    let nan = Tensor::full([16], f64::NAN, (tch::Kind::Float, tch::Device::Cpu));
+    pipeline.load_state(&BTreeMap::from([("layers.1.bias".to_owned(), nan)])).unwrap();
+    let (newest, _) = checkpoints.newest().unwrap();
+    let progress = newest.unwrap().manifest().progress.clone();
+    let error = checkpoints.save(&mut pipeline, &progress, &serde_json::Value::Null).unwrap_err();
+    assert!(matches!(error, CheckpointError::NotFinite { .. }), "{error}");
+    let mut names: Vec<_> = std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["lock", "step-00000001", "step-00000002"]);
+}

@@ -211,7 +211,7 @@ fn what_an_observer_evaluates_leaves_no_trace() {
             let all = run.evaluate_all(&test)?;
             evaluations.push((Some(all.loss), all.accuracy));
             assert_eq!((Some(all.loss), all.accuracy), (epoch.test_loss, epoch.test_accuracy));
-            run.save_weights(&path)?;
+            run.save(&path)?;
             let state = run.state()?;
             let saved: BTreeMap<String, Tensor> = Tensor::read_safetensors(&path).unwrap().into_iter().collect();
             assert!(saved.len() == state.len() && saved.iter().all(|(name, tensor)| tensor.equal(&state[name])));

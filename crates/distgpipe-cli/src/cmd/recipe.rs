@@ -168,7 +168,7 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
         if config.json {
             report::print_json(&json!({ "recipe": recipe, "run": report }))?;
         } else {
-            report::print(&report.epochs())?;
+            report::print(&report.epochs_if_unseen())?;
         }
         return Err(interrupted.into());
     }
@@ -185,8 +185,8 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
         }));
     }
     report::print(&format!(
-        "{}\n{}: {}\n{}, {}\n\n{}\nWhat differs:\n{}",
-        report.epochs(),
+        "{}{}: {}\n{}, {}\n\n{}\nWhat differs:\n{}",
+        report.epochs_if_unseen(),
         recipe.name,
         recipe.title,
         recipe.table,

@@ -6,14 +6,13 @@ use crate::config::RunConfig;
 use crate::exit::{ResumeCommand, Usage};
 use crate::report::cut::CutReport;
 use crate::report::log::Log;
-use crate::report::progress::Progress;
+use crate::report::progress::{Progress, RunLength};
 use crate::report::run::RunReport;
 use crate::report::{self, units};
 use crate::signals::{self, Interrupted};
 use anyhow::Context;
 use distgpipe::train::{Event, RunEnd, RunSummary, TestMetric, TrainError, Trainer};
-use distgpipe::{Pipeline, Plan};
-use std::io::IsTerminal;
+use distgpipe::{CheckpointError, Loader, Pipeline, Plan};
 
 /// The examples at the end of `--help`.
 pub const EXAMPLES: &str = "\
@@ -37,6 +36,9 @@ Examples:
       distgpipe train --checkpoint run1/saved --resume --partitions 3
   Train a new classifier on a trained body, and stop when the accuracy no longer rises:
       distgpipe train … --weights body.pth --init-missing --freeze 'features.*' --checkpoint run1/saved --save-best accuracy --patience 3
+  Save the trained model, and classify images with it:
+      distgpipe train … --save mine.safetensors
+      distgpipe predict --weights mine.safetensors photos/
   Read flags from a file, and override one:
       distgpipe train --config run1/config.toml --chunks 8
 
@@ -50,9 +52,7 @@ pub fn run(flags: TrainFlags) -> anyhow::Result<()> {
     if config.json {
         report::print_json(&report)?;
     } else {
-        // On a terminal, the progress lines already showed the epochs.
-        let epochs = if std::io::stdout().is_terminal() { String::new() } else { report.epochs() };
-        report::print(&format!("{epochs}\n{}", report.costs()))?;
+        report::print(&format!("{}{}", report.epochs_if_unseen(), report.costs()))?;
     }
     report.interrupted.map_or(Ok(()), |interrupted| Err(interrupted.into()))
 }
@@ -80,51 +80,66 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let plan = pipeline.plan().clone();
     let placement = plan.placement();
     let (topology, replicas) = (pipeline.topology(), pipeline.topology().replicas());
-    let names = topology.members().map(|worker| topology.name(worker)).collect();
+    let names: Vec<String> = topology.members().map(|worker| topology.name(worker)).collect();
     let placed: Vec<String> =
         placement.partition_ids().map(|p| placement.name(placement.worker_of(p)).to_owned()).collect();
     let model = config.model.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let balance = pipeline.balance().sizes().to_vec();
     report::note(&headline(config, &model, &balance, &placed));
     note_setup(config, &pipeline);
-    if let Some(directory) = &config.capture {
-        capture::prepare(directory)?;
-    }
-    let (mut log, summary, steps, training);
+    let (mut log, mut done) = (None, 0);
+    let (summary, steps, training);
     {
         let mut trainer =
             Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options.clone())?;
+        steps = trainer.steps();
         if let Some(saving) = &config.saving {
             trainer =
                 trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance, config.compute.threads)?);
             if let Some(checkpoint) = &saving.from {
                 trainer = trainer.resume(checkpoint).context("--resume")?;
-                let (done, steps) = (checkpoint.manifest().progress.step, trainer.steps());
-                if done >= steps {
-                    report::note(&format!(
-                        "the checkpoint already has all {steps} steps, so there is nothing to train: raise --epochs or --steps to continue"
-                    ));
-                }
+                done = checkpoint.manifest().progress.step;
             }
+            saving.resume_notes(steps).iter().for_each(|note| report::note(note));
         }
         // Only after the checkpoint is accepted: a rejected run must leave the previous log unchanged.
-        log = config.log.as_deref().map(|directory| Log::create(directory, config, &balance, names)).transpose()?;
-        let mut progress = Progress::new(trainer.steps(), config.options.epochs);
-        (steps, training) = (trainer.steps(), signals::begin());
+        if let Some(directory) = &config.log {
+            log = Some(Log::create(directory, config, &balance, &names)?);
+        }
+        if let Some(directory) = &config.capture {
+            capture::prepare(directory)?;
+        }
+        let length = RunLength {
+            steps,
+            epochs: steps.div_ceil(config.train.batches() as u64),
+            test_batches: config.test.as_ref().map_or(0, Loader::batches),
+        };
+        let mut progress = Progress::new(length, done);
+        training = signals::begin();
         summary = trainer.run(|event, run| {
             if training.stop_requested().is_some() {
                 run.stop();
             }
             progress.on(event)?;
-            if let (Event::Captured { step, tensors }, Some(directory)) = (event, &config.capture) {
-                progress.print(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
+            match (event, &config.capture) {
+                (Event::StepDone(step), _) => done = step.step + 1,
+                (Event::Captured { step, tensors }, Some(directory)) => {
+                    progress.print(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
+                }
+                _ => {}
             }
             Ok(log.as_mut().map_or(Ok(()), |log| log.on(event))?)
         });
     }
-    let summary = summary.map_err(unwrapped)?;
+    let summary = match summary {
+        Ok(summary) => summary,
+        Err(error) => {
+            rescue_model(config, &mut pipeline, &error, done);
+            return Err(unwrapped(error));
+        }
+    };
     // Saved before the report, but its error is raised after it, so that log and figures are not lost.
-    let saved = config.flags.save.as_ref().map(|path| crate::weights::save(path, &mut pipeline));
+    let saved = save_model(config, &mut pipeline);
     // Ends the workers first, so that their messages come before the report.
     drop(pipeline);
     note_end(config, &summary);
@@ -145,14 +160,34 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         summary,
         interrupted,
     };
-    if let Some(log) = log {
-        log.finish(&report)?;
+    let logged = log.map_or(Ok(()), |log| log.finish(&report));
+    if let (Err(first), Err(_)) = (&saved, &logged) {
+        report::note(&format!("error: {first:#}"));
     }
-    if let Some(Err(error)) = saved {
-        report::note(&report.epochs());
-        return Err(error);
-    }
+    logged.and(saved)?;
     Ok((report, plan))
+}
+
+/// Writes the model where `--save` says.
+fn save_model(config: &RunConfig, pipeline: &mut Pipeline) -> anyhow::Result<()> {
+    match &config.flags.save {
+        Some(path) => crate::weights::save(path, &config.about_model()?, pipeline),
+        None => Ok(()),
+    }
+}
+
+/// Writes the model where `--save` says although the run failed, if the failure is one of files, such as a full disk, and not one of
+/// the workers: the place of `--save` may be another disk.
+fn rescue_model(config: &RunConfig, pipeline: &mut Pipeline, error: &TrainError, done: u64) {
+    let of_files = matches!(
+        error,
+        TrainError::Checkpoint(CheckpointError::Io { .. } | CheckpointError::Weights(_)) | TrainError::Observer(_)
+    );
+    let Some(path) = config.flags.save.as_ref().filter(|_| of_files) else { return };
+    report::note(&match save_model(config, pipeline) {
+        Ok(()) => format!("the run failed, but --save {} has the model as it is after step {done}", path.display()),
+        Err(error) => format!("error: {error:#}"),
+    });
 }
 
 /// Prints the devices and threads, the cut that `--auto-balance` found, and a warning if the codecs have no link.

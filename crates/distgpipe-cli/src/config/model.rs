@@ -11,12 +11,18 @@ const MODEL_CONFIG_BYTES_MAX: u64 = 32 << 20;
 
 /// Builds the model `name`, with settings of the form `key=value`. Errors about the name start with `flag`.
 pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
-    let mut settings = zoo::default_settings(name).map_err(|e| usage(format!("{flag}: {e}")))?;
+    let settings = zoo::default_settings(name).map_err(|e| usage(format!("{flag}: {e}")))?;
+    model_of(&ModelSpec { name: name.to_owned(), settings }, set)
+}
+
+/// Builds the model of a specification, with settings of the form `key=value` that change it.
+pub fn model_of(spec: &ModelSpec, set: &[String]) -> anyhow::Result<Model> {
+    let ModelSpec { name, mut settings } = spec.clone();
     for setting in set {
         let Some((key, value)) = setting.split_once('=') else {
             return Err(usage(format!("--set {setting}: expected KEY=VALUE, such as classes=10")));
         };
-        if (name, key.trim()) == ("roberta", "config") {
+        if (&name[..], key.trim()) == ("roberta", "config") {
             // Replaces all settings; later flags change single ones.
             let text = read_text("--set config", Path::new(value), MODEL_CONFIG_BYTES_MAX)?;
             let read = zoo::Roberta::from_hugging_face(&text).map_err(|e| usage(format!("--set {setting}: {e}")))?;
@@ -37,7 +43,7 @@ pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
             }
         }
     }
-    let model = zoo::build(&ModelSpec { name: name.to_owned(), settings }).map_err(|e| usage(format!("--set: {e}")))?;
+    let model = zoo::build(&ModelSpec { name, settings }).map_err(|e| usage(format!("--set: {e}")))?;
     model.summary().map_err(|e| usage(format!("--set: {e}")))?;
     Ok(model)
 }

@@ -1,32 +1,39 @@
-//! The log directory of a run: its flags, every step, a trace if wanted, and the result.
+//! The log directory of a run: its flags, every step and test, a trace if wanted, and the result. Steps and epochs count from 1.
 
 use crate::config::RunConfig;
 use anyhow::Context;
-use distgpipe::runtime::trace::{write_chrome, write_jsonl, Span};
-use distgpipe::train::{Event, StepDone};
+use distgpipe::runtime::trace::{write_jsonl, ChromeTrace, Phase, Span};
+use distgpipe::train::{EpochSummary, Event, StepDone};
 use distgpipe::StepLink;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// The file with one line per step.
+/// The file with one line per step and per test.
 const STEPS: &str = "steps.jsonl";
-
-/// The most events in trace.json, which is kept in memory until the end; trace.jsonl has all events.
-const CHROME_SPANS_MAX: usize = 500_000;
 
 /// Writes the log directory.
 pub struct Log {
     directory: PathBuf,
     steps: BufWriter<File>,
+    /// The number of the last step.
+    last_step: u64,
     trace: Option<Trace>,
 }
 
+/// The two trace files. Both are written step by step, so that a trace of any length takes no memory.
 struct Trace {
     lines: BufWriter<File>,
-    spans: Vec<Span>,
-    names: Vec<String>,
+    chrome: ChromeTrace,
+}
+
+/// A line of steps.jsonl.
+#[derive(Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+enum Line<'a> {
+    Step(StepLine<'a>),
+    Test(TestLine),
 }
 
 #[derive(Serialize)]
@@ -53,6 +60,19 @@ struct WorkerLine<'a> {
     peak_bytes: u64,
 }
 
+/// The test after an epoch.
+#[derive(Serialize)]
+struct TestLine {
+    /// The last step before the test.
+    step: u64,
+    epoch: u64,
+    test_loss: f64,
+    test_accuracy: Option<f64>,
+    test_f1: Option<f64>,
+    test_matthews: Option<f64>,
+    test_s: f64,
+}
+
 /// Whether the directory already has a log.
 pub fn is_used(directory: &Path) -> bool {
     directory.join(STEPS).exists()
@@ -60,7 +80,7 @@ pub fn is_used(directory: &Path) -> bool {
 
 impl Log {
     /// Creates the directory and writes config.toml, with the cut that the pipeline has. `names` are the workers' names.
-    pub fn create(directory: &Path, config: &RunConfig, balance: &[usize], names: Vec<String>) -> anyhow::Result<Self> {
+    pub fn create(directory: &Path, config: &RunConfig, balance: &[usize], names: &[String]) -> anyhow::Result<Self> {
         let flag = || format!("--log {}", directory.display());
         std::fs::create_dir_all(directory).with_context(flag)?;
         let mut flags = config.flags.clone();
@@ -72,44 +92,59 @@ impl Log {
         (flags.save, flags.capture, flags.capture_step) = (None, None, None);
         std::fs::write(directory.join("config.toml"), flags.to_toml()?).with_context(flag)?;
         let resumed = config.saving.as_ref().and_then(|saving| saving.from.as_ref());
+        let resumed = resumed.map(|checkpoint| &checkpoint.manifest().progress);
         let path = directory.join(STEPS);
         match resumed {
-            Some(from) => keep_before(&path, from.manifest().progress.step),
+            // The checkpoint's epoch counts from 0, so it is the number of epochs that are done.
+            Some(progress) => keep_before(&path, progress.step, progress.epoch),
             None => File::create(&path).map(drop),
         }
         .with_context(flag)?;
         let file = |name: &str, append: bool| {
             let mut options = File::options();
             options.create(true).write(true).append(append).truncate(!append);
-            options.open(directory.join(name)).map(BufWriter::new).with_context(flag)
+            options.open(directory.join(name)).map(BufWriter::new)
         };
-        let trace = match config.trace {
-            // Events before the resume stay in the trace, even of steps that are repeated.
-            true => Some(Trace { lines: file("trace.jsonl", resumed.is_some())?, spans: Vec::new(), names }),
-            false => None,
+        let trace = || -> std::io::Result<Trace> {
+            // Events before the resume stay in the files, even of steps that are repeated.
+            let (lines, chrome) = (file("trace.jsonl", resumed.is_some())?, directory.join("trace.json"));
+            let chrome = match resumed {
+                Some(_) => ChromeTrace::resume(&chrome, names)?,
+                None => ChromeTrace::create(&chrome, names)?,
+            };
+            Ok(Trace { lines, chrome })
         };
-        Ok(Log { directory: directory.to_owned(), steps: file(STEPS, true)?, trace })
+        Ok(Log {
+            directory: directory.to_owned(),
+            steps: file(STEPS, true).with_context(flag)?,
+            last_step: resumed.map_or(0, |progress| progress.step),
+            trace: config.trace.then(trace).transpose().with_context(flag)?,
+        })
     }
 
     /// Writes summary.json and finishes the other files.
-    pub fn finish(mut self, summary: &impl Serialize) -> anyhow::Result<()> {
-        let flag = format!("--log {}", self.directory.display());
-        self.steps.flush().with_context(|| flag.clone())?;
-        if let Some(mut trace) = self.trace.take() {
-            trace.lines.flush().with_context(|| flag.clone())?;
-            let mut out = BufWriter::new(File::create(self.directory.join("trace.json"))?);
-            write_chrome(&mut out, &trace.spans, &trace.names)
-                .and_then(|()| out.flush())
-                .with_context(|| flag.clone())?;
+    pub fn finish(self, summary: &impl Serialize) -> anyhow::Result<()> {
+        let flag = || format!("--log {}", self.directory.display());
+        if let Some(trace) = self.trace {
+            trace.chrome.finish().with_context(flag)?;
         }
-        std::fs::write(self.directory.join("summary.json"), serde_json::to_string_pretty(summary)? + "\n").context(flag)
+        let text = serde_json::to_string_pretty(summary)? + "\n";
+        std::fs::write(self.directory.join("summary.json"), text).with_context(flag)
+    }
+
+    /// Writes a line. It is complete on disk, in case the run is killed.
+    fn line(&mut self, line: &Line<'_>) -> std::io::Result<()> {
+        serde_json::to_writer(&mut self.steps, line)?;
+        self.steps.write_all(b"\n")?;
+        self.steps.flush()
     }
 
     fn step(&mut self, done: &StepDone<'_>) -> std::io::Result<()> {
         let outcome = done.outcome;
-        let line = StepLine {
-            step: done.step,
-            epoch: done.epoch,
+        self.last_step = done.step + 1;
+        self.line(&Line::Step(StepLine {
+            step: self.last_step,
+            epoch: done.epoch + 1,
             rows: outcome.rows,
             loss: outcome.loss,
             correct: outcome.correct,
@@ -123,7 +158,7 @@ impl Log {
                 .map(|worker| WorkerLine {
                     name: &worker.name,
                     seconds: worker.report.step_ns as f64 / 1e9,
-                    phases_s: distgpipe::runtime::trace::Phase::ALL
+                    phases_s: Phase::ALL
                         .iter()
                         .map(|&phase| (phase.name(), worker.report.phases.of(phase) as f64 / 1e9))
                         .collect(),
@@ -131,19 +166,29 @@ impl Log {
                 })
                 .collect(),
             links: &outcome.step_links,
-        };
-        serde_json::to_writer(&mut self.steps, &line)?;
-        self.steps.write_all(b"\n")?;
-        // Complete on disk after every step, in case the run is killed.
-        self.steps.flush()?;
+        }))?;
         if let Some(trace) = &mut self.trace {
             // Numbered as in steps.jsonl: a pipeline also counts evaluation steps, and starts at 0 after a resume.
-            let mut spans: Vec<Span> = outcome.spans().map(|span| Span { step: done.step, ..span.clone() }).collect();
+            let step = self.last_step;
+            let spans: Vec<Span> = outcome.spans().map(|span| Span { step, ..span.clone() }).collect();
             write_jsonl(&mut trace.lines, &spans)?;
-            spans.truncate(CHROME_SPANS_MAX.saturating_sub(trace.spans.len()));
-            trace.spans.append(&mut spans);
+            trace.lines.flush()?;
+            trace.chrome.write(&spans)?;
         }
         Ok(())
+    }
+
+    fn test(&mut self, epoch: &EpochSummary) -> std::io::Result<()> {
+        let Some(test_loss) = epoch.test_loss else { return Ok(()) };
+        self.line(&Line::Test(TestLine {
+            step: self.last_step,
+            epoch: epoch.epoch + 1,
+            test_loss,
+            test_accuracy: epoch.test_accuracy,
+            test_f1: epoch.test_f1,
+            test_matthews: epoch.test_matthews,
+            test_s: epoch.test_s,
+        }))
     }
 }
 
@@ -151,17 +196,23 @@ impl Log {
     /// Writes what belongs in the log of an event.
     pub fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
-            Event::StepDone(done) => self
-                .step(done)
-                .map_err(|e| std::io::Error::new(e.kind(), format!("--log {}: {e}", self.directory.display()))),
-            Event::EpochDone(_) => self.trace.as_mut().map_or(Ok(()), |trace| trace.lines.flush()),
+            Event::StepDone(done) => self.step(done),
+            Event::EpochDone(epoch) => self.test(epoch),
             _ => Ok(()),
         }
+        .map_err(|e| std::io::Error::new(e.kind(), format!("--log {}: {e}", self.directory.display())))
     }
 }
 
-/// Drops the lines of `step` and later steps, which a resumed run repeats. The file is replaced atomically.
-fn keep_before(path: &Path, step: u64) -> std::io::Result<()> {
+/// Drops the lines of steps and tests that the checkpoint does not have, which a resumed run repeats. The file is replaced
+/// atomically.
+fn keep_before(path: &Path, steps_done: u64, epochs_done: u64) -> std::io::Result<()> {
+    #[derive(Deserialize)]
+    struct Number {
+        kind: Option<String>,
+        step: u64,
+        epoch: u64,
+    }
     let old = match File::open(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         opened => BufReader::new(opened?),
@@ -171,12 +222,41 @@ fn keep_before(path: &Path, step: u64) -> std::io::Result<()> {
     // A kill may have truncated the last line, even inside a UTF-8 sequence.
     for line in old.split(b'\n') {
         let line = line?;
-        let at = serde_json::from_slice::<serde_json::Value>(&line).ok().and_then(|line| line.get("step")?.as_u64());
-        if at.is_some_and(|at| at < step) {
+        let keep = serde_json::from_slice::<Number>(&line).is_ok_and(|line| match line.kind.as_deref() {
+            Some("test") => line.epoch <= epochs_done,
+            _ => line.step <= steps_done,
+        });
+        if keep {
             kept.write_all(&line)?;
             kept.write_all(b"\n")?;
         }
     }
     kept.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
     std::fs::rename(&part, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In epochs of 10 steps. A checkpoint at the end of an epoch is written after its test; one inside an epoch, even at the end of
+    /// the run, before it.
+    #[test]
+    fn a_resumed_run_keeps_the_steps_and_tests_that_its_checkpoint_has() {
+        let path = std::env::temp_dir().join(format!("distgpipe-{}-steps.jsonl", std::process::id()));
+        let line = |kind: &str, step: u64| {
+            format!("{{\"kind\":\"{kind}\",\"step\":{step},\"epoch\":{}}}\n", step.div_ceil(10))
+        };
+        let steps = |range: std::ops::RangeInclusive<u64>| range.map(|step| line("step", step)).collect::<String>();
+        let text = format!("{}{}{}{}", steps(1..=10), line("test", 10), steps(11..=15), line("test", 15));
+        let kept = |steps_done: u64, epochs_done: u64| {
+            std::fs::write(&path, format!("{text}{{\"kind\":\"st")).unwrap();
+            keep_before(&path, steps_done, epochs_done).unwrap();
+            std::fs::read_to_string(&path).unwrap()
+        };
+        assert_eq!(kept(10, 1), format!("{}{}", steps(1..=10), line("test", 10)));
+        assert_eq!(kept(15, 1), format!("{}{}{}", steps(1..=10), line("test", 10), steps(11..=15)));
+        assert_eq!(kept(4, 0), steps(1..=4));
+        std::fs::remove_file(&path).unwrap();
+    }
 }

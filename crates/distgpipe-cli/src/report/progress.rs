@@ -1,33 +1,50 @@
-//! The progress of a run: a bar on a terminal, a line per epoch elsewhere. It goes to standard error, so that results can be piped.
+//! The progress of a run: a bar on a terminal, lines elsewhere. It goes to standard error, so that results can be piped.
+
+mod pace;
+
+pub use pace::Pace;
 
 use super::run::two_class_scores;
 use super::{carried, note, print_above, units};
 use distgpipe::comm::traffic::PartitionEdge;
 use distgpipe::driver::pipeline::StepOutcome;
-use distgpipe::train::{EpochSummary, Event};
+use distgpipe::train::{EpochSummary, Event, StepDone};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
+use std::time::Instant;
+
+/// How long a run is.
+#[derive(Clone, Copy, Debug)]
+pub struct RunLength {
+    /// Training steps, including those before a resume.
+    pub steps: u64,
+    /// Epochs, of which the last may be cut short.
+    pub epochs: u64,
+    /// Batches of each test.
+    pub test_batches: usize,
+}
 
 /// Prints progress and warnings.
 pub struct Progress {
     bar: Option<ProgressBar>,
-    epochs: u64,
+    run: RunLength,
+    pace: Pace,
+    /// Batches of the test in progress that are done.
+    tested: usize,
     /// The edges and kinds of refusal by a codec that a warning was printed for.
     warned: BTreeSet<(PartitionEdge, String)>,
 }
 
 impl Progress {
-    /// For a run of `steps` steps in at most `epochs` epochs.
-    pub fn new(steps: u64, epochs: u64) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-            let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {eta} left  {msg}");
-            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-            bar
-        });
+    /// For a run of which `done` steps are done.
+    pub fn new(run: RunLength, done: u64) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| bar(run.steps, "steps"));
+        if let Some(bar) = &bar {
+            bar.set_position(done);
+        }
         print_above(bar.clone());
-        Progress { bar, epochs, warned: BTreeSet::new() }
+        Progress { bar, run, pace: Pace::new(run.steps, done, Instant::now()), tested: 0, warned: BTreeSet::new() }
     }
 
     pub fn finish(&self) {
@@ -44,6 +61,34 @@ impl Progress {
 }
 
 impl Progress {
+    fn step(&mut self, done: &StepDone<'_>) {
+        let (step, now) = (done.step + 1, Instant::now());
+        let left = self.pace.left_s(step, now).map(|left| format!(", {} left", units::duration(left)));
+        let left = left.unwrap_or_default();
+        if let Some(bar) = &self.bar {
+            let rate = units::rate(done.outcome.rows as f64 / done.seconds.max(1e-9));
+            bar.set_message(format!("loss {:.4}, {rate} samples/s{left}", done.outcome.loss));
+            bar.set_position(step);
+        } else if self.pace.is_due(step, now) && step < self.run.steps {
+            self.print(&format!(
+                "step {step}/{}: loss {:.4}, learning rate {}{left}",
+                self.run.steps,
+                done.outcome.loss,
+                units::significant(done.learning_rate),
+            ));
+        }
+    }
+
+    fn test_step(&mut self) {
+        self.tested += 1;
+        let text = format!("testing: batch {}/{}", self.tested, self.run.test_batches);
+        match &self.bar {
+            Some(bar) => bar.set_message(text),
+            None if self.pace.is_late(Instant::now()) => self.print(&text),
+            None => {}
+        }
+    }
+
     /// Warns once for each edge and kind of reason that a codec refuses tensors, which are then sent raw.
     fn warn_of_refusals(&mut self, outcome: &StepOutcome) {
         for worker in &outcome.workers {
@@ -71,12 +116,9 @@ impl Progress {
         match event {
             Event::StepDone(done) => {
                 self.warn_of_refusals(done.outcome);
-                if let Some(bar) = &self.bar {
-                    let rate = units::rate(done.outcome.rows as f64 / done.seconds.max(1e-9));
-                    bar.set_message(format!("loss {:.4}, {rate} samples/s", done.outcome.loss));
-                    bar.set_position(done.step + 1);
-                }
+                self.step(done);
             }
+            Event::TestStepDone { .. } => self.test_step(),
             Event::Saved { step, path } if self.bar.is_none() => {
                 self.print(&format!("saved step {step}: {}", path.display()))
             }
@@ -85,7 +127,10 @@ impl Progress {
                  --clip-norm",
                 step + 1
             )),
-            Event::EpochDone(epoch) => self.print(&line(epoch, self.epochs)),
+            Event::EpochDone(epoch) => {
+                self.tested = 0;
+                self.print(&line(epoch, self.run.epochs));
+            }
             _ => {}
         }
         Ok(())
@@ -97,6 +142,14 @@ impl Drop for Progress {
         // An error may follow, and must not be drawn over.
         self.finish();
     }
+}
+
+/// A bar on standard error for so many things.
+pub fn bar(total: u64, things: &str) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+    let style = ProgressStyle::with_template(&format!("{{bar:30}} {{pos}}/{{len}} {things}  {{msg}}"));
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
 }
 
 fn line(epoch: &EpochSummary, epochs: u64) -> String {

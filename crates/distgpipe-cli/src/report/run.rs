@@ -7,7 +7,8 @@ use distgpipe::runtime::trace::Phase;
 use distgpipe::train::{EpochSummary, LinkSummary, RunSummary};
 use distgpipe::Precision;
 use distgpipe_core::schedule::{simulate, Costs, Plan};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use std::io::IsTerminal;
 
 /// What `--json` prints, and the content of summary.json.
 #[derive(Serialize)]
@@ -26,11 +27,18 @@ pub struct RunReport {
     pub micro_batches: usize,
     /// Precision of the computation.
     pub precision: Precision,
-    #[serde(flatten)]
+    #[serde(flatten, serialize_with = "with_epochs_from_1")]
     pub summary: RunSummary,
     /// The signal that stopped the run, and how to go on.
     #[serde(skip)]
     pub interrupted: Option<Interrupted>,
+}
+
+/// Epochs count from 1 in everything that the command prints and writes.
+fn with_epochs_from_1<S: Serializer>(summary: &RunSummary, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut summary = summary.clone();
+    summary.epochs.iter_mut().for_each(|epoch| epoch.epoch += 1);
+    summary.serialize(serializer)
 }
 
 impl RunReport {
@@ -50,8 +58,19 @@ impl RunReport {
         text
     }
 
+    /// The table of losses and scores by epoch, for a standard output that does not get the progress lines, which show them
+    /// already: it leads to a file, while standard error is a terminal. Otherwise empty.
+    pub fn epochs_if_unseen(&self) -> String {
+        let unseen = !std::io::stdout().is_terminal() && std::io::stderr().is_terminal();
+        if unseen {
+            self.epochs() + "\n"
+        } else {
+            String::new()
+        }
+    }
+
     /// The table of losses and scores by epoch.
-    pub fn epochs(&self) -> String {
+    fn epochs(&self) -> String {
         let scored = self.summary.epochs.iter().any(|epoch| two_class_scores(epoch).is_some());
         let mut columns = vec!["epoch", "train loss", "accuracy", "test loss", "accuracy"];
         if scored {
@@ -122,7 +141,7 @@ impl RunReport {
                 format!("{} → {}", link.from, link.to),
                 units::count(link.messages),
                 units::bytes(link.payload_bytes as f64),
-                if wire { units::bytes(link.wire_bytes as f64) } else { "in memory".to_owned() },
+                if wire { units::bytes(link.wire_bytes as f64) } else { "–".to_owned() },
                 units::bytes(link.bytes_per_step),
                 match link.delivered_bytes_per_s {
                     Some(rate) => format!("{}/s", units::bytes(rate)),
@@ -171,7 +190,7 @@ impl RunReport {
                 format!("{} {} → {}", carried(cut.edge.pass), cut.edge.from, cut.edge.to),
                 cut.codec.clone(),
                 units::bytes(cut.raw_bytes as f64),
-                if cut.wire_bytes > 0 { units::bytes(cut.wire_bytes as f64) } else { "in memory".to_owned() },
+                if cut.wire_bytes > 0 { units::bytes(cut.wire_bytes as f64) } else { "–".to_owned() },
                 cut.ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}")),
                 milliseconds(cut.encode_ms),
                 milliseconds(cut.decode_ms),

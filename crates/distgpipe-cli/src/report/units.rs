@@ -33,6 +33,21 @@ pub fn seconds(seconds: f64) -> String {
     }
 }
 
+/// `45 s`, `3 min 12 s` or `2 h 5 min`.
+pub fn duration(seconds: f64) -> String {
+    let seconds = seconds.round() as u64;
+    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+        (0, 0, s) => format!("{s} s"),
+        (0, min, s) => format!("{min} min {s} s"),
+        (h, min, _) => format!("{h} h {min} min"),
+    }
+}
+
+/// A number with at most four significant digits.
+pub fn significant(number: f64) -> String {
+    format!("{number:.3e}").parse::<f64>().unwrap_or(number).to_string()
+}
+
 /// `97.2 %`.
 pub fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
@@ -66,6 +81,11 @@ mod tests {
             (seconds(0.0123), seconds(3.0), seconds(2e-6)),
             ("12.30 ms".into(), "3.00 s".into(), "2.0 µs".into())
         );
+        assert_eq!(
+            (duration(59.4), duration(192.0), duration(7510.0)),
+            ("59 s".into(), "3 min 12 s".into(), "2 h 5 min".into())
+        );
+        assert_eq!((significant(0.05), significant(0.012_345_6)), ("0.05".into(), "0.01235".into()));
         assert_eq!((rate(18.46), rate(1812.3)), ("18.5".into(), "1,812".into()));
     }
 }

@@ -66,11 +66,16 @@ pub fn attempt(arguments: &[&str]) -> Output {
     output
 }
 
+/// The lines of a log that are of this kind: `step` or `test`.
+pub fn logged(log: &Path, kind: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(log.join("steps.jsonl")).expect("a log");
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    lines.filter(|line| line["kind"] == kind).collect()
+}
+
 /// The loss of each step in a log.
 fn losses(log: &Path) -> Vec<f64> {
-    let text = std::fs::read_to_string(log.join("steps.jsonl")).expect("a log");
-    let line = |line: &str| serde_json::from_str::<Value>(line).expect("JSON")["loss"].as_f64().expect("a number");
-    text.lines().map(line).collect()
+    logged(log, "step").iter().map(|line| line["loss"].as_f64().expect("a number")).collect()
 }
 
 /// The tensors of a file of weights.

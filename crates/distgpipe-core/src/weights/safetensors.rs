@@ -95,6 +95,18 @@ pub fn entries(header: &[u8], file_bytes: u64) -> Result<Vec<TensorEntry>, Forma
     }
 }
 
+/// The metadata of a header: texts by key, for any purpose. Empty if the file has none.
+pub fn metadata(header: &[u8]) -> Result<BTreeMap<String, String>, FormatError> {
+    #[derive(Deserialize)]
+    struct Members {
+        #[serde(default, rename = "__metadata__")]
+        metadata: BTreeMap<String, String>,
+    }
+    serde_json::from_slice(header).map(|Members { metadata }| metadata).map_err(|e| {
+        FormatError::new(LENGTH_BYTES, "a safetensors file's header with texts as metadata", e.to_string(), OTHER_FILE)
+    })
+}
+
 /// The beginning of a file up to its first tensor, and the positions at which to write the tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileLayout {
@@ -197,6 +209,18 @@ mod tests {
         assert_eq!(found, [("e", 0), ("b", 8), ("a", 1)]);
         assert_eq!(entries[2].range.end, bytes.len() as u64);
         assert_eq!(read(&file("{}", 0)).unwrap(), []);
+    }
+
+    #[test]
+    fn metadata_is_text_by_key() {
+        let header =
+            r#"{"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"__metadata__":{"by":"hand","x":"{\"y\":1}"}}"#;
+        let found = metadata(header.as_bytes()).unwrap();
+        assert_eq!((&found["by"][..], &found["x"][..], found.len()), ("hand", r#"{"y":1}"#, 2));
+        assert!(metadata(b"{}").unwrap().is_empty());
+        for wrong in [r#"{"__metadata__":{"by":1}}"#, r#"{"__metadata__":3}"#, "3", ""] {
+            assert!(metadata(wrong.as_bytes()).unwrap_err().to_string().contains("metadata"), "{wrong}");
+        }
     }
 
     /// Regression of another reader: the largest of these overflowed an addition.

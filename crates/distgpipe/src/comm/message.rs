@@ -58,12 +58,14 @@ impl Tag {
 impl fmt::Display for Tag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Tag { kind, step, micro_batch, from, to } = self;
+        // The pipeline numbers all its batches, also those of tests, so this is not the number of a training step.
+        let batch = step + 1;
         match kind {
-            Kind::Activation => write!(f, "{to}F{micro_batch}<{from} of step {step}"),
-            Kind::Gradient => write!(f, "{to}B{micro_batch}<{from} of step {step}"),
-            Kind::Input => write!(f, "the input of micro-batch {micro_batch} of step {step}"),
-            Kind::Target => write!(f, "the target of micro-batch {micro_batch} of step {step}"),
-            Kind::Share => write!(f, "gradient segment {micro_batch} from worker {from} of step {step}"),
+            Kind::Activation => write!(f, "{to}F{micro_batch}<{from} of batch {batch}"),
+            Kind::Gradient => write!(f, "{to}B{micro_batch}<{from} of batch {batch}"),
+            Kind::Input => write!(f, "the input of micro-batch {micro_batch} of batch {batch}"),
+            Kind::Target => write!(f, "the target of micro-batch {micro_batch} of batch {batch}"),
+            Kind::Share => write!(f, "gradient segment {micro_batch} from worker {from} of batch {batch}"),
             _ => write!(f, "{kind:?} {step}"),
         }
     }

@@ -34,6 +34,23 @@ const TEN: [KnownFile; 6] = [
 /// The files of CIFAR-100. The last one is the test set.
 const HUNDRED: [KnownFile; 2] = [("train.bin", None), ("test.bin", None)];
 
+const TEN_CLASSES: [&str; 10] =
+    ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
+
+#[rustfmt::skip]
+const HUNDRED_CLASSES: [&str; 100] = [
+    "apple", "aquarium_fish", "baby", "bear", "beaver", "bed", "bee", "beetle", "bicycle", "bottle", "bowl",
+    "boy", "bridge", "bus", "butterfly", "camel", "can", "castle", "caterpillar", "cattle", "chair",
+    "chimpanzee", "clock", "cloud", "cockroach", "couch", "crab", "crocodile", "cup", "dinosaur", "dolphin",
+    "elephant", "flatfish", "forest", "fox", "girl", "hamster", "house", "kangaroo", "keyboard", "lamp",
+    "lawn_mower", "leopard", "lion", "lizard", "lobster", "man", "maple_tree", "motorcycle", "mountain",
+    "mouse", "mushroom", "oak_tree", "orange", "orchid", "otter", "palm_tree", "pear", "pickup_truck",
+    "pine_tree", "plain", "plate", "poppy", "porcupine", "possum", "rabbit", "raccoon", "ray", "road", "rocket",
+    "rose", "sea", "seal", "shark", "shrew", "skunk", "skyscraper", "snail", "snake", "spider", "squirrel",
+    "streetcar", "sunflower", "sweet_pepper", "table", "tank", "telephone", "television", "tiger", "tractor",
+    "train", "trout", "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman", "worm",
+];
+
 /// The two data sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edition {
@@ -57,6 +74,14 @@ impl Edition {
         match self {
             Edition::Ten => 10,
             Edition::Hundred => 100,
+        }
+    }
+
+    /// The names of the classes in the official files `batches.meta.txt` and `fine_label_names.txt`.
+    pub fn class_names(self) -> &'static [&'static str] {
+        match self {
+            Edition::Ten => &TEN_CLASSES,
+            Edition::Hundred => &HUNDRED_CLASSES,
         }
     }
 
@@ -183,6 +208,10 @@ impl ImageSource for Cifar {
         self.edition.classes()
     }
 
+    fn class_names(&self) -> Option<Vec<String>> {
+        Some(self.edition.class_names().iter().map(|&name| name.to_owned()).collect())
+    }
+
     fn label(&self, row: usize) -> i64 {
         i64::from(self.labels[row])
     }
@@ -234,6 +263,17 @@ mod tests {
             assert_eq!((image.width, image.height, image.pixels.len()), (32, 32, 3072));
             assert_eq!(image.pixels[..6], [100, 150, 200, 101, 151, 201]);
         }
+    }
+
+    /// Class names are numbered in alphabetical order in both sets.
+    #[test]
+    fn every_class_has_its_name() {
+        for edition in [Edition::Ten, Edition::Hundred] {
+            let names = edition.class_names();
+            assert!(names.len() == edition.classes() && names.is_sorted(), "{edition:?}");
+        }
+        // The first records of the official test files are a cat, and a mountain.
+        assert_eq!((Edition::Ten.class_names()[3], Edition::Hundred.class_names()[49]), ("cat", "mountain"));
     }
 
     #[test]

@@ -1,10 +1,13 @@
 //! The UCI set of handwritten digits: 1,797 images of 8 × 8 pixels, embedded in the
 //! library. `data/README.md` has their origin and licence.
 
+use super::folder::ImageFiles;
+use super::image::ImageSource;
 use super::{check, DataError, Dataset, FilePosition, LoadPass, Split};
 use crate::driver::pipeline::Batch;
 use crate::model::layer::SampleShape;
-use tch::{Kind, Tensor};
+use std::path::PathBuf;
+use tch::{Kind, TchError, Tensor};
 
 /// Each record has 64 pixels from 0 to 16, row by row, then the label.
 const FILE: &[u8] = include_bytes!("../../data/digits.bin");
@@ -49,23 +52,23 @@ impl Digits {
     /// # Errors
     /// If the options are out of range.
     pub fn new(split: Split, options: DigitsOptions) -> Result<Self, DataError> {
-        let sides = options.side >= SIDE && options.side <= SIDE_MAX && options.side.is_multiple_of(SIDE);
-        if !sides || !matches!(options.channels, 1 | 3) {
-            return Err(DataError::Unsuitable {
-                set: "digits",
-                expected: format!("1 or 3 channels and a side that is a multiple of {SIDE} up to {SIDE_MAX}"),
-                got: format!("{} channels, side {}", options.channels, options.side),
-            });
-        }
+        let options = options.checked()?;
         let records = records(FILE)?;
-        let is_test = |i: usize| i.is_multiple_of(TEST_EVERY);
-        let (mean, deviation) = statistics(records.iter().enumerate().filter(|(i, _)| !is_test(*i)).map(|(_, r)| r.0));
+        let (mean, deviation) = Self::normalisation()?;
         let mine = || records.iter().enumerate().filter(|(i, _)| is_test(*i) == (split == Split::Test)).map(|(_, r)| r);
         let pixels: Vec<f32> =
             mine().flat_map(|(pixels, _)| *pixels).map(|&p| ((f64::from(p) - mean) / deviation) as f32).collect();
         let labels: Vec<i64> = mine().map(|(_, label)| i64::from(*label)).collect();
-        let (channels, side) = (options.channels as i64, options.side as i64);
-        Ok(Digits { pixels, labels, options, input: vec![SampleShape::float(&[channels, side, side])] })
+        Ok(Digits { pixels, labels, options, input: options.input() })
+    }
+
+    /// The mean and the standard deviation of the training set, whose pixels are from 0 to 16.
+    ///
+    /// # Errors
+    /// If the library was built from a corrupt file.
+    pub fn normalisation() -> Result<(f64, f64), DataError> {
+        let records = records(FILE)?;
+        Ok(statistics(records.iter().enumerate().filter(|(i, _)| !is_test(*i)).map(|(_, record)| record.0)))
     }
 
     /// One split of the data set, in the form that a model with this input takes.
@@ -73,17 +76,7 @@ impl Digits {
     /// # Errors
     /// If the model does not take one square image with 1 or 3 channels and a side that is a multiple of 8.
     pub fn for_input(split: Split, input: &[SampleShape]) -> Result<Self, DataError> {
-        let unsuitable = || DataError::Unsuitable {
-            set: "digits",
-            expected: "a model that takes one image of 1 or 3 channels whose side is a multiple of 8".to_owned(),
-            got: format!("{:?}", input.iter().map(|shape| &shape.dims).collect::<Vec<_>>()),
-        };
-        let [SampleShape { dims, kind: Kind::Float }] = input else { return Err(unsuitable()) };
-        let [channels, height, width] = dims[..] else { return Err(unsuitable()) };
-        match (usize::try_from(channels), usize::try_from(height)) {
-            (Ok(channels), Ok(side)) if height == width => Self::new(split, DigitsOptions { side, channels }),
-            _ => Err(unsuitable()),
-        }
+        Self::new(split, DigitsOptions::of_input(input)?)
     }
 }
 
@@ -96,6 +89,10 @@ impl Dataset for Digits {
         Some(CLASSES)
     }
 
+    fn class_names(&self) -> Option<Vec<String>> {
+        Some((0..CLASSES).map(|digit| digit.to_string()).collect())
+    }
+
     fn input(&self) -> &[SampleShape] {
         &self.input
     }
@@ -104,16 +101,117 @@ impl Dataset for Digits {
         check(rows, self.len())?;
         let pixels: Vec<f32> = rows.iter().flat_map(|row| &self.pixels[row * PIXELS..][..PIXELS]).copied().collect();
         let labels: Vec<i64> = rows.iter().map(|&row| self.labels[row]).collect();
-        let mut images = Tensor::f_from_slice(&pixels)?.f_view([-1, 1, SIDE as i64, SIDE as i64])?;
-        if self.options.side != SIDE {
-            let side = self.options.side as i64;
+        Ok(Batch::new(self.options.images(&pixels)?, Tensor::f_from_slice(&labels)?))
+    }
+}
+
+impl DigitsOptions {
+    /// The form that a model with this input takes.
+    fn of_input(input: &[SampleShape]) -> Result<Self, DataError> {
+        let unsuitable = || DataError::Unsuitable {
+            set: "digits",
+            expected: "a model that takes one image of 1 or 3 channels whose side is a multiple of 8".to_owned(),
+            got: format!("{:?}", input.iter().map(|shape| &shape.dims).collect::<Vec<_>>()),
+        };
+        let [SampleShape { dims, kind: Kind::Float }] = input else { return Err(unsuitable()) };
+        let [channels, height, width] = dims[..] else { return Err(unsuitable()) };
+        match (usize::try_from(channels), usize::try_from(height)) {
+            (Ok(channels), Ok(side)) if height == width => DigitsOptions { side, channels }.checked(),
+            _ => Err(unsuitable()),
+        }
+    }
+
+    fn checked(self) -> Result<Self, DataError> {
+        let sides = self.side >= SIDE && self.side <= SIDE_MAX && self.side.is_multiple_of(SIDE);
+        if sides && matches!(self.channels, 1 | 3) {
+            return Ok(self);
+        }
+        Err(DataError::Unsuitable {
+            set: "digits",
+            expected: format!("1 or 3 channels and a side that is a multiple of {SIDE} up to {SIDE_MAX}"),
+            got: format!("{} channels, side {}", self.channels, self.side),
+        })
+    }
+
+    fn input(self) -> Vec<SampleShape> {
+        let (channels, side) = (self.channels as i64, self.side as i64);
+        vec![SampleShape::float(&[channels, side, side])]
+    }
+
+    /// Images in this form, from [`PIXELS`] normalised values each.
+    fn images(self, pixels: &[f32]) -> Result<Tensor, TchError> {
+        let mut images = Tensor::f_from_slice(pixels)?.f_view([-1, 1, SIDE as i64, SIDE as i64])?;
+        if self.side != SIDE {
+            let side = self.side as i64;
             images = images.f_upsample_bilinear2d([side, side], false, None, None)?;
         }
-        if self.options.channels != 1 {
-            images = images.f_repeat([1, self.options.channels as i64, 1, 1])?;
+        if self.channels != 1 {
+            images = images.f_repeat([1, self.channels as i64, 1, 1])?;
         }
-        Ok(Batch::new(images, Tensor::f_from_slice(&labels)?))
+        Ok(images)
     }
+}
+
+/// Image files of 8 × 8 pixels, prepared like [`Digits`], for prediction. Their brightness, black to white, becomes the ink of
+/// the data set, 0 to 16.
+#[derive(Debug)]
+pub struct DigitFiles {
+    files: ImageFiles,
+    options: DigitsOptions,
+    input: Vec<SampleShape>,
+    mean: f64,
+    deviation: f64,
+}
+
+impl DigitFiles {
+    /// These files, in the form that a model with this input takes. No file is checked: loading the row of a bad one fails.
+    ///
+    /// # Errors
+    /// As [`Digits::for_input`].
+    pub fn for_input(files: Vec<PathBuf>, input: &[SampleShape]) -> Result<Self, DataError> {
+        let options = DigitsOptions::of_input(input)?;
+        let (mean, deviation) = Digits::normalisation()?;
+        Ok(DigitFiles { files: ImageFiles::unlabelled(files), options, input: options.input(), mean, deviation })
+    }
+}
+
+impl Dataset for DigitFiles {
+    fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    fn classes(&self) -> Option<usize> {
+        None
+    }
+
+    fn input(&self) -> &[SampleShape] {
+        &self.input
+    }
+
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
+        check(rows, self.len())?;
+        let mut pixels = vec![0.0; rows.len() * PIXELS];
+        pass.fill(&mut pixels, rows, |row, into, memory: &mut Vec<u8>| {
+            let image = self.files.image(row, memory)?;
+            if (image.width, image.height) != (SIDE, SIDE) {
+                let got = format!("{} × {}", image.width, image.height);
+                return Err(self.files.defect(row, "an image of 8 × 8 pixels, as the digits are", got));
+            }
+            for (value, rgb) in into.iter_mut().zip(image.pixels.chunks_exact(3)) {
+                let brightness: u32 = rgb.iter().map(|&colour| u32::from(colour)).sum();
+                // Rounded, because the data set has whole numbers.
+                let ink = (f64::from(brightness) * f64::from(PIXEL_MAX) / (3.0 * 255.0)).round();
+                *value = ((ink - self.mean) / self.deviation) as f32;
+            }
+            Ok(())
+        })?;
+        let none = Tensor::f_zeros([rows.len() as i64], (Kind::Int64, tch::Device::Cpu))?;
+        Ok(Batch::new(self.options.images(&pixels)?, none))
+    }
+}
+
+fn is_test(record: usize) -> bool {
+    record.is_multiple_of(TEST_EVERY)
 }
 
 /// The records of the embedded file, as pixels and label.

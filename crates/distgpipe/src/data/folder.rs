@@ -8,9 +8,9 @@
 //! Classes are numbered in the order of their names. Opening the data set checks the beginning and the end of every
 //! file. Corruption in between is detected when the image is decoded.
 
-use super::image::decode::{check_ends, decode, DecodeError};
+use super::image::decode::{check_ends, decode, DecodeError, ImageDefect};
 use super::image::{Image, ImageSource};
-use super::{DataError, LoadPass, Split};
+use super::{DataError, FilePosition, LoadPass, Split};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -96,14 +96,30 @@ impl ImageFiles {
         pass.fill(&mut vec![(); rows.len()], &rows, |row, _, memory| with(row, memory))
     }
 
-    /// The names of the classes.
-    pub fn class_names(&self) -> &[String] {
-        &self.classes
+    /// These files, without classes, for prediction. No file is checked: loading the row of a bad one fails.
+    pub fn unlabelled(files: Vec<PathBuf>) -> Self {
+        let remedies = ["name a JPEG or PNG file", "replace it"].map(str::to_owned);
+        ImageFiles {
+            name: "files",
+            files: files.into_iter().map(|file| (file, 0)).collect(),
+            classes: Vec::new(),
+            remedies,
+        }
     }
 
     fn opened(&self, row: usize) -> Result<File, DataError> {
         let path = &self.files[row].0;
-        File::open(path).map_err(|e| unreadable(path, &e, &self.remedies[0]))
+        let failed = |e: std::io::Error| unreadable(path, &e, &self.remedies[0]);
+        // Opening a pipe would wait for somebody to write to it.
+        if !fs::metadata(path).map_err(failed)?.is_file() {
+            return Err(failed(std::io::Error::other("expected a regular file, got a directory, pipe or device")));
+        }
+        File::open(path).map_err(failed)
+    }
+
+    /// The error of a file that is an image, but not the expected one.
+    pub(super) fn defect(&self, row: usize, expected: &'static str, got: String) -> DataError {
+        self.named(row, ImageDefect { place: FilePosition::File, expected, got }.into())
     }
 
     /// The error with the file's name and what to do.
@@ -135,14 +151,21 @@ impl ImageSource for ImageFiles {
         self.classes.len()
     }
 
+    fn class_names(&self) -> Option<Vec<String>> {
+        Some(self.classes.clone())
+    }
+
     fn label(&self, row: usize) -> i64 {
         self.files[row].1 as i64
     }
 
     fn image<'a>(&'a self, row: usize, memory: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
         let mut bytes = Vec::new();
-        let read = self.opened(row)?.take(FILE_BYTES_MAX).read_to_end(&mut bytes);
+        let read = self.opened(row)?.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes);
         read.map_err(|e| unreadable(&self.files[row].0, &e, &self.remedies[0]))?;
+        if bytes.len() as u64 > FILE_BYTES_MAX {
+            return Err(self.defect(row, "an image file of at most 64 MiB", "a larger one".to_owned()));
+        }
         let (width, height) = decode(&bytes, memory).map_err(|error| self.named(row, error))?;
         Ok(Image { width, height, pixels: memory })
     }
@@ -151,6 +174,35 @@ impl ImageSource for ImageFiles {
 /// An error about a file or directory that cannot be read.
 pub(super) fn unreadable(path: &Path, error: &std::io::Error, remedy: &str) -> DataError {
     DataError::Unreadable { file: path.to_owned(), why: error.to_string(), remedy: remedy.to_owned() }
+}
+
+/// The images directly in a directory, in the order of their names: .jpg, .jpeg and .png files that are not hidden.
+///
+/// # Errors
+/// If the directory cannot be read or has no image.
+pub fn images_in(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let remedy = "name a directory that has .jpg, .jpeg or .png files itself, not only in its subdirectories";
+    let failed = |e: std::io::Error| unreadable(directory, &e, remedy);
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+        if !hidden && has_image_extension(&entry.path()) {
+            files.push(entry.path());
+        }
+    }
+    files.sort_unstable();
+    match files.is_empty() {
+        true => Err(failed(std::io::Error::other(NO_IMAGE))),
+        false => Ok(files),
+    }
+}
+
+const NO_IMAGE: &str = "there is no image";
+
+fn has_image_extension(path: &Path) -> bool {
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+    matches!(&extension[..], "jpg" | "jpeg" | "png")
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -169,10 +221,9 @@ fn names(directory: &Path, kind: EntryKind, remedy: &str) -> Result<Vec<String>,
         let Some(name) = path.file_name().and_then(|name| name.to_str()).filter(|name| !name.starts_with('.')) else {
             continue;
         };
-        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
         let fits = match kind {
             EntryKind::Folder => path.is_dir(),
-            EntryKind::Image => matches!(&extension[..], "jpg" | "jpeg" | "png"),
+            EntryKind::Image => has_image_extension(&path),
         };
         if fits {
             names.push(name.to_owned());
@@ -182,7 +233,7 @@ fn names(directory: &Path, kind: EntryKind, remedy: &str) -> Result<Vec<String>,
     if names.is_empty() {
         let why = match kind {
             EntryKind::Folder => "there is no class folder",
-            EntryKind::Image => "there is no image",
+            EntryKind::Image => NO_IMAGE,
         };
         return Err(DataError::Unreadable {
             file: directory.to_owned(),
@@ -245,7 +296,7 @@ mod tests {
         fs::write(root.join("train/cat/.notes"), "none").unwrap();
         fs::write(root.join("train/cat/readme.txt"), "none").unwrap();
         let train = ImageFiles::folder(&root, Split::Train).unwrap();
-        assert_eq!(train.class_names(), ["cat", "wolf"]);
+        assert_eq!(train.class_names().unwrap(), ["cat", "wolf"]);
         assert_eq!((0..train.len()).map(|row| train.label(row)).collect::<Vec<_>>(), [0, 1, 1]);
         let test = ImageFiles::folder(&root, Split::Test).unwrap();
         assert_eq!((test.len(), test.label(0), test.classes()), (1, 1, 2));

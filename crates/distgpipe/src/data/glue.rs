@@ -52,6 +52,14 @@ impl Task {
         }
     }
 
+    /// The names of the classes, by class number.
+    pub fn class_names(self) -> [&'static str; 2] {
+        match self {
+            Task::Rte => ["entailment", "not_entailment"],
+            Task::Cola => ["unacceptable", "acceptable"],
+        }
+    }
+
     /// The folder that the official archive unpacks to.
     pub fn folder(self) -> &'static str {
         match self {
@@ -120,7 +128,7 @@ impl Task {
         match self {
             Task::Rte => {
                 let [_, a, b, label] = columns;
-                let label = ["entailment", "not_entailment"].iter().position(|known| *known == label)?;
+                let label = self.class_names().iter().position(|known| *known == label)?;
                 Some(Row { a: a.to_owned(), b: Some(b.to_owned()), label: label as i64 })
             }
             Task::Cola => {
@@ -140,6 +148,7 @@ pub struct Glue {
     /// For each row, how many tokens are not padding.
     used: Vec<usize>,
     labels: Vec<i64>,
+    class_names: Option<[&'static str; 2]>,
     input: [SampleShape; 2],
 }
 
@@ -149,12 +158,23 @@ impl Glue {
     /// # Errors
     /// If the file or a sentence in it is not valid.
     pub fn open(directory: &Path, task: Task, split: Split, tokens: &Tokens) -> Result<Self, DataError> {
-        Glue::encoded(task.read(directory, split)?, tokens, directory)
+        let set = Glue::encoded(task.read(directory, split)?, tokens, directory)?;
+        Ok(Glue { class_names: Some(task.class_names()), ..set })
+    }
+
+    /// Sentences, or pairs of them, without classes, for prediction.
+    ///
+    /// # Errors
+    /// If the tokenizer does not take one of them.
+    pub fn unlabelled(texts: Vec<(String, Option<String>)>, tokens: &Tokens) -> Result<Self, DataError> {
+        let rows = texts.into_iter().map(|(a, b)| Row { a, b, label: 0 }).collect();
+        Glue::encoded(rows, tokens, Path::new("text"))
     }
 
     fn encoded(rows: Vec<Row>, tokens: &Tokens, directory: &Path) -> Result<Self, DataError> {
         let shape = SampleShape::int(&[tokens.length() as i64]);
-        let mut set = Glue { ids: Vec::new(), used: Vec::new(), labels: Vec::new(), input: [shape.clone(), shape] };
+        let input = [shape.clone(), shape];
+        let mut set = Glue { ids: Vec::new(), used: Vec::new(), labels: Vec::new(), class_names: None, input };
         for row in rows {
             let encoded = tokens.encode(&row.a, row.b.as_deref()).map_err(|got| DataError::Corrupt {
                 file: PathBuf::from(directory),
@@ -178,6 +198,10 @@ impl Dataset for Glue {
 
     fn classes(&self) -> Option<usize> {
         Some(2)
+    }
+
+    fn class_names(&self) -> Option<Vec<String>> {
+        self.class_names.map(|names| names.map(str::to_owned).to_vec())
     }
 
     fn input(&self) -> &[SampleShape] {

@@ -16,8 +16,10 @@ use resample::{resample, Axis, Normalisation, ResampleSpec, ResizedInterval, Row
 use tch::{Kind, Tensor};
 
 const CHANNELS: usize = 3;
-const MEAN: [f32; CHANNELS] = [0.485, 0.456, 0.406];
-const DEVIATION: [f32; CHANNELS] = [0.229, 0.224, 0.225];
+/// The mean that is subtracted from red, green and blue, which are from 0 to 1.
+pub const MEAN: [f32; CHANNELS] = [0.485, 0.456, 0.406];
+/// The standard deviation by which red, green and blue are then divided.
+pub const DEVIATION: [f32; CHANNELS] = [0.229, 0.224, 0.225];
 
 /// The range of a random box's share of the image's area.
 const AREA: (f64, f64) = (0.08, 1.0);
@@ -59,6 +61,11 @@ pub trait ImageSource: Send + Sync {
 
     /// The number of classes.
     fn classes(&self) -> usize;
+
+    /// The names of the classes, by class number; `None` if they are not known.
+    fn class_names(&self) -> Option<Vec<String>> {
+        None
+    }
 
     /// The class of an image. The caller has checked that the row exists.
     fn label(&self, row: usize) -> i64;
@@ -134,6 +141,10 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
 
     fn classes(&self) -> Option<usize> {
         Some(self.source.classes())
+    }
+
+    fn class_names(&self) -> Option<Vec<String>> {
+        self.source.class_names()
     }
 
     fn input(&self) -> &[SampleShape] {

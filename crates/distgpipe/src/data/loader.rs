@@ -74,6 +74,7 @@ pub struct Loader {
     /// The size of the data set, its classes and its input, which can be asked for while a batch is being loaded.
     data_rows: usize,
     classes: Option<usize>,
+    class_names: Option<Vec<String>>,
     input: Vec<SampleShape>,
     options: LoaderOptions,
 }
@@ -88,8 +89,8 @@ impl Loader {
         if batch == 0 || rows == 0 || (batch > rows && options.last == LastBatch::Drop) {
             return Err(DataError::BatchSize { rows, batch });
         }
-        let (classes, input) = (data.classes(), data.input().to_vec());
-        Ok(Loader { data: Arc::new(Mutex::new(data)), data_rows: rows, classes, input, options })
+        let (classes, class_names, input) = (data.classes(), data.class_names(), data.input().to_vec());
+        Ok(Loader { data: Arc::new(Mutex::new(data)), data_rows: rows, classes, class_names, input, options })
     }
 
     /// The number of rows in the data set.
@@ -100,6 +101,11 @@ impl Loader {
     /// The number of classes in the data set; `None` if targets are not class numbers.
     pub fn classes(&self) -> Option<usize> {
         self.classes
+    }
+
+    /// The names of the classes, by class number; `None` if there are none.
+    pub fn class_names(&self) -> Option<Vec<String>> {
+        self.class_names.clone()
     }
 
     /// The shapes of one row's input tensors.

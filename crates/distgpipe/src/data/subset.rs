@@ -31,6 +31,10 @@ impl<D: Dataset> Dataset for Subset<D> {
         self.data.classes()
     }
 
+    fn class_names(&self) -> Option<Vec<String>> {
+        self.data.class_names()
+    }
+
     fn input(&self) -> &[SampleShape] {
         self.data.input()
     }

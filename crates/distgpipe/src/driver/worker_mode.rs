@@ -195,7 +195,11 @@ impl WorkerFlags {
                 self.listen
             )));
         }
-        Ok(ListeningWorker { server: Server::bind(options)?, new_token: given.is_none().then_some(token), child: self.child })
+        Ok(ListeningWorker {
+            server: Server::bind(options)?,
+            new_token: given.is_none().then_some(token),
+            child: self.child,
+        })
     }
 
     fn address(&self) -> Result<SocketAddr, WorkerModeError> {

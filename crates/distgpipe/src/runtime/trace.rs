@@ -1,6 +1,10 @@
 //! Timing: workers record how long each phase takes, and single events in a traced run. Tables, the progress display
 //! and trace files all read these records.
 
+mod chrome;
+
+pub use chrome::ChromeTrace;
+
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -190,32 +194,5 @@ pub fn write_jsonl(out: &mut impl Write, spans: &[Span]) -> std::io::Result<()> 
         serde_json::to_writer(&mut *out, span)?;
         out.write_all(b"\n")?;
     }
-    Ok(())
-}
-
-/// Writes events in the trace format of Chrome and Perfetto. `names` are the names of the workers, by number.
-pub fn write_chrome(out: &mut impl Write, spans: &[Span], names: &[String]) -> std::io::Result<()> {
-    let origin = spans.iter().map(|s| s.start_ns).min().unwrap_or(0);
-    let micros = |ns: u64| ns as f64 / 1e3;
-    // Each worker has three lanes, for its own thread, encoding and decoding: events in one lane must not overlap.
-    let lane = |phase: Phase| match phase {
-        Phase::Encode => 1,
-        Phase::Decode => 2,
-        _ => 0,
-    };
-    let lines = names.iter().enumerate().flat_map(|(i, name)| {
-        ["", " encodes", " decodes"].iter().enumerate().map(move |(lane, does)| (3 * i + lane, format!("{name}{does}")))
-    });
-    let mut events: Vec<serde_json::Value> = lines
-        .map(|(line, name)| serde_json::json!({"ph": "M", "name": "thread_name", "pid": 0, "tid": line, "args": {"name": name}}))
-        .collect();
-    events.extend(spans.iter().map(|s| {
-        let name = if s.action.is_empty() { s.phase.name() } else { &s.action };
-        serde_json::json!({
-            "ph": "X", "name": name, "cat": s.phase.name(), "pid": 0, "tid": 3 * s.worker + lane(s.phase),
-            "ts": micros(s.start_ns - origin), "dur": micros(s.end_ns.saturating_sub(s.start_ns)), "args": {"step": s.step},
-        })
-    }));
-    serde_json::to_writer(out, &serde_json::json!({"traceEvents": events, "displayTimeUnit": "ms"}))?;
     Ok(())
 }

@@ -266,6 +266,11 @@ impl Checkpoint {
         &self.path
     }
 
+    /// The file with the model's parameters and buffers.
+    pub fn model_file(&self) -> PathBuf {
+        self.path.join(MODEL)
+    }
+
     /// The settings and the progress of the run that wrote it.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
@@ -293,7 +298,7 @@ impl Checkpoint {
         same("the list of parameter groups", &manifest.groups[..], pipeline.parameter_groups())?;
         same("the list of frozen parameters", &manifest.frozen[..], pipeline.frozen())?;
         same("the model's own optimizer", &manifest.update_rule, &own_rule(pipeline))?;
-        let mut model = TensorFile::open(&self.path.join(MODEL))?;
+        let mut model = TensorFile::open(&self.model_file())?;
         pipeline.load_from(&names_of(&pipeline.state_specs()), |name| model.read(name))?;
         let mut optimizer = TensorFile::open(&self.path.join(OPTIMIZER))?;
         pipeline.load_optimizer_from(&names_of(&pipeline.optimizer_specs()), |name| optimizer.read(name))?;

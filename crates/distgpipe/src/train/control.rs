@@ -4,7 +4,6 @@ use crate::data::Loader;
 use crate::driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
 use crate::train::summary::Evaluation;
 use crate::train::trainer::TrainError;
-use crate::train::weights::{Entry, SafetensorsWriter};
 use std::collections::BTreeMap;
 use std::path::Path;
 use tch::Tensor;
@@ -45,13 +44,9 @@ impl RunControl<'_> {
         self.pipeline.state()
     }
 
-    /// Writes all parameters and buffers to a safetensors file, tensor by tensor.
-    pub fn save_weights(&mut self, path: &Path) -> Result<(), TrainError> {
-        let specs = self.pipeline.state_specs();
-        let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
-        let mut writer = SafetensorsWriter::create(path, entries, &BTreeMap::new())?;
-        self.pipeline.state_each(|_, tensor| writer.write(&tensor).map_err(TrainError::from))?;
-        Ok(writer.finish()?)
+    /// Writes all parameters and buffers to a safetensors file; see [`Pipeline::save`].
+    pub fn save(&mut self, path: impl AsRef<Path>) -> Result<(), StepError> {
+        self.pipeline.save(path)
     }
 
     /// The pipeline that is trained.

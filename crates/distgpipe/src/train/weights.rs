@@ -53,6 +53,11 @@ pub trait TensorSource: Send {
     /// The tensors of the file.
     fn entries(&self) -> &[Entry];
 
+    /// The text that the file has under this key of its metadata. Only safetensors files have metadata.
+    fn metadata(&self, _key: &str) -> Option<&str> {
+        None
+    }
+
     /// Reads the entry with this index: a contiguous tensor on the CPU that shares no memory.
     fn read(&mut self, index: usize) -> Result<Tensor, WeightsError>;
 }

@@ -14,8 +14,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use tch::Tensor;
 
+/// The file that a run locks.
+const LOCK: &str = "lock";
 /// Suffix of a checkpoint that is being written.
 const PARTIAL: &str = ".partial";
 /// The file with the name of the best checkpoint.
@@ -25,11 +28,16 @@ const BEST_BYTES_MAX: u64 = 64;
 /// Suffix of a checkpoint that another one of the same step replaces.
 const OLD: &str = ".old";
 
-/// A folder of checkpoints that only this process writes into.
+/// A folder of checkpoints that only this process writes into. If it was created by [`open`](Self::open) and nothing was
+/// saved, dropping this value removes it.
 #[derive(Debug)]
 pub struct Checkpoints {
     directory: PathBuf,
     keep: usize,
+    /// The folders that [`open`](Self::open) created, the innermost first.
+    created: Vec<PathBuf>,
+    /// Whether nothing was saved.
+    empty: AtomicBool,
     /// The system releases the lock when the process ends, however it ends.
     _lock: File,
 }
@@ -38,8 +46,10 @@ impl Checkpoints {
     /// Creates the folder if it does not exist, locks it, and removes incomplete checkpoints of a killed run.
     /// [`save`](Self::save) keeps the newest `keep` checkpoints, at least one.
     pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
+        let missing = directory.ancestors().filter(|folder| !folder.as_os_str().is_empty());
+        let created: Vec<PathBuf> = missing.take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
         fs::create_dir_all(directory).map_err(on_disk("creating", directory))?;
-        let path = directory.join("lock");
+        let path = directory.join(LOCK);
         let lock = File::options().create(true).append(true).open(&path).map_err(on_disk("opening", &path))?;
         match lock.try_lock() {
             Ok(()) => {}
@@ -59,7 +69,8 @@ impl Checkpoints {
                 remove_if_there(&path)?;
             }
         }
-        Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), _lock: lock })
+        let empty = AtomicBool::new(true);
+        Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), created, empty, _lock: lock })
     }
 
     /// Changes how many checkpoints [`save`](Self::save) keeps, at least one.
@@ -173,11 +184,14 @@ impl Checkpoints {
         pipeline.reset_codecs()?;
         let partial = self.directory.join(format!(".{}{PARTIAL}", name_of(progress.step)));
         remove_if_there(&partial)?;
-        fs::create_dir(&partial).map_err(on_disk("creating", &partial))?;
-        write_tensors(&partial, pipeline)?;
-        write_manifest(&partial, pipeline, progress, settings)?;
-        sync_directory(&partial)?;
-        let path = self.publish(&partial, progress.step)?;
+        let written = write_checkpoint(&partial, pipeline, progress, settings)
+            .and_then(|()| self.publish(&partial, progress.step));
+        if written.is_err() {
+            // The disk may be full: its space is needed now. The error that counts is the first one.
+            let _ = fs::remove_dir_all(&partial);
+        }
+        let path = written?;
+        self.empty.store(false, Ordering::Relaxed);
         self.prune(progress.step)?;
         Ok(path)
     }
@@ -198,6 +212,29 @@ impl Checkpoints {
     fn path(&self, step: u64) -> PathBuf {
         self.directory.join(name_of(step))
     }
+}
+
+impl Drop for Checkpoints {
+    fn drop(&mut self) {
+        if self.empty.load(Ordering::Relaxed) && !self.created.is_empty() {
+            let _ = fs::remove_file(self.directory.join(LOCK));
+            // Fails, as it should, on a folder that has got other content.
+            self.created.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+        }
+    }
+}
+
+/// Writes all files of a checkpoint into a new folder, and syncs them.
+fn write_checkpoint(
+    folder: &Path,
+    pipeline: &mut Pipeline,
+    progress: &Progress,
+    settings: &serde_json::Value,
+) -> Result<(), CheckpointError> {
+    fs::create_dir(folder).map_err(on_disk("creating", folder))?;
+    write_tensors(folder, pipeline)?;
+    write_manifest(folder, pipeline, progress, settings)?;
+    sync_directory(folder)
 }
 
 /// Writes the model's and the optimizer's tensors.

@@ -2,7 +2,7 @@
 
 use super::{dtype, Entry, OpenFile, TensorSource, WeightsError};
 use crate::engine::{self, Layout};
-use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, LENGTH_BYTES};
+use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, metadata, LENGTH_BYTES};
 use distgpipe_core::weights::TensorType;
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
@@ -18,6 +18,7 @@ pub struct SafetensorsFile {
     file: OpenFile,
     entries: Vec<Entry>,
     offsets: Vec<u64>,
+    metadata: BTreeMap<String, String>,
 }
 
 impl SafetensorsFile {
@@ -26,16 +27,21 @@ impl SafetensorsFile {
         let length = header_bytes(&first, file.bytes).map_err(file.format(None))?;
         let header = file.bytes_at(LENGTH_BYTES as u64, length)?;
         let found = entries(&header, file.bytes).map_err(file.format(None))?;
+        let metadata = metadata(&header).map_err(file.format(None))?;
         let offsets = found.iter().map(|entry| entry.range.start).collect();
         let entries = found.iter().map(|entry| file.entry(&entry.name, entry.dtype, &entry.dims));
         let entries = entries.collect::<Result<_, _>>()?;
-        Ok(SafetensorsFile { file, entries, offsets })
+        Ok(SafetensorsFile { file, entries, offsets, metadata })
     }
 }
 
 impl TensorSource for SafetensorsFile {
     fn entries(&self) -> &[Entry] {
         &self.entries
+    }
+
+    fn metadata(&self, key: &str) -> Option<&str> {
+        self.metadata.get(key).map(String::as_str)
     }
 
     fn read(&mut self, index: usize) -> Result<Tensor, WeightsError> {

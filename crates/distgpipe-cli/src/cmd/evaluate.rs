@@ -1,0 +1,163 @@
+//! `distgpipe evaluate`: the loss and the scores of a trained model on test data.
+
+use crate::args::TrainFlags;
+use crate::config::InferenceConfig;
+use crate::datasets;
+use crate::exit::usage;
+use crate::report::progress::{bar, Pace};
+use crate::report::table::{Side, Table};
+use crate::report::{self, listed, units, FEW};
+use distgpipe::train::metrics::ClassCounts;
+use distgpipe::{Loader, Pipeline};
+use serde::Serialize;
+use std::io::IsTerminal;
+use std::time::Instant;
+
+/// Flags of `distgpipe evaluate`.
+#[derive(Debug, clap::Args)]
+#[command(
+    override_usage = "distgpipe evaluate --weights FILE [OPTIONS]",
+    after_help = "\
+Examples:
+  The test data of the run that wrote the file:
+      distgpipe evaluate --weights mine.safetensors
+  Other data of the same kind:
+      distgpipe evaluate --weights mine.safetensors --data-dir photos2
+  The newest checkpoint of a run, also while it goes on:
+      distgpipe evaluate --weights run1/saved
+  In a pipeline of two processes:
+      distgpipe evaluate --weights mine.safetensors --partitions 2 --workers processes
+  Weights of another program:
+      distgpipe evaluate --weights resnet50.pth --model resnet --set depth=50 --data image-folder --data-dir imagenet"
+)]
+pub struct EvaluateArgs {
+    #[command(flatten)]
+    flags: TrainFlags,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct EvaluationReport {
+    weights: String,
+    model: String,
+    data: String,
+    #[serde(flatten)]
+    scores: Scores,
+}
+
+/// The scores of a model on a data set.
+#[derive(Serialize)]
+struct Scores {
+    rows: usize,
+    /// The mean over the rows.
+    loss: f64,
+    /// The fraction of rows classified correctly; absent if the model predicts no classes. So are the next two.
+    accuracy: Option<f64>,
+    f1: Option<f64>,
+    matthews: Option<f64>,
+    /// The classes of the data.
+    classes: Option<usize>,
+    seconds: f64,
+    samples_per_s: f64,
+}
+
+/// Evaluates, and prints the scores.
+pub fn run(args: &EvaluateArgs) -> anyhow::Result<()> {
+    let given = &args.flags;
+    given.check_inference("evaluate")?;
+    let config = InferenceConfig::new(given)?;
+    let Some(data) = config.flags.data else {
+        return Err(usage("--data: the file does not say which data the model was trained on: add --data NAME"));
+    };
+    let (loader, loss) = datasets::test_loader(&config.flags, &config.model)?;
+    config.check_normalisation(datasets::normalisation(data)?.as_ref())?;
+    check_names(&config, &loader)?;
+    let mut pipeline = config.start(loss)?;
+    report::note(&config.compute.to_string());
+    let scores = evaluate(&mut pipeline, &loader)?;
+    drop(pipeline);
+    let report = EvaluationReport {
+        weights: given.weights.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
+        model: config.model.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
+        data: data.name(),
+        scores,
+    };
+    match given.json == Some(true) {
+        true => report::print_json(&report),
+        false => report::print(&report.table()),
+    }
+}
+
+/// Whether the classes of the data are those of the model. Numbers alone would not show that they are others.
+fn check_names(config: &InferenceConfig, loader: &Loader) -> anyhow::Result<()> {
+    let expected = config.about.as_ref().and_then(|about| about.classes.as_ref());
+    match (expected, loader.class_names()) {
+        (Some(expected), Some(got)) if *expected != got => Err(usage(format!(
+            "--data: expected the classes of the model, {}; got {}: use data with the classes that the model was trained on",
+            listed(expected, FEW),
+            listed(&got, FEW)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The scores of a model on all rows of a loader.
+fn evaluate(pipeline: &mut Pipeline, loader: &Loader) -> anyhow::Result<Scores> {
+    let start = Instant::now();
+    let batches = loader.batches() as u64;
+    let shown = std::io::stderr().is_terminal().then(|| bar(batches, "batches"));
+    let mut pace = Pace::new(batches, 0, start);
+    let (mut rows, mut loss_sum, mut correct) = (0, 0.0, None);
+    let mut counts: Option<ClassCounts> = None;
+    for (batch, number) in loader.epoch(0).zip(1..) {
+        let outcome = pipeline.evaluate(&batch?)?;
+        rows += outcome.rows;
+        loss_sum += outcome.loss * outcome.rows as f64;
+        correct = outcome.correct.map(|right| right + correct.unwrap_or(0));
+        if let Some(classes) = &outcome.classes {
+            counts.get_or_insert_default().add(classes);
+        }
+        match &shown {
+            Some(bar) => bar.set_position(number),
+            None if pace.is_due(number, Instant::now()) && number < batches => {
+                report::note(&format!("batch {number}/{batches}: loss {:.4} so far", loss_sum / rows as f64));
+            }
+            None => {}
+        }
+    }
+    if let Some(bar) = shown {
+        bar.finish_and_clear();
+    }
+    let classes = loader.classes();
+    let seconds = start.elapsed().as_secs_f64();
+    Ok(Scores {
+        rows,
+        loss: loss_sum / rows.max(1) as f64,
+        accuracy: correct.map(|correct| correct as f64 / rows.max(1) as f64),
+        f1: counts.as_ref().map(|counts| counts.f1(classes.unwrap_or(counts.actual.len()))),
+        matthews: counts.as_ref().map(ClassCounts::matthews),
+        classes,
+        seconds,
+        samples_per_s: rows as f64 / seconds.max(1e-9),
+    })
+}
+
+impl EvaluationReport {
+    fn table(&self) -> String {
+        let scores = &self.scores;
+        let mut table = Table::new(&[("", Side::Left), ("", Side::Left)]);
+        let mut row = |name: &str, value: String| table.row(vec![name.to_owned(), value]);
+        row("rows", format!("{} of {}", units::count(scores.rows as u64), self.data));
+        row("loss", format!("{:.4}", scores.loss));
+        if let Some(accuracy) = scores.accuracy {
+            row("accuracy", units::percent(accuracy));
+        }
+        if let (Some(f1), Some(matthews), Some(2)) = (scores.f1, scores.matthews, scores.classes) {
+            row("F1", format!("{f1:.3}"));
+            row("Matthews", format!("{matthews:.3}"));
+        }
+        row("samples/s", units::rate(scores.samples_per_s));
+        row("time", units::seconds(scores.seconds));
+        table.render().trim_start().to_owned()
+    }
+}

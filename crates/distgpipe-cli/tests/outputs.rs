@@ -1,0 +1,147 @@
+//! What a run prints as it goes, what it writes, and what it leaves behind when it fails.
+
+mod command;
+
+use command::{directory, distgpipe, ended, fine, json, refused};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a plain path")
+}
+
+/// Where standard error is no terminal, lines say how far the run is. The table of epochs does not repeat them.
+#[test]
+fn lines_of_progress_have_step_loss_rate_and_time_left() {
+    // Some 4 s, because of a slow link: up to 0.2 s for each of 40 messages.
+    let slow =
+        ["--partitions", "2", "--chunks", "2", "--faults", "w0>w1:delay=200@0", "--epochs", "5", "--steps", "20"];
+    let (out, said) = ended(0, &[&["train"], &slow[..]].concat());
+    let lines: Vec<&str> = said.lines().filter(|line| line.starts_with("step ")).collect();
+    assert!((1..20).contains(&lines.len()), "a line a second: {said}");
+    for line in lines {
+        let (step, rest) =
+            line.strip_prefix("step ").and_then(|line| line.split_once("/20: loss ")).expect("step N/20");
+        assert!((1..20).contains(&step.parse::<u64>().expect("a number")), "{line}");
+        assert!(rest.contains(", learning rate 0.05, ") && rest.ends_with(" s left"), "{line}");
+    }
+    // The epochs that 20 steps reach, not those that --epochs allows.
+    assert!(said.contains("epoch 1/1: loss "), "{said}");
+    assert!(!out.contains("train loss"), "{out}");
+}
+
+/// The highest memory use of a run, in bytes.
+fn peak_bytes(arguments: &[&str]) -> u64 {
+    let mut child = distgpipe(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+    let status = PathBuf::from(format!("/proc/{}/status", child.id()));
+    let mut peak = 0;
+    while child.try_wait().expect("a child").is_none() {
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+        peak = peak.max(line.trim().trim_end_matches(" kB").parse::<u64>().unwrap_or(0) << 10);
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    assert!(child.wait().expect("it ended").success(), "{arguments:?}");
+    peak
+}
+
+/// It once kept all events, and at the end a tree of JSON made of them: 200 MB more in this run.
+#[test]
+fn a_trace_takes_no_memory_however_long_it_is() {
+    let log = directory("outputs/trace").join("log");
+    let many = ["train", "--partitions", "4", "--chunks", "64", "--epochs", "2", "--no-evaluate"];
+    let traced = peak_bytes(&[&many[..], &["--log", text(&log), "--trace"]].concat());
+    let plain = peak_bytes(&many);
+    let events: Vec<Value> =
+        serde_json::from_slice(&std::fs::read(log.join("trace.json")).expect("written")).expect("JSON");
+    assert!(events.len() > 60_000, "{} events", events.len());
+    assert!(traced < plain + (16 << 20), "{traced} bytes with a trace, {plain} without");
+}
+
+#[test]
+fn a_refused_run_leaves_nothing_behind() {
+    let root = directory("outputs/refused");
+    let [saved, log, capture] = ["a/saved", "b/log", "c/capture"].map(|name| root.join(name));
+    let used = root.join("used");
+    std::fs::create_dir_all(&used).expect("created");
+    std::fs::write(used.join("steps.jsonl"), "").expect("written");
+    let save = root.join("model.safetensors");
+    let all = ["--checkpoint", text(&saved), "--log", text(&log), "--capture", text(&capture), "--save", text(&save)];
+    let left = || {
+        let names = std::fs::read_dir(&root).expect("a directory").map(|entry| entry.expect("an entry").file_name());
+        names.filter(|name| name != "used").collect::<Vec<_>>()
+    };
+    let in_file = root.join("used/steps.jsonl/log");
+    let refusals: [(&[&str], &str); 6] = [
+        (&["--lr", "2000"], "--lr 2000"),
+        (&["--log", text(&used)], "has the log of another run"),
+        (&["--log", text(&in_file)], "name a directory that can be written to"),
+        (&["--capture-step", "1000"], "--capture-step"),
+        (&["--keep", "0"], "--keep 0"),
+        (&["--workers", "127.0.0.1:1"], "--token-file"),
+    ];
+    for (more, words) in refusals {
+        // The last of a flag counts.
+        let kept: Vec<&str> = match more.first() {
+            Some(&"--log") => all.iter().enumerate().filter(|(i, _)| !(2..4).contains(i)).map(|(_, a)| *a).collect(),
+            _ => all.to_vec(),
+        };
+        let output = distgpipe(&[&["train", "--partitions", "2"], &kept[..], more].concat()).output().expect("it runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(words), "{more:?}: expected `{words}` in: {said}");
+        assert!(left().is_empty(), "{more:?} left {:?}", left());
+    }
+}
+
+#[test]
+fn a_resumed_run_says_what_it_overwrites_and_when_nothing_is_left() {
+    let root = directory("outputs/resumed");
+    let [saved, log, model] = ["saved", "log", "model.safetensors"].map(|name| root.join(name));
+    let outputs = ["--checkpoint", text(&saved), "--log", text(&log), "--save", text(&model)];
+    let run = ["--set", "hidden=[16]", "--batch", "256", "--epochs", "2"];
+    ended(0, &[&["train"], &run[..], &outputs].concat());
+    let plain = |more: &[&str]| {
+        let output = distgpipe(&[&["train", "--checkpoint", text(&saved), "--resume"], more].concat()).output();
+        let output = output.expect("it runs");
+        assert!(output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let said = plain(&[]);
+    assert!(said.contains("already finished after step 10;") && !said.contains("resuming after"), "{said}");
+    let said = plain(&["--epochs", "3"]);
+    let at = |words: &str| said.find(words).unwrap_or_else(|| panic!("expected `{words}` in: {said}"));
+    at("resuming after step 10, with --epochs 3 (was 2)");
+    let noted = at(&format!("the resumed run replaces --save {}, continues --log {}", model.display(), log.display()));
+    assert!(noted < at("epoch 3/3") && noted < at("saved 4 tensors"), "{said}");
+}
+
+/// With a limit on the size of files that the model fits and Adam's state does not: what a full disk is to the checkpoint, while
+/// --save has a healthy one.
+#[test]
+fn a_checkpoint_that_cannot_be_written_does_not_lose_the_model() {
+    let root = directory("outputs/full");
+    let (saved, save, whole) = (root.join("saved"), root.join("model.safetensors"), root.join("whole.safetensors"));
+    let run = ["train", "--set", "hidden=[256]", "--optimizer", "adam", "--epochs", "1", "--threads", "1"];
+    fine(&[&run[..], &["--save", text(&whole)]].concat());
+    let limit_kb = std::fs::metadata(&whole).expect("saved").len() / 1024 + 8;
+    let program = env!("CARGO_BIN_EXE_distgpipe");
+    let limited = format!("trap '' XFSZ; ulimit -f {limit_kb}; exec \"$@\"");
+    let outputs = ["--device", "cpu", "--checkpoint", text(&saved), "--save", text(&save)];
+    let mut command = Command::new("bash");
+    let command = command.args(["-c", &limited, "bash", program]).args(run).args(outputs).stdin(Stdio::null());
+    let output = command.output().expect("bash runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("error: ") && said.contains("optimizer.safetensors: writing it: File too large"), "{said}");
+    assert!(
+        said.contains("the run failed, but --save") && said.contains("has the model as it is after step 22"),
+        "{said}"
+    );
+    assert!(std::fs::read(&save).expect("saved") == std::fs::read(&whole).expect("saved"), "the same model");
+    // What the checkpoint had written is removed at once, and so is the folder, which has nothing else.
+    assert!(!saved.exists(), "{:?}", std::fs::read_dir(&saved).map(|entries| entries.count()));
+    let scores = json(&["evaluate", "--weights", text(&save), "--json", "--device", "cpu"]);
+    assert!(scores["accuracy"].as_f64() > Some(0.5), "{scores}");
+    assert!(refused(2, &["evaluate", "--weights", text(&saved)]).contains("--weights"));
+}
