@@ -13,7 +13,8 @@ cd "$(dirname "$0")/.."
 # compute what threads do (transparency_processes); one instruction set is enough to show that.
 suites=(
     'codec_*' golden_codecs # distgpipe-core
-    golden transparency codecs_learn precision deferred_batch_norm replicas updates own_loss_and_optimizer # distgpipe
+    golden transparency training_with_codecs precision deferred_batch_norm replicas updates own_loss_and_optimizer # distgpipe
+    trainer freezing parameter_groups # distgpipe
     codecs checkpoints weights # both other crates
     cli recipe train_codecs train_precision # distgpipe-cli
 )

@@ -145,8 +145,8 @@ pub struct TrainFlags {
     #[arg(long, value_name = "FILE", help_heading = "Schedule")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<PathBuf>,
-    /// Micro-batches whose activations are recomputed in the backward pass instead of kept: never, except-last or always
-    #[arg(long, value_name = "WHICH", help_heading = "Schedule")]
+    /// Micro-batches whose activations are recomputed in the backward pass instead of kept
+    #[arg(long, value_name = "never|except-last|always", help_heading = "Schedule")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub recompute: Option<Recompute>,
     /// Abort the run when no worker makes progress for this many seconds
@@ -320,7 +320,7 @@ pub struct TrainFlags {
     pub save_best: Option<MetricName>,
     /// Resume from the newest checkpoint in --checkpoint DIR with its flags; flags given here override them. The cut, the
     /// workers and the device may change
-    #[arg(long, value_name = "WHICH", num_args = 0..=1, require_equals = true, default_missing_value = "newest", help_heading = "Checkpoints")]
+    #[arg(long, value_name = "newest|if-any", num_args = 0..=1, require_equals = true, default_missing_value = "newest", help_heading = "Checkpoints")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<ResumeName>,
 

@@ -39,6 +39,7 @@ use distgpipe::comm::protocol::REPLICAS_MAX;
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::data::Loader;
 use distgpipe::driver::builder::{BuildError, Builder};
+use distgpipe::files::description;
 use distgpipe::train::TrainOptions;
 use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
 use distgpipe_core::placement::Placement;
@@ -97,6 +98,7 @@ impl RunConfig {
     /// Validates the flags of the checkpoint that `given` says to resume from, overridden by `given`; or `otherwise`, if there is
     /// no checkpoint.
     pub fn resuming(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<Self> {
+        check_directories(given)?;
         let (saving, given) = Saving::open(given, otherwise)?;
         Self::validated(saving, given)
     }
@@ -238,6 +240,21 @@ fn build(builder: Builder) -> anyhow::Result<Pipeline> {
         BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),
         other => usage(other.to_string()),
     })
+}
+
+/// Whether the paths at which directories are created do not lead to something else.
+fn check_directories(flags: &TrainFlags) -> anyhow::Result<()> {
+    let paths = [("--checkpoint", &flags.checkpoint), ("--log", &flags.log), ("--capture", &flags.capture)];
+    for (flag, path) in paths.iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))) {
+        if let Some(kind) = path.metadata().ok().map(|about| about.file_type()).filter(|kind| !kind.is_dir()) {
+            let got = description(kind);
+            return Err(usage(format!(
+                "{flag} {}: expected a directory, got {got}: choose another path",
+                path.display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Whether `--log` and `--trace` go together, the directories of `--log` and `--capture` can be written to, and the log directory is

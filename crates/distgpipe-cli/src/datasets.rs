@@ -3,9 +3,12 @@
 use crate::args::{DataName, TrainFlags};
 use crate::compute::cores;
 use crate::exit::usage;
+use crate::files::user_directory;
 use crate::report;
+use crate::report::units::plural;
 use crate::saved_model::Normalisation;
 use distgpipe::data::cifar::Edition;
+use distgpipe::data::folder::Skipped;
 use distgpipe::data::food101;
 use distgpipe::data::glue::{token_length, Task};
 use distgpipe::data::image::{self, ImageSource};
@@ -15,7 +18,7 @@ use distgpipe::data::{
     Tokens,
 };
 use distgpipe::engine::{Device, Layout};
-use distgpipe::{Loss, Model, SampleShape};
+use distgpipe::{Fault, Loss, Model, SampleShape};
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,11 +40,14 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     let batch_rows = flags.batch.unwrap_or_default();
     let threads = threads(flags)?;
     let options = LoaderOptions { threads, ..LoaderOptions::training(batch_rows, flags.seed.unwrap_or_default()) };
-    let train = Loader::new(train, options).map_err(|e| usage(format!("--batch {batch_rows}: {e}")))?;
+    let samples = flags.samples.map(|samples| format!("--samples {samples}, ")).unwrap_or_default();
+    let train = Loader::new(train, options).map_err(|e| usage(format!("{samples}--batch {batch_rows}: {e}")))?;
     if flags.no_evaluate == Some(true) {
         return Ok((train, None, source.loss()));
     }
-    let test = limited(source.open(Split::Test)?, "--limit-test", flags.limit_test.or(flags.limit))?;
+    let test = source.open(Split::Test);
+    let test = test.map_err(|e| usage(format!("{e}; to train without testing, add --no-evaluate")))?;
+    let test = limited(test, "--limit-test", flags.limit_test.or(flags.limit))?;
     let options = LoaderOptions { threads, ..LoaderOptions::testing(test_rows(batch_rows)) };
     Ok((train, Some(Loader::new(test, options)?), source.loss()))
 }
@@ -174,7 +180,13 @@ pub fn open(
         DataName::ImageFolder if flags.data_dir.is_none() => {
             Err(usage("--data image-folder: add --data-dir DIR, the directory of the images"))
         }
-        DataName::ImageFolder => images.of(ImageFiles::folder(&directory()?, part)),
+        DataName::ImageFolder => {
+            let files = ImageFiles::folder(&directory()?, part);
+            if let Ok(files) = &files {
+                warn_of_skipped(files.skipped());
+            }
+            images.of(files)
+        }
         DataName::Synthetic | DataName::Rte | DataName::Cola => {
             Err(usage(format!("--data {}: this data set has no images", name.name())))
         }
@@ -186,10 +198,8 @@ pub fn directory(name: &str, given: Option<&Path>, flag: &str) -> anyhow::Result
     if let Some(given) = given {
         return Ok(given.to_owned());
     }
-    let variable = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let home = variable("XDG_DATA_HOME").or_else(|| Some(variable("HOME")?.join(".local/share")));
-    let home =
-        home.ok_or_else(|| usage(format!("{flag}: add this flag, because neither XDG_DATA_HOME nor HOME is set")))?;
+    let home = user_directory("XDG_DATA_HOME", ".local/share")
+        .ok_or_else(|| usage(format!("{flag}: add this flag, because neither XDG_DATA_HOME nor HOME is set")))?;
     Ok(home.join("distgpipe").join(name))
 }
 
@@ -282,7 +292,28 @@ struct Images<'a> {
 
 impl Images<'_> {
     fn of<S: ImageSource + 'static>(&self, source: Result<S, DataError>) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
-        opened(self.name, source.and_then(|source| ImageSet::for_input(source, self.input, self.part, self.layout)))
+        let source = source.map_err(data_error(self.name))?;
+        let takes_images = matches!(self.input, [shape] if matches!(shape.dims[..], [3, _, _]));
+        if !takes_images {
+            return Err(usage(format!(
+                "--model: --data {} has images of 3 channels, and the model does not take them: use a model for images, such as \
+                 --model mobilenet_v2 --set classes={}",
+                self.name.name(),
+                source.classes()
+            )));
+        }
+        opened(self.name, ImageSet::for_input(source, self.input, self.part, self.layout))
+    }
+}
+
+/// Warns of files that are not part of the data set, so that images in other formats are not missed silently.
+fn warn_of_skipped(skipped: &Skipped) {
+    if let Some(example) = &skipped.example {
+        report::note(&format!(
+            "warning: --data image-folder: skipped {} such as {}: only .jpg, .jpeg and .png files in class folders are read",
+            plural(skipped.count, "file"),
+            example.display()
+        ));
     }
 }
 
@@ -299,6 +330,7 @@ fn data_error(name: DataName) -> impl Fn(DataError) -> anyhow::Error {
             DataError::Unsuitable { .. } => {
                 "; change the model with --set (image, channels, input), or use --data synthetic"
             }
+            DataError::Failed(Fault::Memory { .. }) => "; --set (image, input, classes) changes the model",
             _ => "",
         };
         usage(format!("--data {}: {error}{remedy}", name.name()))

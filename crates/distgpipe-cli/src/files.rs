@@ -2,16 +2,18 @@
 
 use crate::exit::usage;
 use anyhow::Context;
+use distgpipe::files::{check_reader, open_regular, open_stream};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Reads a text file of at most `bytes_max` bytes. Errors start with `flag` and the path.
+/// Reads a text file of at most `bytes_max` bytes, or a pipe, such as that of a process substitution. Errors start with `flag` and
+/// the path.
 pub fn read_text(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<String> {
     let wrong = |why: String| usage(format!("{flag} {}: {why}", path.display()));
     let mut text = String::new();
-    File::open(path)
+    open_stream(path)
         .and_then(|file| file.take(bytes_max + 1).read_to_string(&mut text))
         .map_err(|e| wrong(e.to_string()))?;
     if text.len() as u64 > bytes_max {
@@ -24,11 +26,8 @@ pub fn read_text(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Stri
 /// length.
 pub fn read_bytes(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Vec<u8>> {
     let wrong = |why: String| usage(format!("{flag} {}: {why}", path.display()));
-    let file = File::open(path).map_err(|e| wrong(e.to_string()))?;
+    let file = open_regular(path).map_err(|e| wrong(e.to_string()))?;
     let about = file.metadata().map_err(|e| wrong(e.to_string()))?;
-    if !about.is_file() {
-        return Err(wrong("expected a file, got a directory, pipe or device: name a regular file".to_owned()));
-    }
     if about.len() > bytes_max {
         return Err(wrong(format!(
             "expected at most {bytes_max} bytes, got {}: check that this is the right file, or split it",
@@ -90,7 +89,7 @@ impl NewFile {
         let flag = || format!("{} {}", self.flag, self.path.display());
         // Devices such as /dev/null are written to directly: a rename would replace them.
         if self.path.exists() && !self.path.is_file() {
-            return std::fs::write(&self.path, bytes).with_context(flag);
+            return write_special(&self.path, bytes).with_context(flag);
         }
         let mut name = OsString::from(".");
         name.push(self.path.file_name().unwrap_or_default());
@@ -102,6 +101,18 @@ impl NewFile {
         }
         written.with_context(flag)
     }
+}
+
+/// Writes to a pipe or a device. A pipe that nobody reads is an error, because an ordinary `open` would wait for a reader.
+fn write_special(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let _reader = check_reader(path)?;
+    std::fs::write(path, bytes)
+}
+
+/// The user's directory for one purpose: the one that `variable` names, or `fallback` in the home directory.
+pub fn user_directory(variable: &str, fallback: &str) -> Option<PathBuf> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    absolute(variable).or_else(|| Some(absolute("HOME")?.join(fallback)))
 }
 
 fn directory(path: &Path) -> &Path {

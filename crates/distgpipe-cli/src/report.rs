@@ -1,5 +1,6 @@
 //! Output for people and programs: tables, units, progress lines, log files. All of it is derived from the trainer's events.
 
+pub mod activity;
 pub mod cut;
 pub mod log;
 pub mod progress;
@@ -15,7 +16,7 @@ use std::io::Write;
 use std::sync::Mutex;
 
 /// How many names a note lists before "and N more".
-pub const FEW: usize = 8;
+pub const NAMES_LISTED_MAX: usize = 8;
 
 /// `a, b, c`, and how many more if there are more than `most`.
 pub fn listed(names: &[String], most: usize) -> String {

@@ -68,7 +68,7 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         ),
         (&["train", "--chunks", "0"], &["--chunks 0", "use 1"]),
         (&["train", "--partitions", "3", "--workers", "h:1,h:1"], &["--workers", "h:1 is named twice"]),
-        (&["train", "--batch", "9223372036854775808"], &["expected numbers up to 9223372036854775807"]),
+        (&["train", "--batch", "9223372036854775808"], &["expected a number up to 9223372036854775807"]),
         (&["train", "--balance", "1,2"], &["--balance", "use for example 2,2"]),
         (&["train", "--balance", "1,3", "--place", "a,b,a"], &["--balance makes 2", "--place names workers for 3"]),
         (&["train", "--partitions", "9"], &["--partitions", "use fewer partitions"]),
@@ -198,10 +198,10 @@ fn a_balance_comes_from_costs_measured_or_given() {
     assert_eq!(value["balance"], serde_json::json!([3, 1]));
     assert!(value["step_s"].as_f64() < value["even"]["step_s"].as_f64());
     std::fs::write(&file, fine(&["models", "mlp", "--profile", "--json"])).expect("written");
-    assert!(fine(&["balance", "mlp", "--partitions", "2", "--costs", name]).contains("to use this cut: --balance "));
+    assert!(fine(&["balance", "mlp", "--partitions", "2", "--costs", name]).contains("to use the best cut: --balance "));
     std::fs::write(&file, "[1, 2]").expect("written");
     assert!(refused(2, &["balance", "mlp", "--partitions", "2", "--costs", name]).contains("each of 4 layers, got 2"));
-    assert!(fine(&["balance", "mlp", "--partitions", "3", "--rows", "4"]).contains("to use this cut: --balance "));
+    assert!(fine(&["balance", "mlp", "--partitions", "3", "--rows", "4"]).contains("to use the best cut: --balance "));
 }
 
 /// The losses of every epoch and test: what must not change with how it was run.

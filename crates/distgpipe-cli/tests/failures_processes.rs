@@ -1,7 +1,7 @@
 //! Law 5 between processes over TCP: whoever fails is named, everybody ends, no process and no port is left.
 
-#[path = "../../distgpipe/tests/mishaps/mod.rs"]
-mod mishaps;
+#[path = "../../distgpipe/tests/failure_scenarios/mod.rs"]
+mod failure_scenarios;
 mod servers;
 
 use distgpipe::comm::timeouts::Timeouts;
@@ -11,7 +11,9 @@ use distgpipe::{Batch, BuildError, Failure, Notice, Pipeline, StepError, WorkerP
 use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
 use distgpipe_core::WorkerId;
-use mishaps::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S};
+use failure_scenarios::{
+    actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S,
+};
 use servers::{Servers, TOKEN};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -196,7 +198,7 @@ fn a_silent_worker_is_reported_and_so_is_its_return() {
     let notices = Arc::new(Mutex::new(Vec::new()));
     let seen = notices.clone();
     let patient = Timeouts { stall_s: 60.0, silence_s: 60.0, connect_s: 20.0 };
-    let mut pipeline = mishaps::builder(processes(), "")
+    let mut pipeline = failure_scenarios::builder(processes(), "")
         .timeouts(Timeouts { silence_s: 4.0, ..patient })
         .on_notice(move |notice| seen.lock().unwrap().push(notice.clone()))
         .build()
@@ -268,7 +270,7 @@ fn a_driver_that_was_suspended_does_not_blame_its_workers() {
 #[test]
 fn a_suspended_worker_process_times_out() {
     let _alone = alone();
-    let mut pipeline = mishaps::pipeline(processes(), "");
+    let mut pipeline = failure_scenarios::pipeline(processes(), "");
     pipeline.train_step(&batch()).expect("a step");
     let server = children();
     assert_eq!(server.len(), 1);
@@ -291,7 +293,7 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     let servers = Servers::start(1);
     let address = &servers.addresses()[0];
     let serves = |what: &str| {
-        let mut pipeline = mishaps::pipeline(servers.first(1), "");
+        let mut pipeline = failure_scenarios::pipeline(servers.first(1), "");
         pipeline.train_step(&batch()).unwrap_or_else(|e| panic!("after {what}: {e}"));
     };
     serves("nothing");
@@ -337,9 +339,9 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
 fn a_busy_worker_says_so_at_once() {
     let _alone = alone();
     let servers = Servers::start(1);
-    let mut first = mishaps::pipeline(servers.first(1), "");
+    let mut first = failure_scenarios::pipeline(servers.first(1), "");
     let start = Instant::now();
-    let failure = match mishaps::builder(servers.first(1), "").build() {
+    let failure = match failure_scenarios::builder(servers.first(1), "").build() {
         Err(BuildError::Failed(failure)) => failure,
         other => panic!("expected a failure, got {:?}", other.map(|_| ())),
     };
@@ -358,7 +360,7 @@ fn a_busy_worker_says_so_at_once() {
     assert!(said.contains("error: w1 is busy with another run since 20"), "{said}");
     first.train_step(&batch()).expect("the first run goes on");
     drop(first);
-    mishaps::pipeline(servers.first(1), "").train_step(&batch()).expect("and the next has its turn");
+    failure_scenarios::pipeline(servers.first(1), "").train_step(&batch()).expect("and the next has its turn");
 }
 
 /// A stranger who connects to a worker in a run does not learn that there is one.
@@ -366,10 +368,10 @@ fn a_busy_worker_says_so_at_once() {
 fn a_stranger_learns_nothing_of_a_run() {
     let _alone = alone();
     let servers = Servers::start(1);
-    let mut first = mishaps::pipeline(servers.first(1), "");
+    let mut first = failure_scenarios::pipeline(servers.first(1), "");
     let token: distgpipe::comm::handshake::Token = "f".repeat(64).parse().expect("a token");
     let stranger = Workers::Remote { addresses: servers.addresses().to_vec(), token };
-    let refused = mishaps::builder(stranger, "").build().err().expect("an error").to_string();
+    let refused = failure_scenarios::builder(stranger, "").build().err().expect("an error").to_string();
     assert!(refused.contains("different tokens") && !refused.contains("busy"), "{refused}");
     first.train_step(&batch()).expect("the run goes on");
 }
@@ -379,7 +381,7 @@ fn no_port_is_held_after_a_run() {
     let _alone = alone();
     let servers = Servers::start(1);
     let address = servers.addresses()[0].clone();
-    mishaps::pipeline(servers.first(1), "").train_step(&batch()).expect("a step");
+    failure_scenarios::pipeline(servers.first(1), "").train_step(&batch()).expect("a step");
     drop(servers);
     TcpListener::bind(&address).expect("the port is free again");
 }

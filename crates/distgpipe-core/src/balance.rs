@@ -6,32 +6,36 @@
 //! memory of the worker that needs most.
 //!
 //! If there are few cuts, all are tried. Otherwise dynamic programming gives cuts to start from (`starts`), and local
-//! search improves each of them by moving its borders (`descent`).
+//! search improves each of them by moving its borders (`descent`). A search does a bounded amount of work, and its
+//! caller can end it earlier.
+//!
+//! Costs that are measured have errors. [`Comparison`] decides whether repeated measurements show which of two cuts is
+//! faster.
 //!
 //! Not counted: the time that codecs take, the headers of messages, and memory that is used only within one layer's
 //! backward pass.
 
+mod comparison;
 mod descent;
 mod estimate;
+mod search;
 mod starts;
 
+pub use comparison::{Comparison, Verdict, EQUAL_WITHIN, SIGNIFICANCE};
 pub use estimate::{Estimate, PartitionEstimate, WorkerEstimate};
 
 use crate::partition::{Balance, PartitionError};
 use crate::placement::Placement;
-use crate::schedule::compiled_plan::{Clocks, CompiledPlan, StepCosts};
-use crate::schedule::{CheckError, Pass, Plan, Recompute, Request, Schedule, ScheduleError};
+use crate::schedule::{CheckError, Pass, Recompute, Schedule, ScheduleError};
 use crate::PartitionId;
+use search::Search;
 use serde::{Deserialize, Serialize};
-use std::cmp::Ordering;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
 /// Up to this many instructions of compiled plans, all cuts are tried: less than a second.
 const EXHAUSTIVE_STEPS_MAX: u64 = 1 << 25;
-/// The time to make and compile a plan, in instructions of it.
-const PLAN_STEPS: u64 = 64;
 
 /// Why the search returns no cut.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -46,8 +50,8 @@ pub enum BalanceError {
     /// The plan cannot be simulated.
     #[error(transparent)]
     Check(#[from] CheckError),
-    /// The number of sizes differs from the number of layers or skips.
-    #[error("expected {expected} {what}, got {got}: make the sizes from the model that is cut")]
+    /// The number of sizes or partitions differs from that of the problem.
+    #[error("expected {expected} {what}, got {got}: make the sizes and the cut from the model and the placement of the problem")]
     Sizes {
         /// The list that has the wrong length.
         what: &'static str,
@@ -209,21 +213,40 @@ pub struct Found {
     pub method: Method,
     /// The number of cuts that were tried.
     pub tried: usize,
+    /// The second best of the cuts that were tried, if it keeps to the memory limit.
+    pub runner_up: Option<Balance>,
+    /// Whether the method ran to its end. If not, `balance` is the best cut found until then.
+    pub complete: bool,
 }
 
 impl Problem {
     /// The best of all cuts if they can be tried within about a second, otherwise the best that local search finds.
     pub fn search(&self) -> Result<Found, BalanceError> {
-        let mut search = Search::new(self)?;
+        self.search_while(&mut |_| true)
+    }
+
+    /// The same, but ends when `go_on` returns false. It is called every few milliseconds with the number of cuts that
+    /// have been tried.
+    pub fn search_while(&self, go_on: &mut dyn FnMut(usize) -> bool) -> Result<Found, BalanceError> {
+        let mut search = Search::new(self, go_on)?;
         let cuts = cut_count(self.layers.len(), self.placement.partitions());
-        let making = (PLAN_STEPS * search.plan_steps as u64).saturating_mul(self.plan_count_max(cuts));
-        let work = cuts.saturating_mul(search.steps_a_cut()).saturating_add(making);
-        search.find(if work <= EXHAUSTIVE_STEPS_MAX { Method::Exhaustive } else { Method::Descent })
+        let work = search.exhaustive_work(cuts, self.plan_count_max(cuts));
+        search.find(if cuts == 1 || work <= EXHAUSTIVE_STEPS_MAX { Method::Exhaustive } else { Method::Descent })
     }
 
     /// The best cut by the given method, however long that takes.
     pub fn search_by(&self, method: Method) -> Result<Found, BalanceError> {
-        Search::new(self)?.find(method)
+        Search::new(self, &mut |_| true)?.find(method)
+    }
+
+    /// The estimated costs of one cut, which must have as many partitions as the placement.
+    pub fn estimate(&self, balance: &Balance) -> Result<Estimate, BalanceError> {
+        balance.check(self.layers.len())?;
+        let (expected, got) = (self.placement.partitions(), balance.partitions());
+        if expected != got {
+            return Err(BalanceError::Sizes { what: "partitions", expected, got });
+        }
+        Search::new(self, &mut |_| true)?.estimate(balance)
     }
 
     /// An upper bound on the number of plans for this many cuts. A plan depends on which pairs of partitions, other
@@ -287,191 +310,6 @@ fn cut_count(layers: usize, partitions: usize) -> u64 {
         }
     }
     count
-}
-
-/// The first layer of every partition but the first.
-fn cuts_of(balance: &Balance) -> Vec<usize> {
-    (1..balance.partitions()).map(|p| balance.range(PartitionId::new(p)).start).collect()
-}
-
-fn balance_of(cuts: &[usize], layers: usize) -> Result<Balance, PartitionError> {
-    let ends = cuts.iter().copied().chain([layers]);
-    let starts = [0].into_iter().chain(cuts.iter().copied());
-    Balance::new(ends.zip(starts).map(|(end, start)| end - start).collect())
-}
-
-/// The rating of a cut; smaller is better. The fields are compared in order.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Score {
-    /// Bytes above the limit, so that the search can improve cuts that do not fit.
-    over_bytes: f64,
-    objective: f64,
-    /// The other objective, as a tie-breaker.
-    other: f64,
-}
-
-impl Score {
-    fn cmp(&self, other: &Self) -> Ordering {
-        let by = |a: f64, b: f64| a.total_cmp(&b);
-        by(self.over_bytes, other.over_bytes)
-            .then_with(|| by(self.objective, other.objective))
-            .then_with(|| by(self.other, other.other))
-    }
-
-    fn beats(&self, other: &Self) -> bool {
-        self.cmp(other) == Ordering::Less
-    }
-}
-
-/// Pairs of partitions, other than neighbours, that skips connect.
-type Edges = Vec<(PartitionId, PartitionId)>;
-
-/// A plan with its compiled form.
-struct CandidatePlan {
-    plan: Plan,
-    compiled: CompiledPlan,
-    /// By sending and receiving partition of the forward pass: the indices of the forward and the backward edge in the
-    /// compiled plan.
-    edge_at: HashMap<(PartitionId, PartitionId), (usize, usize)>,
-}
-
-/// Rates cuts, and keeps the plans and the best cut so far.
-struct Search<'a> {
-    problem: &'a Problem,
-    forward: Vec<f64>,
-    backward: Vec<f64>,
-    held: Vec<f64>,
-    parameters: Vec<f64>,
-    /// The plans so far. A plan depends on the cut only through the pairs of partitions that skips connect.
-    plans: HashMap<Edges, CandidatePlan>,
-    clocks: Clocks,
-    best: Option<(Score, Vec<usize>)>,
-    tried: usize,
-    /// The work done so far in instructions, and the length of the longest plan.
-    steps: u64,
-    plan_steps: usize,
-}
-
-impl<'a> Search<'a> {
-    fn new(problem: &'a Problem) -> Result<Self, BalanceError> {
-        problem.check()?;
-        let sums = |cost: fn(&LayerCost) -> f64| prefix_sums(problem.layers.iter().map(cost));
-        let mut search = Search {
-            problem,
-            forward: sums(|layer| layer.forward_s),
-            backward: sums(|layer| layer.backward_s),
-            held: sums(|layer| layer.held_bytes as f64),
-            parameters: sums(|layer| layer.parameter_bytes as f64),
-            plans: HashMap::new(),
-            clocks: Clocks::default(),
-            best: None,
-            tried: 0,
-            steps: 0,
-            plan_steps: 0,
-        };
-        // So that an impossible schedule is an error before any cut is tried.
-        search.plan(&Vec::new())?;
-        Ok(search)
-    }
-
-    fn partitions(&self) -> usize {
-        self.problem.placement.partitions()
-    }
-
-    fn layers(&self) -> usize {
-        self.problem.layers.len()
-    }
-
-    /// The approximate work of rating a cut, in instructions.
-    fn steps_a_cut(&self) -> u64 {
-        (self.plan_steps + 4 * self.problem.skips.len() + 8 * self.partitions()) as u64
-    }
-
-    fn find(&mut self, method: Method) -> Result<Found, BalanceError> {
-        let (layers, partitions) = (self.layers(), self.partitions());
-        match method {
-            Method::Exhaustive => self.exhaustive()?,
-            Method::Descent => descent::descend(self)?,
-        }
-        let (score, cuts) = self.best.clone().expect("both methods try at least the even cut");
-        let balance = balance_of(&cuts, layers)?;
-        let estimate = self.estimate(&balance)?;
-        if let Some(limit_bytes) = self.problem.memory_limit_bytes.filter(|_| score.over_bytes > 0.0) {
-            let worst = estimate.workers.iter().max_by_key(|worker| worker.memory_bytes);
-            let (worker, needs_bytes) =
-                worst.map_or((String::new(), 0), |worker| (worker.name.clone(), worker.memory_bytes));
-            return Err(BalanceError::OverLimit { limit_bytes, needs_bytes, worker, balance, tried: self.tried });
-        }
-        let even = Balance::even(layers, partitions)?;
-        let even_estimate = self.estimate(&even)?;
-        Ok(Found { balance, estimate, even, even_estimate, method, tried: self.tried })
-    }
-
-    fn exhaustive(&mut self) -> Result<(), BalanceError> {
-        let (layers, count) = (self.layers(), self.partitions() - 1);
-        let mut cuts: Vec<usize> = (1..=count).collect();
-        loop {
-            self.score(&cuts)?;
-            // The next cut in lexicographic order: the last border that can still move does, and those after it follow
-            // closely.
-            let Some(i) = (0..count).rev().find(|&i| cuts[i] < layers - count + i) else {
-                return Ok(());
-            };
-            cuts[i] += 1;
-            for j in i + 1..count {
-                cuts[j] = cuts[j - 1] + 1;
-            }
-        }
-    }
-
-    /// Rates a cut, and keeps it if it is the best so far.
-    fn score(&mut self, cuts: &[usize]) -> Result<Score, BalanceError> {
-        let parts = self.parts(cuts)?;
-        let score = parts.score;
-        self.tried += 1;
-        self.steps += self.steps_a_cut();
-        if self.best.as_ref().is_none_or(|(best, _)| score.beats(best)) {
-            self.best = Some((score, cuts.to_vec()));
-        }
-        Ok(score)
-    }
-
-    fn plan(&mut self, edges: &Edges) -> Result<&CandidatePlan, BalanceError> {
-        if !self.plans.contains_key(edges) {
-            let problem = self.problem;
-            let request = Request {
-                placement: problem.placement.clone(),
-                micro_batches: problem.micro_batches,
-                recompute: problem.recompute,
-                skips: edges.clone(),
-                frozen: 0,
-            };
-            let plan = problem.schedule.plan(&request)?;
-            let compiled = CompiledPlan::new(&plan)?;
-            self.plan_steps = self.plan_steps.max(compiled.len());
-            self.steps += PLAN_STEPS * compiled.len() as u64;
-            let number = |edge| compiled.edges().iter().position(|&other| other == edge);
-            let ends = compiled.edges().iter().filter(|(_, _, pass)| *pass == Pass::Forward);
-            let edge_at = ends
-                .filter_map(|&(from, to, _)| {
-                    Some(((from, to), (number((from, to, Pass::Forward))?, number((to, from, Pass::Backward))?)))
-                })
-                .collect();
-            self.plans.insert(edges.clone(), CandidatePlan { plan, compiled, edge_at });
-        }
-        Ok(&self.plans[edges])
-    }
-}
-
-/// `sums[j] - sums[i]` is the cost of layers `i..j`.
-fn prefix_sums(costs: impl Iterator<Item = f64>) -> Vec<f64> {
-    let mut sum = 0.0;
-    let mut sums = vec![sum];
-    sums.extend(costs.map(|cost| {
-        sum += cost;
-        sum
-    }));
-    sums
 }
 
 impl fmt::Display for Objective {

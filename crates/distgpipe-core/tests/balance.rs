@@ -444,3 +444,87 @@ fn what_does_not_fit_together_is_refused() {
     let whole = Problem { placement: Placement::one_worker_each(1), ..waisted() }.search().unwrap();
     assert_eq!((whole.balance.to_string(), whole.tried), ("20".to_owned(), 1));
 }
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn the_runner_up_is_the_second_best_of_all_cuts(problem in any_problem()) {
+        let found = problem.search_by(Method::Exhaustive);
+        prop_assume!(found.is_ok());
+        let found = found.unwrap();
+        let all = all_balances(problem.layers.len(), problem.placement.partitions()).into_iter();
+        let all = all.map(|sizes| Truth::of(&problem, Balance::new(sizes).unwrap())).filter(|truth| truth.fits(&problem));
+        let mut objectives: Vec<f64> = all.map(|truth| truth.objective(&problem)).collect();
+        objectives.sort_by(f64::total_cmp);
+        match found.runner_up {
+            None => prop_assert!(objectives.len() < 2),
+            Some(cut) => {
+                prop_assert_ne!(&cut, &found.balance);
+                let second = Truth::of(&problem, cut).objective(&problem);
+                prop_assert!((second - objectives[1]).abs() <= 1e-9 * second, "{second} {objectives:?}");
+            }
+        }
+        prop_assert!(found.complete);
+    }
+
+    #[test]
+    fn a_cut_is_estimated_as_the_search_estimates_it(problem in any_problem()) {
+        let Ok(found) = problem.search() else { return Ok(()) };
+        prop_assert_eq!(problem.estimate(&found.balance).unwrap(), found.estimate);
+        prop_assert_eq!(problem.estimate(&found.even).unwrap(), found.even_estimate);
+    }
+}
+
+#[test]
+fn a_cut_of_another_model_or_placement_is_not_estimated() {
+    let problem = waisted();
+    let partitions = problem.placement.partitions();
+    for cut in [Balance::even(19, partitions).unwrap(), Balance::even(20, partitions + 1).unwrap()] {
+        assert!(problem.estimate(&cut).is_err(), "{cut}");
+    }
+}
+
+/// Layers of different costs, each partition on its own worker.
+fn long(layers: usize, partitions: usize) -> Problem {
+    let costs = (0..layers).map(|i| LayerCost {
+        forward_s: 1.0 + (i * i % 7) as f64,
+        backward_s: 2.0 + (i % 5) as f64,
+        held_bytes: 100,
+        parameter_bytes: 1000,
+    });
+    let sizes = Sizes { outputs: vec![64; layers], skips: Vec::new() };
+    Problem {
+        layers: costs.collect(),
+        in_memory: sizes.clone(),
+        sent: Sent { forward: sizes.clone(), backward: sizes, ..Sent::default() },
+        placement: Placement::one_worker_each(partitions),
+        ..waisted()
+    }
+}
+
+#[test]
+fn a_search_that_its_caller_ends_returns_the_best_cut_so_far() {
+    for problem in [long(3000, 6), long(300, 3)] {
+        let mut asked = 0;
+        let found = problem
+            .search_while(&mut |_| {
+                asked += 1;
+                false
+            })
+            .unwrap();
+        assert!(asked > 0 && !found.complete, "asked {asked} times");
+        assert!(found.estimate.step_s <= found.even_estimate.step_s);
+        let whole = problem.search().unwrap();
+        assert!(whole.tried > found.tried && whole.estimate.step_s <= found.estimate.step_s);
+    }
+}
+
+/// With thousands of borders there are hundreds of millions of moves, most of which lead nowhere. They were all listed.
+#[test]
+fn a_search_over_thousands_of_partitions_is_bounded() {
+    let found = long(3000, 2000).search().unwrap();
+    assert!(!found.complete && found.tried < 10_000, "{}", found.tried);
+    assert!(found.estimate.step_s <= found.even_estimate.step_s);
+    let only = long(3000, 3000).search().unwrap();
+    assert_eq!((only.tried, only.complete, only.runner_up), (1, true, None));
+}

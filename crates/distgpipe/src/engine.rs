@@ -16,7 +16,10 @@ pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
 pub use ffi::Layout;
 pub(crate) use ffi::{bytes_mut, floats_mut};
-pub use memory::{attach_thread, peak_bytes, release_memory, reserved_bytes, start, tune_allocator};
+pub use memory::{
+    attach_thread, available_bytes, peak_bytes, release_memory, require_memory, reserved_bytes, start, tune_allocator,
+    Meter,
+};
 pub(crate) use process::kill_worker_process;
 pub use process::{declare_worker_process, exit_at_once};
 pub use random::{Draws, Stream};

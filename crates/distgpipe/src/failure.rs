@@ -139,6 +139,18 @@ pub enum Fault {
         /// What does not hold.
         got: String,
     },
+    /// Something needs more memory than there is. It was not allocated.
+    #[error("{what} takes {} of memory, and this host has {} left: {remedy}", decimal(*needs_bytes), decimal(*available_bytes))]
+    Memory {
+        /// What needs the memory.
+        what: String,
+        /// How much it needs.
+        needs_bytes: u64,
+        /// How much this process can still get.
+        available_bytes: u64,
+        /// How to need less.
+        remedy: String,
+    },
     /// The connection ended unexpectedly.
     #[error("the connection closed unexpectedly: the process ended or was killed, or the network is down")]
     Lost,
@@ -206,6 +218,16 @@ impl Fault {
 impl From<tch::TchError> for Fault {
     fn from(error: tch::TchError) -> Self {
         Fault::Engine(error)
+    }
+}
+
+/// A number of bytes for people, in powers of 1000.
+fn decimal(bytes: u64) -> String {
+    let bytes = bytes as f64;
+    let units = [(1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB")];
+    match units.iter().find(|(size, _)| bytes >= *size) {
+        Some((size, unit)) => format!("{:.1} {unit}", bytes / size),
+        None => format!("{bytes} bytes"),
     }
 }
 

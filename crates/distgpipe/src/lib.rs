@@ -58,6 +58,8 @@ pub mod engine;
 #[doc(hidden)]
 pub mod failure;
 #[doc(hidden)]
+pub mod files;
+#[doc(hidden)]
 pub mod model;
 pub mod prelude;
 #[doc(hidden)]

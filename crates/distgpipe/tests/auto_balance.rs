@@ -4,18 +4,10 @@ mod soundness;
 
 use distgpipe::driver::pipeline::StepOutcome;
 use distgpipe::driver::profile;
-use distgpipe::model::zoo::MobileNetV2;
+use distgpipe::model::zoo::{Mlp, MobileNetV2};
 use distgpipe::{AutoBalance, Builder, Model, Optim, Pipeline, Recompute, Schedule};
 use distgpipe_core::balance::{Estimate, Found, Objective};
 use distgpipe_core::partition::Balance;
-use std::sync::{Mutex, MutexGuard};
-
-/// Memory is counted by worker number for the whole process, so these tests run one at a time.
-static ALONE: Mutex<()> = Mutex::new(());
-
-fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(|e| e.into_inner())
-}
 
 const ROWS: usize = 4;
 const MICRO_BATCHES: usize = 4;
@@ -87,7 +79,6 @@ fn peak_bytes(outcome: &StepOutcome) -> u64 {
 /// Shapes and types say what crosses, so nothing about it is a guess.
 #[test]
 fn what_crosses_a_cut_is_estimated_to_the_byte() {
-    let _alone = alone();
     for case in CASES.map(|case| case()) {
         let (Found { balance, estimate, even, even_estimate, .. }, outcome) = case.found();
         for (balance, estimate, outcome) in [(&balance, estimate, outcome), (&even, even_estimate, case.cut(&even))] {
@@ -101,7 +92,6 @@ fn what_crosses_a_cut_is_estimated_to_the_byte() {
 
 #[test]
 fn a_worker_holds_what_is_estimated_and_a_bounded_part_more() {
-    let _alone = alone();
     for case in CASES.map(|case| case()) {
         let (found, outcome) = case.found();
         for (said, did) in found.estimate.workers.iter().zip(&outcome.workers) {
@@ -121,7 +111,6 @@ fn a_worker_holds_what_is_estimated_and_a_bounded_part_more() {
 /// What the search is for: of two cuts, the one with the smaller estimate needs less when it runs.
 #[test]
 fn the_cut_with_the_least_estimated_memory_needs_less_than_the_even_cut() {
-    let _alone = alone();
     for case in CASES.map(|case| case()) {
         let (found, outcome) = case.found();
         let (estimated, even) = (found.estimate.memory_bytes(), found.even_estimate.memory_bytes());
@@ -130,4 +119,22 @@ fn the_cut_with_the_least_estimated_memory_needs_less_than_the_even_cut() {
         assert!(estimated < even, "{}: the cuts must differ for the test to say something", case.place);
         assert!(measured < even_measured, "{}: {measured} to {even_measured}", case.place);
     }
+}
+
+/// A second pipeline counted into the first one's meters, which went by the number of the worker.
+#[test]
+fn two_pipelines_of_one_process_count_only_their_own_memory() {
+    let case = CASES[0]();
+    let cut = Balance::even(model().layers.len(), 2).unwrap();
+    let mut large = case.builder().balance(cut.sizes()).build().unwrap();
+    let batch = profile::sample(&model(), ROWS * MICRO_BATCHES, 0).unwrap();
+    let before = peak_bytes(&large.train_step(&batch).unwrap());
+    let mlp = Mlp::default().model().unwrap();
+    let mut small = Pipeline::builder(mlp.clone()).place("a,b").balance([2, 2]).learning_rate(0.01).build().unwrap();
+    let digits = profile::sample(&mlp, 16, 0).unwrap();
+    // Both hold their parameters, and the large one has just freed its activations.
+    let (tiny, after) =
+        (peak_bytes(&small.train_step(&digits).unwrap()), peak_bytes(&large.train_step(&batch).unwrap()));
+    assert!(tiny * 20 < before, "{tiny} of the small one, {before} of the large one");
+    assert!(after < before + before / 4, "{before} before there was another one, {after} after");
 }

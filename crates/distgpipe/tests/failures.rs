@@ -1,6 +1,6 @@
 //! Law 5 between threads: at every action of a step, and at every message of every link.
 
-mod mishaps;
+mod failure_scenarios;
 mod soundness;
 
 use distgpipe::engine::Devices;
@@ -11,7 +11,7 @@ use distgpipe::{Batch, BuildError, Context, Layer, LayerTensors, Loss, Model, Pi
 use distgpipe::{SampleShape, ShapeError, SkipShapes, Workers};
 use distgpipe_core::schedule::{evaluate_plan, Request};
 use distgpipe_core::WorkerId;
-use mishaps::{actions, assert_named, plan, run_replicas_until_failure, run_until_failure};
+use failure_scenarios::{actions, assert_named, plan, run_replicas_until_failure, run_until_failure};
 use std::sync::Arc;
 
 #[test]
@@ -51,8 +51,8 @@ fn a_broken_link_is_found_at_any_message() {
 fn a_missing_device_is_blamed_on_the_worker_that_uses_it() {
     for (devices, worker) in [("cpu,cuda:99", "server"), ("cuda:99,cpu", "client")] {
         let devices: Devices = devices.parse().unwrap();
-        let built = mishaps::builder(Workers::Threads, "").device(devices).build();
-        let said = match built.map(|mut pipeline| pipeline.train_step(&mishaps::batch())) {
+        let built = failure_scenarios::builder(Workers::Threads, "").device(devices).build();
+        let said = match built.map(|mut pipeline| pipeline.train_step(&failure_scenarios::batch())) {
             Err(error) => error.to_string(),
             Ok(step) => step.unwrap_err().to_string(),
         };
@@ -87,9 +87,9 @@ fn a_broken_ring_is_found_at_any_message() {
 #[test]
 fn delays_change_nothing_but_the_time() {
     let losses = |scenario: &str| -> Vec<f64> {
-        let mut pipeline = mishaps::pipeline(Workers::Threads, scenario);
-        let losses: Vec<f64> = (0..3).map(|_| pipeline.train_step(&mishaps::batch()).unwrap().loss).collect();
-        soundness::assert_pipeline_sound(scenario, &losses, &mut pipeline, &mishaps::batch());
+        let mut pipeline = failure_scenarios::pipeline(Workers::Threads, scenario);
+        let losses: Vec<f64> = (0..3).map(|_| pipeline.train_step(&failure_scenarios::batch()).unwrap().loss).collect();
+        soundness::assert_pipeline_sound(scenario, &losses, &mut pipeline, &failure_scenarios::batch());
         losses
     };
     let quiet = losses("");
@@ -101,8 +101,8 @@ fn delays_change_nothing_but_the_time() {
 #[test]
 fn an_unused_pipeline_ends_at_once() {
     let start = std::time::Instant::now();
-    drop(mishaps::pipeline(Workers::Threads, ""));
-    assert!(start.elapsed() < mishaps::BOUND);
+    drop(failure_scenarios::pipeline(Workers::Threads, ""));
+    assert!(start.elapsed() < failure_scenarios::BOUND);
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn names_must_be_unique_and_plans_must_train() {
 
 #[test]
 fn a_batch_of_the_wrong_shape_is_rejected_and_the_pipeline_stays_usable() {
-    let mut pipeline = mishaps::pipeline(Workers::Threads, "");
+    let mut pipeline = failure_scenarios::pipeline(Workers::Threads, "");
     let wrong = Batch::new(
         Tensor::ones([6, 3, 8, 8], (Kind::Float, Device::Cpu)),
         Tensor::zeros([6], (Kind::Int64, Device::Cpu)),
@@ -184,7 +184,7 @@ fn a_batch_of_the_wrong_shape_is_rejected_and_the_pipeline_stays_usable() {
     let e = pipeline.train_step(&few).unwrap_err().to_string();
     assert!(e.contains('2') && e.contains('3'), "{e}");
     assert_eq!(pipeline.evaluate(&few).unwrap().rows, 2, "evaluation takes fewer rows than micro-batches");
-    pipeline.train_step(&mishaps::batch()).unwrap();
+    pipeline.train_step(&failure_scenarios::batch()).unwrap();
 }
 
 /// In a clipped step workers wait for a second command. One of them dies in its last action, when the other may have
@@ -197,9 +197,9 @@ fn a_worker_that_dies_before_a_clipped_update_is_named_and_ends_all() {
         for fault in ["panic", "kill", "hang"] {
             let scenario = format!("{name}:{fault}@{action}");
             let start = std::time::Instant::now();
-            let mut pipeline = mishaps::pipeline(Workers::Threads, &scenario);
+            let mut pipeline = failure_scenarios::pipeline(Workers::Threads, &scenario);
             pipeline.set_clip_norm(Some(0.1));
-            let failure = match pipeline.train_step(&mishaps::batch()) {
+            let failure = match pipeline.train_step(&failure_scenarios::batch()) {
                 Err(StepError::Failed(failure)) => failure,
                 other => panic!("{scenario}: {:?}", other.map(|o| o.loss)),
             };

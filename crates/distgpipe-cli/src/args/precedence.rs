@@ -6,7 +6,7 @@ use crate::exit::usage;
 
 /// Flags that exclude others. Where the overriding source gives one of the first list, the flags of the second list are dropped
 /// from the source below, so that users get no error about flags that they did not give.
-const DISPLACED: [(&[&str], &[&str]); 6] = [
+const EXCLUDED_FLAGS: [(&[&str], &[&str]); 6] = [
     (&["partitions", "balance", "cut", "auto-balance"], &CUTS),
     (&["plan"], &["place", "chunks", "schedule", "recompute"]),
     (&["chunks", "schedule", "recompute"], &["plan"]),
@@ -31,7 +31,7 @@ const CUTS: [&str; 11] = [
 ];
 
 /// The same, where the overriding source changes the flag's value.
-const DISPLACED_BY_ANOTHER: [(&str, &[&str]); 2] =
+const EXCLUDED_BY_CHANGE: [(&str, &[&str]); 2] =
     [("optimizer", &["momentum", "nesterov", "lr", "weight-decay"]), ("data", &["data-dir", "samples"])];
 
 impl TrainFlags {
@@ -42,25 +42,34 @@ impl TrainFlags {
         let mut set: Vec<String> =
             self.set.iter().filter(|setting| !changed.contains(&key(setting))).cloned().collect();
         set.extend(other.set.iter().cloned());
-        let table = |flags: &Self| {
-            let too_large = |e| usage(format!("expected numbers up to {}: {e}", i64::MAX));
-            toml::Table::try_from(flags).map_err(too_large)
-        };
-        let (mut table, overriding) = (table(&self)?, table(other)?);
-        for (given, displaced) in DISPLACED {
+        let (mut table, overriding) = (self.table()?, other.table()?);
+        for (given, excluded) in EXCLUDED_FLAGS {
             if given.iter().any(|name| overriding.contains_key(*name)) {
-                table.retain(|name, _| !displaced.contains(&name));
+                table.retain(|name, _| !excluded.contains(&name));
             }
         }
-        for (given, displaced) in DISPLACED_BY_ANOTHER {
+        for (given, excluded) in EXCLUDED_BY_CHANGE {
             if overriding.contains_key(given) && overriding.get(given) != table.get(given) {
-                table.retain(|name, _| !displaced.contains(&name));
+                table.retain(|name, _| !excluded.contains(&name));
             }
         }
         table.extend(overriding);
         let mut flags: TrainFlags = table.try_into()?;
         flags.set = set;
         Ok(flags)
+    }
+
+    /// These flags as TOML, whose numbers are smaller than those of some flags.
+    fn table(&self) -> anyhow::Result<toml::Table> {
+        let values = serde_json::to_value(self)?;
+        let numbers =
+            values.as_object().into_iter().flatten().filter_map(|(name, value)| Some((name, value.as_u64()?)));
+        for (name, number) in numbers {
+            if i64::try_from(number).is_err() {
+                return Err(usage(format!("--{name} {number}: expected a number up to {}", i64::MAX)));
+            }
+        }
+        Ok(toml::Table::try_from(self)?)
     }
 }
 
@@ -73,6 +82,15 @@ mod tests {
 
     fn parse(text: &str) -> anyhow::Result<TrainFlags> {
         from_toml(text, Path::new("run.toml"))
+    }
+
+    #[test]
+    fn a_number_that_a_file_cannot_hold_is_refused_by_the_name_of_its_flag() {
+        let line = TrainFlags { seed: Some(u64::MAX), batch: Some(7), ..TrainFlags::default() };
+        let said = TrainFlags::default().overlaid(&line).unwrap_err().to_string();
+        assert_eq!(said, "--seed 18446744073709551615: expected a number up to 9223372036854775807");
+        let largest = TrainFlags { seed: Some(i64::MAX as u64), ..TrainFlags::default() };
+        assert_eq!(TrainFlags::default().overlaid(&largest).unwrap().seed, largest.seed);
     }
 
     #[test]

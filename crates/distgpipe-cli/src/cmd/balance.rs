@@ -1,30 +1,32 @@
 //! `distgpipe balance`: finds the cut with the fastest step, or the lowest memory use of the worker that uses most.
 
+mod cache;
+mod costs;
+mod output;
+mod ranking;
+mod search;
+
 use super::models::SampleArgs;
 use crate::args::OptimizerName;
-use crate::balance_options::{no_cut, BalanceFlags, BalanceOptions};
+use crate::balance_options::BalanceFlags;
 use crate::config::model;
 use crate::exit::usage;
-use crate::files::read_text;
 use crate::report;
 use crate::report::cut::CutReport;
 use distgpipe::comm::codec_policy::CodecPolicy;
-use distgpipe::driver::auto_balance::{problem, RunShape};
-use distgpipe::driver::profile::LayerProfile;
-use distgpipe::{BuildError, Model, Optim, Precision};
+use distgpipe::driver::auto_balance::RunShape;
+use distgpipe::model::zoo;
+use distgpipe::{Model, Optim};
 use distgpipe_core::balance::Objective;
 use distgpipe_core::codec::CodecSpec;
+use distgpipe_core::cut::placement as client_server_placement;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{Recompute, Schedule};
-use distgpipe_core::wire::DType;
-use serde::Deserialize;
-use serde_json::Value;
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-
-/// The largest file of costs that is read.
-const COSTS_BYTES_MAX: u64 = 64 << 20;
+use ranking::Clock;
+use search::CutSearch;
+use std::path::PathBuf;
+use std::time::Duration;
 
 /// Flags of `distgpipe balance`.
 #[derive(Debug, clap::Args)]
@@ -36,7 +38,10 @@ Examples:
   distgpipe balance mobilenet_v2 --partitions 4 --costs costs.json
   distgpipe balance mobilenet_v2 --partitions 3 --place client,server,client --link-rate 100mbit --link-latency 5
   distgpipe balance resnet --partitions 2 --balance-by memory
+  distgpipe balance mobilenet_v2 --balance 7,7,7
 
+The layers are measured in rounds, until these show which of the two best cuts is faster, or a given cut and the best one,
+or until --time-limit. The costs are kept in $XDG_CACHE_HOME/distgpipe (by default ~/.cache/distgpipe) for the next call.
 A file of costs is the output of `distgpipe models NAME --profile --json`, or a JSON list with one number per layer.
 The step is simulated with each partition on its own worker, or as --place says. Times, bytes and activations are those
 of a micro-batch of --rows rows. Memory counts parameters, gradients, optimizer state and kept activations, but not the
@@ -44,15 +49,29 @@ temporary tensors of a backward pass. The time of a step does not include encodi
 pub struct BalanceArgs {
     /// Model to cut; `distgpipe models` lists them
     model: String,
-    /// Number of partitions to cut the model into
+    /// Number of partitions to cut the model into [default: as many as --balance, --cut or --place has]
     #[arg(long, value_name = "N")]
-    partitions: usize,
+    partitions: Option<usize>,
+    /// Also estimate this cut, the number of layers in each partition, such as 3,5,2, and compare it with the best one
+    #[arg(long, value_name = "LAYERS,…")]
+    balance: Option<String>,
+    /// The same for a cut by rule: first=1,last=1 or after=LAYER,…; roberta also has roberta-1, roberta-2 and roberta-3.
+    /// Three partitions are placed client,server,client unless --place is given
+    #[arg(long, value_name = "CUT")]
+    cut: Option<String>,
     /// Model setting, such as classes=1000; repeatable
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Read the costs of the layers from this file instead of measuring them
     #[arg(long, value_name = "FILE.json", help_heading = "Measurement")]
     costs: Option<PathBuf>,
+    /// Measure the layers again, and replace the costs kept from an earlier call
+    #[arg(long, conflicts_with = "costs", help_heading = "Measurement")]
+    measure_again: bool,
+    /// End measuring and searching after this many seconds, counting the measurements kept from earlier calls; the result is
+    /// then the best cut found so far
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, help_heading = "Measurement")]
+    time_limit: f64,
     #[command(flatten)]
     sample: SampleArgs,
     /// Order of forward and backward passes: gpipe, 1f1b or interleaved
@@ -61,8 +80,8 @@ pub struct BalanceArgs {
     /// Micro-batches per batch; each has --rows rows
     #[arg(long, alias = "micro-batches", value_name = "N", default_value_t = 4, help_heading = "Pipeline")]
     chunks: usize,
-    /// Micro-batches that are recomputed in the backward pass: never, except-last or always
-    #[arg(long, value_name = "WHICH", default_value = "never", help_heading = "Pipeline")]
+    /// Micro-batches that are recomputed in the backward pass
+    #[arg(long, value_name = "never|except-last|always", default_value = "never", help_heading = "Pipeline")]
     recompute: Recompute,
     /// Worker of each partition, such as client,server,client [default: one worker per partition]
     #[arg(long, value_name = "WORKER,…", help_heading = "Pipeline")]
@@ -93,44 +112,6 @@ pub struct BalanceArgs {
     json: bool,
 }
 
-/// The cost of a layer in a file.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum GivenCost {
-    Total(f64),
-    Measured {
-        forward_s: f64,
-        backward_s: f64,
-        held_bytes: Option<u64>,
-        #[serde(default)]
-        output_types: Vec<String>,
-        #[serde(default)]
-        stash_types: BTreeMap<String, String>,
-    },
-}
-
-/// A file of costs.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum GivenCosts {
-    List(Vec<GivenCost>),
-    Models {
-        settings: Option<serde_json::Map<String, Value>>,
-        rows: Option<usize>,
-        precision: Option<Precision>,
-        layers: Vec<GivenCost>,
-    },
-}
-
-/// The costs of all layers, measured or read from a file.
-struct LayerCosts {
-    layers: Vec<LayerProfile>,
-    /// Rows of the micro-batch that was measured.
-    rows: usize,
-    precision: Precision,
-    memory_known: bool,
-}
-
 /// Measures the layers, searches the best cut, and prints it.
 pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
     let model = model("MODEL", &args.model, &args.set)?;
@@ -141,80 +122,48 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
         link_latency: args.link_latency,
     };
     let balance_options = balance_options.read()?;
-    Balance::even(model.layers.len(), args.partitions).map_err(|e| usage(format!("--partitions: {e}")))?;
-    let placement = placement(args)?;
-    let costs = layer_costs(args, &model, &placement, &balance_options)?;
+    let given = given_cut(args, &model)?;
+    let placement = placement(args, &model, given.as_ref())?;
+    let limit = Duration::try_from_secs_f64(args.time_limit).ok().filter(|limit| !limit.is_zero());
+    let limit = limit
+        .ok_or_else(|| usage(format!("--time-limit {}: expected seconds above 0 and below 1e19", args.time_limit)))?;
     let codecs = CodecPolicy {
         forward: args.codec.clone(),
         backward: args.codec_backward.clone().unwrap_or_else(|| args.codec.clone()),
         ..CodecPolicy::default()
     };
-    let run = RunShape {
-        placement,
-        schedule: args.schedule,
-        micro_batches: args.chunks,
-        recompute: args.recompute,
-        codecs: &codecs,
-        optim: optim(args.optimizer),
-        frozen_layers: 0,
-    };
-    let mut problem = problem(&model, &costs.layers, costs.rows, run).map_err(|e| match e {
-        BuildError::Schedule(e) => usage(format!("--chunks or --schedule: {e}")),
-        BuildError::CutTensor(e) => usage(format!("--rows or --costs: {e}")),
-        other => other.into(),
-    })?;
-    problem.objective = balance_options.by;
-    problem.link = balance_options.link;
-    problem.memory_limit_bytes = balance_options.memory_limit_bytes;
-    let found = problem.search().map_err(|e| no_cut("--costs, --chunks or --schedule", e))?;
-    let report = CutReport {
-        found: &found,
+    let search = CutSearch {
+        args,
         model: &model,
-        placement: &problem.placement,
+        given: given.as_ref(),
+        run: RunShape {
+            placement: placement.clone(),
+            schedule: args.schedule,
+            micro_batches: args.chunks,
+            recompute: args.recompute,
+            codecs: &codecs,
+            optim: optim(args.optimizer),
+            frozen_layers: 0,
+        },
+        options: balance_options,
+    };
+    let outcome = match &args.costs {
+        Some(path) => search.with_costs(path, Clock::start(limit))?,
+        None => search.with_measurements(Clock::start(limit))?,
+    };
+    let report = CutReport {
+        found: &outcome.ranked.found,
+        model: &model,
+        placement: &placement,
         micro_batches: args.chunks,
         link: balance_options.link,
         memory_limit_bytes: balance_options.memory_limit_bytes,
-        memory_known: costs.memory_known,
+        memory_known: outcome.costs.memory_known,
     };
     if args.json {
-        let mut value = report.json();
-        value["model"] = args.model.clone().into();
-        value["rows"] = costs.rows.into();
-        value["precision"] = serde_json::to_value(costs.precision)?;
-        return report::print_json(&value);
+        return report::print_json(&output::json(args, &report, &outcome)?);
     }
-    let mut text = report.text();
-    if args.costs.is_none() {
-        let sample = args.sample.describe(problem.placement.workers())?;
-        text.push_str(&format!("layers measured with {sample}\n"));
-    }
-    report::print(&format!("{text}\nto use this cut: --balance {}\n", found.balance))
-}
-
-/// The costs of the layers, from `--costs` or measured. Memory figures are required where the search uses them.
-fn layer_costs(
-    args: &BalanceArgs,
-    model: &Model,
-    placement: &Placement,
-    balance_options: &BalanceOptions,
-) -> anyhow::Result<LayerCosts> {
-    let costs = match &args.costs {
-        Some(path) => read_costs(path, model, &args.sample)?,
-        None => LayerCosts {
-            layers: args.sample.measure(model, placement.workers())?,
-            rows: args.sample.rows,
-            precision: args.sample.precision,
-            memory_known: true,
-        },
-    };
-    if !costs.memory_known && (balance_options.by == Objective::Memory || balance_options.memory_limit_bytes.is_some())
-    {
-        return Err(usage(
-            "--costs: the file has no memory figures, which --balance-by memory and --memory-limit need: use the output of \
-             `distgpipe models NAME --profile --json`, or measure",
-        ));
-    }
-    Ok(costs)
+    report::print(&output::text(args, &report, &outcome)?)
 }
 
 /// The optimizer with its default settings, which determine the size of its state.
@@ -227,85 +176,41 @@ fn optim(name: OptimizerName) -> Optim {
     }
 }
 
-fn placement(args: &BalanceArgs) -> anyhow::Result<Placement> {
-    let placement = match &args.place {
-        Some(place) => place.parse::<Placement>().map_err(|e| usage(format!("--place: {e}")))?,
-        None => Placement::one_worker_each(args.partitions),
+/// The cut of `--balance` or `--cut`.
+fn given_cut(args: &BalanceArgs, model: &Model) -> anyhow::Result<Option<Balance>> {
+    match (&args.balance, &args.cut) {
+        (Some(_), Some(_)) => Err(usage("--balance and --cut both name a cut: keep one")),
+        (Some(text), None) => {
+            let cut = text.parse::<Balance>().and_then(|cut| cut.check(model.layers.len()).map(|()| cut));
+            Ok(Some(cut.map_err(|e| usage(format!("--balance: {e}")))?))
+        }
+        (None, Some(text)) => Ok(Some(zoo::cut(model, text).map_err(|e| usage(format!("--cut: {e}")))?)),
+        (None, None) => Ok(None),
+    }
+}
+
+/// The worker of each partition. `--partitions`, `--place` and the given cut must agree on the number of partitions.
+fn placement(args: &BalanceArgs, model: &Model, given: Option<&Balance>) -> anyhow::Result<Placement> {
+    let implied = given.filter(|_| args.cut.is_some()).and_then(|cut| client_server_placement(cut.partitions()));
+    let place = args.place.as_deref().or(implied);
+    let placed = place.map(str::parse::<Placement>).transpose().map_err(|e| usage(format!("--place: {e}")))?;
+    let cut_flag = if args.cut.is_some() { "--cut" } else { "--balance" };
+    let counts = [
+        (cut_flag, given.map(Balance::partitions)),
+        ("--partitions", args.partitions),
+        ("--place", args.place.as_ref().and(placed.as_ref()).map(Placement::partitions)),
+    ];
+    let counts: Vec<(&str, usize)> = counts.iter().filter_map(|(flag, count)| Some((*flag, (*count)?))).collect();
+    let Some(&(first, partitions)) = counts.first() else {
+        return Err(usage(
+            "--partitions: add --partitions N, the number of partitions, or a cut with --balance or --cut",
+        ));
     };
-    if placement.partitions() != args.partitions {
-        let (named, wanted) = (placement.partitions(), args.partitions);
+    if let Some((other, count)) = counts.iter().find(|(_, count)| *count != partitions) {
         return Err(usage(format!(
-            "--place names workers for {named} partitions, and --partitions is {wanted}: give both the same number"
+            "{first} has {partitions} partitions, and {other} has {count}: give both the same number"
         )));
     }
-    Ok(placement)
-}
-
-fn read_costs(path: &Path, model: &Model, sample: &SampleArgs) -> anyhow::Result<LayerCosts> {
-    let flag = || format!("--costs {}", path.display());
-    let text = read_text("--costs", path, COSTS_BYTES_MAX)?;
-    let given: GivenCosts = serde_json::from_str(&text).map_err(|_| {
-        usage(format!(
-            "{}: expected a list of numbers, or the output of `distgpipe models NAME --profile --json`",
-            flag()
-        ))
-    })?;
-    let (costs, settings, rows, precision) = match given {
-        GivenCosts::List(costs) => (costs, None, None, None),
-        GivenCosts::Models { settings, rows, precision, layers } => (layers, settings, rows, precision),
-    };
-    let ours = model.spec.as_ref().map(|spec| &spec.settings);
-    for (name, measured) in settings.iter().flatten() {
-        if let Some(asked) = ours.and_then(|ours| ours.get(name)).filter(|asked| *asked != measured) {
-            return Err(usage(format!(
-                "{}: measured with {name}={measured}, and the model has {name}={asked}: measure again, or use --set {name}={measured}",
-                flag()
-            )));
-        }
-    }
-    // Flags apply where the file has no value.
-    let (rows, precision) = (rows.unwrap_or(sample.rows), precision.unwrap_or(sample.precision));
-    if rows == 0 {
-        return Err(usage(format!("--rows or {}: expected costs of 1 row or more, got 0", flag())));
-    }
-    let layers = model.layers.len();
-    if costs.len() != layers {
-        return Err(usage(format!("{}: expected a cost for each of {layers} layers, got {}", flag(), costs.len())));
-    }
-    let memory_known = costs.iter().all(|cost| matches!(cost, GivenCost::Measured { held_bytes: Some(_), .. }));
-    let layers = costs.into_iter().zip(&model.layers).map(|(cost, layer)| {
-        let name = layer.name().to_owned();
-        Ok(match cost {
-            // Only the sum is known: assume that a backward pass takes twice as long as a forward pass.
-            GivenCost::Total(cost) => LayerProfile {
-                name,
-                forward_s: cost / 3.0,
-                backward_s: cost * 2.0 / 3.0,
-                held_bytes: 0,
-                output_types: Vec::new(),
-                stash_types: BTreeMap::new(),
-            },
-            GivenCost::Measured { forward_s, backward_s, held_bytes, output_types, stash_types } => LayerProfile {
-                name,
-                forward_s,
-                backward_s,
-                held_bytes: held_bytes.unwrap_or(0),
-                output_types: output_types.iter().map(|name| dtype(name)).collect::<Result<_, _>>()?,
-                stash_types: stash_types
-                    .into_iter()
-                    .map(|(skip, name)| Ok((skip, dtype(&name)?)))
-                    .collect::<Result<_, String>>()?,
-            },
-        })
-    });
-    let layers = layers.collect::<Result<_, String>>().map_err(|e| usage(format!("{}: {e}", flag())))?;
-    Ok(LayerCosts { layers, rows, precision, memory_known })
-}
-
-fn dtype(name: &str) -> Result<DType, String> {
-    let found = DType::ALL.iter().find(|dtype| dtype.name() == name);
-    found.copied().ok_or_else(|| {
-        let got: String = name.chars().take(40).collect();
-        format!("expected element types such as F32 or BF16, got `{got}`")
-    })
+    Balance::even(model.layers.len(), partitions).map_err(|e| usage(format!("{first}: {e}")))?;
+    Ok(placed.unwrap_or_else(|| Placement::one_worker_each(partitions)))
 }

@@ -8,6 +8,7 @@ use crate::report::{self, units};
 use distgpipe::data::cifar::Edition;
 use distgpipe::data::glue::Task;
 use distgpipe::data::{food101, Cifar, DataError, Loader, LoaderOptions, Split};
+use distgpipe::files::description;
 use distgpipe::{engine, SampleShape};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -163,8 +164,12 @@ fn get(args: &GetArgs) -> anyhow::Result<()> {
         let known: Vec<&str> = DOWNLOADS.iter().map(|spec| spec.name).collect();
         return Err(usage(format!("data get {}: expected one of {}", args.name, known.join(", "))));
     };
-    if let Some(from) = args.from.as_deref().filter(|from| !from.exists()) {
-        return Err(usage(format!("--from {}: no such file or directory", from.display())));
+    if let Some(from) = args.from.as_deref() {
+        let kind = from.metadata().map_err(|e| usage(format!("--from {}: {e}", from.display())))?.file_type();
+        if !kind.is_file() && !kind.is_dir() {
+            let got = description(kind);
+            return Err(usage(format!("--from {}: expected an archive or a directory, got {got}", from.display())));
+        }
     }
     let directory = directory(download.name, args.dir.as_deref(), "--dir")?;
     let start = Instant::now();
@@ -176,11 +181,11 @@ fn get(args: &GetArgs) -> anyhow::Result<()> {
         }
     };
     let defects = (download.defects)(&directory)?;
-    for defect in defects.iter().take(report::FEW) {
+    for defect in defects.iter().take(report::NAMES_LISTED_MAX) {
         report::note(&format!("warning: {defect}"));
     }
-    if defects.len() > report::FEW {
-        report::note(&format!("warning: {} more like these", defects.len() - report::FEW));
+    if defects.len() > report::NAMES_LISTED_MAX {
+        report::note(&format!("warning: {} more like these", defects.len() - report::NAMES_LISTED_MAX));
     }
     report::print(&format!(
         "{}: {} {text}\n{}",
@@ -197,9 +202,9 @@ fn next_step(name: &str, directory: Option<&Path>) -> String {
 }
 
 fn speed(args: &SpeedArgs) -> anyhow::Result<()> {
-    if !(args.seconds.is_finite() && args.seconds > 0.0) {
-        return Err(usage(format!("--seconds {}: expected seconds above 0", args.seconds)));
-    }
+    let duration = Duration::try_from_secs_f64(args.seconds).ok().filter(|duration| !duration.is_zero());
+    let duration = duration
+        .ok_or_else(|| usage(format!("--seconds {}: expected seconds above 0 and below 1e19", args.seconds)))?;
     engine::start();
     let flags = TrainFlags {
         data_dir: args.data_dir.clone(),
@@ -213,7 +218,7 @@ fn speed(args: &SpeedArgs) -> anyhow::Result<()> {
     let data = open(args.data, &flags, &[SampleShape::float(&[3, args.image, args.image])], part)?;
     let options = LoaderOptions { threads, ..LoaderOptions::training(args.batch, 0) };
     let loader = Loader::new(data, options).map_err(|e| usage(format!("--batch {}: {e}", args.batch)))?;
-    let (rows, seconds) = measure(&loader, Duration::from_secs_f64(args.seconds))?;
+    let (rows, seconds) = measure(&loader, duration)?;
     let rate = rows as f64 / seconds;
     if args.json {
         return report::print_json(&json!({

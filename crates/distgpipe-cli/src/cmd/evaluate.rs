@@ -6,7 +6,7 @@ use crate::datasets;
 use crate::exit::usage;
 use crate::report::progress::{bar, Pace};
 use crate::report::table::{Side, Table};
-use crate::report::{self, listed, units, FEW};
+use crate::report::{self, listed, units, NAMES_LISTED_MAX};
 use distgpipe::train::metrics::ClassCounts;
 use distgpipe::{Loader, Pipeline};
 use serde::Serialize;
@@ -94,8 +94,8 @@ fn check_names(config: &InferenceConfig, loader: &Loader) -> anyhow::Result<()> 
     match (expected, loader.class_names()) {
         (Some(expected), Some(got)) if *expected != got => Err(usage(format!(
             "--data: expected the classes of the model, {}; got {}: use data with the classes that the model was trained on",
-            listed(expected, FEW),
-            listed(&got, FEW)
+            listed(expected, NAMES_LISTED_MAX),
+            listed(&got, NAMES_LISTED_MAX)
         ))),
         _ => Ok(()),
     }

@@ -4,14 +4,15 @@ use crate::compute;
 use crate::config::model;
 use crate::exit::usage;
 use crate::report;
+use crate::report::activity::Activity;
 use crate::report::table::{Side, Table};
 use crate::report::units;
-use distgpipe::driver::profile::{self, LayerProfile};
+use distgpipe::driver::profile::{self, LayerProfile, ProfileProgress};
 use distgpipe::engine::Device;
 use distgpipe::model::zoo;
 use distgpipe::model::LayerSummary;
 use distgpipe::{Model, Precision, SampleShape};
-use serde_json::json;
+use serde_json::{json, Value};
 
 /// Flags of `distgpipe models`.
 #[derive(Debug, clap::Args)]
@@ -58,25 +59,49 @@ pub struct SampleArgs {
 }
 
 impl SampleArgs {
-    fn threads(&self, workers: usize) -> anyhow::Result<usize> {
+    /// The libtorch threads that each of `workers` workers on this host would have.
+    pub fn threads(&self, workers: usize) -> anyhow::Result<usize> {
         compute::threads(self.threads, workers)
+    }
+
+    /// The device to measure on.
+    pub fn device(&self) -> Device {
+        self.device.resolved()
     }
 
     /// What the layers are measured with, for people.
     pub fn describe(&self, workers: usize) -> anyhow::Result<String> {
-        let (rows, precision, device, threads) =
-            (self.rows, self.precision, self.device.resolved(), self.threads(workers)?);
-        Ok(format!("{rows} rows in {precision} on {device} with {}", units::plural(threads, "thread")))
+        let (rows, threads) = (units::plural(self.rows, "row"), units::plural(self.threads(workers)?, "thread"));
+        Ok(format!("{rows} in {} on {} with {threads}", self.precision, self.device()))
     }
 
-    /// Measures each layer of a model, with the threads that each of `workers` workers on this host would have.
-    pub fn measure(&self, model: &Model, workers: usize) -> anyhow::Result<Vec<LayerProfile>> {
+    /// Measures each layer of a model.
+    fn measure(&self, model: &Model) -> anyhow::Result<Vec<LayerProfile>> {
+        let (mut activity, mut fastest, mut rounds) = (Activity::new(), Vec::new(), 0);
+        self.measure_while(model, 1, &mut |progress| {
+            match progress {
+                ProfileProgress::Layer { round, layer } => activity.show(|| {
+                    format!("measuring layer {} of {}, round {round} of {ROUNDS}", layer + 1, model.layers.len())
+                }),
+                ProfileProgress::Round(costs) => {
+                    profile::keep_fastest(&mut fastest, costs);
+                    rounds += 1;
+                }
+            }
+            rounds < ROUNDS
+        })?;
+        Ok(fastest)
+    }
+
+    /// Measures each layer of a model in rounds, with the threads that each of `workers` workers on this host would have, until
+    /// `go_on` returns false.
+    pub fn measure_while(&self, model: &Model, workers: usize, go_on: &mut profile::GoOn<'_>) -> anyhow::Result<()> {
         let threads = self.threads(workers)?;
         if self.rows == 0 {
             return Err(usage("--rows 0: use 1 or more"));
         }
         self.device.open().map_err(|e| usage(format!("--device: {e}")))?;
-        let sample = profile::sample(model, self.rows, 0)?;
+        let sample = profile::sample(model, self.rows, 0).map_err(|e| usage(format!("--rows {}: {e}", self.rows)))?;
         let options = profile::ProfileOptions {
             device: self.device,
             threads,
@@ -84,7 +109,7 @@ impl SampleArgs {
             precision: self.precision,
             rounds: ROUNDS,
         };
-        Ok(profile::measure(model, &sample, &options)?)
+        Ok(profile::measure_while(model, &sample, &options, go_on)?)
     }
 }
 
@@ -136,7 +161,7 @@ fn list(json: bool) -> anyhow::Result<()> {
 fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
     let model = model("NAME", name, &args.set)?;
     let layers = model.summary()?;
-    let costs = if args.profile { Some(args.sample.measure(&model, 1)?) } else { None };
+    let costs = if args.profile { Some(args.sample.measure(&model)?) } else { None };
     let settings = model.spec.as_ref().map(|spec| spec.settings.clone()).unwrap_or_default();
     if args.json {
         return report::print_json(&json!({
@@ -204,23 +229,31 @@ fn layer_table(layers: &[LayerSummary], costs: Option<&[LayerProfile]>) -> Strin
     table.render()
 }
 
-fn layer_json(layer: &LayerSummary, cost: Option<&LayerProfile>) -> serde_json::Value {
+fn layer_json(layer: &LayerSummary, cost: Option<&LayerProfile>) -> Value {
     let mut value = json!({
         "name": layer.name,
         "output": dims(&layer.output),
         "parameters": layer.parameters,
         "multiply_adds": layer.multiply_adds,
     });
-    if let (Some(cost), Some(object)) = (cost, value.as_object_mut()) {
-        object.insert("forward_s".to_owned(), cost.forward_s.into());
-        object.insert("backward_s".to_owned(), cost.backward_s.into());
-        object.insert("held_bytes".to_owned(), cost.held_bytes.into());
-        let types: Vec<&str> = cost.output_types.iter().map(|dtype| dtype.name()).collect();
-        object.insert("output_types".to_owned(), types.into());
-        let stashed = cost.stash_types.iter().map(|(name, dtype)| (name.clone(), dtype.name().into()));
-        object.insert("stash_types".to_owned(), serde_json::Value::Object(stashed.collect()));
+    if let (Some(Value::Object(cost)), Some(object)) = (cost.map(layer_cost_json), value.as_object_mut()) {
+        object.extend(cost);
     }
     value
+}
+
+/// The measured costs of a layer.
+pub fn layer_cost_json(cost: &LayerProfile) -> Value {
+    let types: Vec<&str> = cost.output_types.iter().map(|dtype| dtype.name()).collect();
+    let stashed = cost.stash_types.iter().map(|(name, dtype)| (name.clone(), dtype.name().into()));
+    json!({
+        "name": cost.name,
+        "forward_s": cost.forward_s,
+        "backward_s": cost.backward_s,
+        "held_bytes": cost.held_bytes,
+        "output_types": types,
+        "stash_types": Value::Object(stashed.collect()),
+    })
 }
 
 fn dims(shapes: &[SampleShape]) -> Vec<&[i64]> {

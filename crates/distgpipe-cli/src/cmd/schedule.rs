@@ -2,10 +2,10 @@
 
 use crate::config::read_plan;
 use crate::exit::usage;
+use crate::files::NewFile;
 use crate::report;
 use crate::report::table::{Side, Table};
 use crate::report::units::percent;
-use anyhow::Context;
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::{
     simulate, Costs, LinkCost, Plan, Recompute, Request, Schedule, ScheduleError, Simulation,
@@ -46,8 +46,8 @@ pub struct ScheduleArgs {
     /// Micro-batches per batch
     #[arg(long, alias = "micro-batches", value_name = "N", default_value_t = 4, help_heading = "Plan")]
     chunks: usize,
-    /// Micro-batches that are recomputed in the backward pass: never, except-last or always
-    #[arg(long, value_name = "WHICH", default_value = "never", help_heading = "Plan")]
+    /// Micro-batches that are recomputed in the backward pass
+    #[arg(long, value_name = "never|except-last|always", default_value = "never", help_heading = "Plan")]
     recompute: Recompute,
     /// Skip connection from a partition to a later one, such as '0>2'; repeatable
     #[arg(long, value_name = "FROM>TO", help_heading = "Plan")]
@@ -96,7 +96,7 @@ pub fn run(args: &ScheduleArgs) -> anyhow::Result<()> {
     let simulation = simulate(&plan, &costs(args, plan.partitions())?)
         .map_err(|e| usage(format!("--forward, --backward, --recompute-cost, --link: {e}")))?;
     if let Some(path) = &args.svg {
-        std::fs::write(path, simulation.to_svg()).with_context(|| format!("--svg {}", path.display()))?;
+        NewFile::at("--svg", path)?.write(simulation.to_svg().as_bytes())?;
     }
     if args.json {
         return report::print_json(&as_json(&plan, &simulation));

@@ -49,7 +49,7 @@ pub fn run(args: WorkerArgs) -> anyhow::Result<()> {
         let address = worker.address().map_err(cli_error)?;
         report::note(&format!("connect with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));
     }
-    worker.serve(|line| report::note(line)).map_err(cli_error)
+    worker.serve(report::note).map_err(cli_error)
 }
 
 /// The token from the file, or else from the environment.

@@ -2,6 +2,7 @@
 
 use crate::args::TrainFlags;
 use crate::exit::usage;
+use crate::report::note;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::timeouts::Timeouts;
 
@@ -26,13 +27,27 @@ pub(super) fn codecs(flags: &TrainFlags) -> anyhow::Result<CodecPolicy> {
         }
     };
     let link = |text: &String| text.parse().map_err(|e| usage(format!("--codec-link: {e}")));
-    Ok(CodecPolicy {
+    let policy = CodecPolicy {
         backward: flags.codec_backward.clone().unwrap_or_else(|| forward.clone()),
         forward,
         links: flags.codec_link.iter().map(link).collect::<Result<_, _>>()?,
         warm_up_steps: flags.codec_warm_up.unwrap_or(0),
         evaluate: flags.evaluate_raw != Some(true),
-    })
+    };
+    // Not an error: another source of flags, such as a recipe, may have had a codec that these flags turn off.
+    let idle = [("--codec-warm-up", policy.warm_up_steps > 0), ("--evaluate-raw", !policy.evaluate)];
+    if !encodes(&policy) {
+        for (flag, _) in idle.iter().filter(|(_, given)| *given) {
+            note(&format!("warning: {flag}: it has no effect, because no link has a codec: add --codec, or remove it"));
+        }
+    }
+    Ok(policy)
+}
+
+/// Whether a codec other than `raw` applies to any link.
+fn encodes(policy: &CodecPolicy) -> bool {
+    let links = policy.links.iter().flat_map(|link| [&link.forward, &link.backward]);
+    links.chain([&policy.forward, &policy.backward]).any(|codec| !codec.is_raw())
 }
 
 /// The timeouts of a run. Without `--peer-timeout`, a silent worker is given no longer than `--timeout`.

@@ -6,7 +6,7 @@ use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{Capture, TestMetric, TrainOptions};
 use distgpipe::{Loss, Optim, ParameterGroup};
 
-/// The options of the trainer, for a pipeline of so many workers in each replica.
+/// The options of the trainer, for a pipeline with this number of workers in each replica.
 pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<TrainOptions> {
     let epochs = flags.epochs.filter(|&epochs| epochs > 0);
     Ok(TrainOptions {

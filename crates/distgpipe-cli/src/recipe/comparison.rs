@@ -29,14 +29,14 @@ pub struct ComparisonRow {
 }
 
 /// The figure of the run, or why there is none.
-enum Ours {
+enum RunFigure {
     Measured { text: String, value: Option<f64> },
-    Not(String),
+    Missing(String),
 }
 
-impl Ours {
+impl RunFigure {
     fn number(value: f64, text: String) -> Self {
-        Ours::Measured { text, value: Some(value) }
+        RunFigure::Measured { text, value: Some(value) }
     }
 }
 
@@ -55,11 +55,11 @@ pub fn compare(recipe: &Recipe, ran: &FinishedRun<'_>) -> anyhow::Result<Vec<Com
     let report = serde_json::to_value(ran.report)?;
     let lines = Metric::ALL.iter().filter_map(|&metric| {
         let published = recipe.published.figure(metric);
-        let (ours, value) = match ours(metric, recipe, ran, &report) {
-            Ours::Measured { text, value } => (text, value),
+        let (ours, value) = match figure_of_run(metric, recipe, ran, &report) {
+            RunFigure::Measured { text, value } => (text, value),
             // Neither published nor measured: no line.
-            Ours::Not(_) if published.is_none() => return None,
-            Ours::Not(why) => (format!("not measured{why}"), None),
+            RunFigure::Missing(_) if published.is_none() => return None,
+            RunFigure::Missing(why) => (format!("not measured{why}"), None),
         };
         Some(ComparisonRow { metric, published, ours, value })
     });
@@ -76,63 +76,63 @@ pub fn table(lines: &[ComparisonRow]) -> String {
     table.render()
 }
 
-fn ours(metric: Metric, recipe: &Recipe, ran: &FinishedRun<'_>, report: &Value) -> Ours {
+fn figure_of_run(metric: Metric, recipe: &Recipe, ran: &FinishedRun<'_>, report: &Value) -> RunFigure {
     let summary = &ran.report.summary;
     // A resumed run may have had no steps left.
     if summary.steps == 0 && !metric.is_known_without_steps() {
-        return Ours::Not(": there were no steps left to train".to_owned());
+        return RunFigure::Missing(": there were no steps left to train".to_owned());
     }
     let tested = |name: &str| last_epoch(report, name);
     let share = |value: Option<f64>| match value {
-        Some(share) => Ours::number(100.0 * share, format!("{:.2} %", 100.0 * share)),
-        None => Ours::Not(String::new()),
+        Some(share) => RunFigure::number(100.0 * share, format!("{:.2} %", 100.0 * share)),
+        None => RunFigure::Missing(String::new()),
     };
     match metric {
         // Rows with an error are compared by it, not by the accuracy.
-        Metric::Accuracy if recipe.published.error.is_some() => Ours::Not(String::new()),
+        Metric::Accuracy if recipe.published.error.is_some() => RunFigure::Missing(String::new()),
         Metric::Accuracy => share(tested("test_accuracy")),
-        Metric::Error if recipe.published.error.is_none() => Ours::Not(String::new()),
+        Metric::Error if recipe.published.error.is_none() => RunFigure::Missing(String::new()),
         Metric::Error => share(tested("test_accuracy").map(|right| 1.0 - right)),
         // Published for tasks of two classes only; the run's own report always has it.
-        Metric::Matthews if recipe.published.matthews.is_none() => Ours::Not(String::new()),
+        Metric::Matthews if recipe.published.matthews.is_none() => RunFigure::Missing(String::new()),
         Metric::Matthews => match tested("test_matthews") {
-            Some(value) => Ours::number(100.0 * value, format!("{:.2}", 100.0 * value)),
-            None => Ours::Not(String::new()),
+            Some(value) => RunFigure::number(100.0 * value, format!("{:.2}", 100.0 * value)),
+            None => RunFigure::Missing(String::new()),
         },
         Metric::Throughput => match summary.samples_per_s_mean {
-            Some(rate) => Ours::number(rate, format!("{rate:.2}/s")),
-            None => Ours::Not(format!(
+            Some(rate) => RunFigure::number(rate, format!("{rate:.2}/s")),
+            None => RunFigure::Missing(format!(
                 ": {} steps, of which the first {} are warm-up",
                 summary.steps, summary.warm_up_steps
             )),
         },
-        Metric::SpeedUp => Ours::Not(match &recipe.published.speed_up_to {
+        Metric::SpeedUp => RunFigure::Missing(match &recipe.published.speed_up_to {
             Some(other) => format!(": it needs a run of {other}"),
             None => ": this is the baseline of its table".to_owned(),
         }),
         Metric::Compression => compression(ran.report),
         Metric::Bandwidth => bandwidth(ran.report),
         // The parts of the memory are shown where they are published.
-        Metric::ModelMemory if recipe.published.model_memory.is_none() => Ours::Not(String::new()),
-        Metric::ActivationMemory if recipe.published.activation_memory.is_none() => Ours::Not(String::new()),
+        Metric::ModelMemory if recipe.published.model_memory.is_none() => RunFigure::Missing(String::new()),
+        Metric::ActivationMemory if recipe.published.activation_memory.is_none() => RunFigure::Missing(String::new()),
         Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => memory(metric, ran),
-        Metric::Parameters => Ours::number(ran.report.parameters as f64, units::count(ran.report.parameters)),
+        Metric::Parameters => RunFigure::number(ran.report.parameters as f64, units::count(ran.report.parameters)),
         // The times of a batch are shown where they are published.
         Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime
             if recipe.published.figure(metric).is_none() =>
         {
-            Ours::Not(String::new())
+            RunFigure::Missing(String::new())
         }
         Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => time(metric, ran),
     }
 }
 
 /// The time per batch, or the part of it that the first worker spends on one thing.
-fn time(metric: Metric, ran: &FinishedRun<'_>) -> Ours {
+fn time(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     let summary = &ran.report.summary;
     let steps = summary.steps.saturating_sub(summary.warm_up_steps);
     let (Some(rate), Some(first), true) = (summary.samples_per_s_mean, summary.workers.first(), steps > 0) else {
-        return Ours::Not(format!(
+        return RunFigure::Missing(format!(
             ": {} steps, of which the first {} are warm-up",
             summary.steps, summary.warm_up_steps
         ));
@@ -152,7 +152,7 @@ fn time(metric: Metric, ran: &FinishedRun<'_>) -> Ours {
     // On a GPU, phases measure the launch of kernels; only the time of a whole batch includes their execution.
     let launched = metric != Metric::BatchTime && first.reserved_bytes.is_some();
     let how = if launched { "; on a GPU, the time to launch it" } else { "" };
-    Ours::number(seconds, format!("{seconds:.3} s{what}{how}"))
+    RunFigure::number(seconds, format!("{seconds:.3} s{what}{how}"))
 }
 
 /// A figure of the last epoch, by its key in the report's JSON; `None` if the task does not have it.
@@ -160,25 +160,27 @@ fn last_epoch(report: &Value, name: &str) -> Option<f64> {
     report["epochs"].as_array()?.last()?.get(name)?.as_f64()
 }
 
-fn compression(report: &RunReport) -> Ours {
+fn compression(report: &RunReport) -> RunFigure {
     let sent = || report.summary.links.iter().flat_map(|link| &link.edges).filter(|cut| cut.wire_bytes > 0);
     let (raw, wire) = sent().fold((0, 0), |(raw, wire), cut| (raw + cut.raw_bytes, wire + cut.wire_bytes));
     if raw == 0 {
-        return Ours::Not(": tensors moved between threads without encoding".to_owned());
+        return RunFigure::Missing(": tensors moved between threads without encoding".to_owned());
     }
     let ratio = wire as f64 / raw as f64;
-    Ours::number(ratio, format!("{ratio:.3}, headers included"))
+    RunFigure::number(ratio, format!("{ratio:.3}, headers included"))
 }
 
-fn bandwidth(report: &RunReport) -> Ours {
+fn bandwidth(report: &RunReport) -> RunFigure {
     let links = report.summary.links.iter().filter_map(|link| {
         Some(format!("{} → {} {}/s", link.from, link.to, units::bytes(link.delivered_bytes_per_s?)))
     });
     let links: Vec<String> = links.collect();
     if links.is_empty() {
-        return Ours::Not(": tensors moved between threads, or in messages too small to measure a link".to_owned());
+        return RunFigure::Missing(
+            ": tensors moved between threads, or in messages too small to measure a link".to_owned(),
+        );
     }
-    Ours::Measured { text: links.join(", "), value: None }
+    RunFigure::Measured { text: links.join(", "), value: None }
 }
 
 #[cfg(test)]

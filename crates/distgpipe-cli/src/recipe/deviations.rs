@@ -6,7 +6,7 @@ use crate::args::TrainFlags;
 use crate::compute::cores;
 
 /// Flags that do not change the experiment, and flags with a sentence of their own.
-const SILENT: [&str; 24] = [
+const UNREPORTED_FLAGS: [&str; 24] = [
     "weights",
     "init-missing",
     "data-dir",
@@ -99,7 +99,7 @@ fn changed(recipe: &TrainFlags, run: &TrainFlags) -> anyhow::Result<Vec<String>>
     let mut all = Vec::new();
     for (name, value) in &after {
         let old = before.get(name);
-        if SILENT.contains(&name.as_str()) || old == Some(value) {
+        if UNREPORTED_FLAGS.contains(&name.as_str()) || old == Some(value) {
             continue;
         }
         all.push(match (name.as_str(), old) {

@@ -26,16 +26,28 @@ pub struct CutReport<'a> {
 }
 
 impl CutReport<'_> {
-    /// The table and the estimate of a step.
+    /// The table and the estimate of a step, beside that of the even cut.
     pub fn text(&self) -> String {
-        let Found { estimate, even, even_estimate, method, tried, .. } = self.found;
-        let step = |estimate: &Estimate| {
-            let most = match self.memory_known {
-                true => format!(", {} at most on one worker", units::bytes(estimate.memory_bytes() as f64)),
-                false => String::new(),
-            };
-            format!("{}, {} idle{most}", units::seconds(estimate.step_s), units::percent(estimate.bubble))
+        let Found { balance, estimate, even, even_estimate, method, tried, complete, .. } = self.found;
+        let how = match method {
+            Method::Exhaustive if *tried == 1 => "the only cut".to_owned(),
+            Method::Exhaustive if *complete => format!("best of all {} cuts", units::count(*tried as u64)),
+            _ => format!("best of {} cuts tried", units::count(*tried as u64)),
         };
+        let early = if *complete { "" } else { ", the best found so far: the search ended early" };
+        let within = match self.memory_limit_bytes {
+            Some(bytes) => format!(" within {} per worker", units::bytes(bytes as f64)),
+            None => String::new(),
+        };
+        format!(
+            "{}with equal numbers of layers ({even}): {}\n{how}{within}{early}\n",
+            self.cut_text(balance, estimate),
+            self.step(even_estimate),
+        )
+    }
+
+    /// The table of a cut and the estimate of a step.
+    pub fn cut_text(&self, balance: &Balance, estimate: &Estimate) -> String {
         let links = match self.link {
             Some(link) if link.latency_s > 0.0 => {
                 let latency = units::seconds(link.latency_s);
@@ -44,29 +56,28 @@ impl CutReport<'_> {
             Some(link) => format!("links of {}/s", units::bytes(link.bytes_per_s)),
             None => "free links".to_owned(),
         };
-        let how = match method {
-            Method::Exhaustive => format!("best of all {} cuts", units::count(*tried as u64)),
-            Method::Descent => format!("best of {} cuts tried", units::count(*tried as u64)),
-        };
-        let within = match self.memory_limit_bytes {
-            Some(bytes) => format!(" within {} per worker", units::bytes(bytes as f64)),
-            None => String::new(),
-        };
         format!(
-            "{}{}simulated step of {} micro-batches with {links}: {}\nwith equal numbers of layers ({even}): {}\n{how}{within}\n",
-            self.table(),
-            self.workers(),
+            "{}{}simulated step of {} micro-batches with {links}: {}\n",
+            self.table(balance, estimate),
+            self.workers(estimate),
             self.micro_batches,
-            step(estimate),
-            step(even_estimate),
+            self.step(estimate),
         )
+    }
+
+    fn step(&self, estimate: &Estimate) -> String {
+        let most = match self.memory_known {
+            true => format!(", {} at most on one worker", units::bytes(estimate.memory_bytes() as f64)),
+            false => String::new(),
+        };
+        format!("{}, {} idle{most}", units::seconds(estimate.step_s), units::percent(estimate.bubble))
     }
 
     fn name(&self, partition: PartitionId) -> &str {
         self.placement.name(self.placement.worker_of(partition))
     }
 
-    fn table(&self) -> String {
+    fn table(&self, balance: &Balance, estimate: &Estimate) -> String {
         let mut table = Table::new(&[
             ("partition", Side::Right),
             ("worker", Side::Left),
@@ -81,9 +92,9 @@ impl CutReport<'_> {
             ("memory", Side::Right),
         ]);
         let sent = |bytes: u64| if bytes == 0 { "–".to_owned() } else { units::bytes(bytes as f64) };
-        for (i, partition) in self.found.estimate.partitions.iter().enumerate() {
+        for (i, partition) in estimate.partitions.iter().enumerate() {
             let id = PartitionId::new(i);
-            let range = self.found.balance.range(id);
+            let range = balance.range(id);
             table.row(vec![
                 id.to_string(),
                 self.name(id).to_owned(),
@@ -110,18 +121,32 @@ impl CutReport<'_> {
     }
 
     /// Memory by worker, where a worker has several partitions.
-    fn workers(&self) -> String {
+    fn workers(&self, estimate: &Estimate) -> String {
         if !self.memory_known || self.placement.workers() == self.placement.partitions() {
             return String::new();
         }
-        let worker = self.found.estimate.workers.iter();
+        let worker = estimate.workers.iter();
         let worker = worker.map(|worker| format!("{} {}", worker.name, units::bytes(worker.memory_bytes as f64)));
         format!("memory by worker: {}\n", worker.collect::<Vec<_>>().join(", "))
     }
 
     /// The same figures as JSON.
     pub fn json(&self) -> Value {
-        let Found { balance, estimate, even, even_estimate, method, tried } = self.found;
+        let Found { balance, estimate, even, even_estimate, method, tried, complete, .. } = self.found;
+        let mut value = self.cut_json(balance, estimate);
+        value["micro_batches"] = self.micro_batches.into();
+        value["even"] =
+            json!({ "balance": even.sizes(), "step_s": even_estimate.step_s, "bubble": even_estimate.bubble });
+        value["link"] =
+            self.link.map(|link| json!({ "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s })).into();
+        value["exhaustive"] = (*method == Method::Exhaustive && *complete).into();
+        value["complete"] = (*complete).into();
+        value["tried"] = (*tried).into();
+        value
+    }
+
+    /// A cut and its estimate as JSON.
+    pub fn cut_json(&self, balance: &Balance, estimate: &Estimate) -> Value {
         let memory = |bytes: u64| self.memory_known.then_some(bytes);
         let partition = |(i, partition): (usize, &distgpipe_core::balance::PartitionEstimate)| {
             let id = PartitionId::new(i);
@@ -138,18 +163,12 @@ impl CutReport<'_> {
         };
         let workers = estimate.workers.iter();
         let workers = workers.map(|worker| json!({ "name": worker.name, "memory_bytes": memory(worker.memory_bytes) }));
-        let whole = |balance: &Balance, estimate: &Estimate| json!({ "balance": balance.sizes(), "step_s": estimate.step_s, "bubble": estimate.bubble });
         json!({
-            "micro_batches": self.micro_batches,
             "balance": balance.sizes(),
             "partitions": estimate.partitions.iter().enumerate().map(partition).collect::<Vec<_>>(),
             "workers": workers.collect::<Vec<_>>(),
             "step_s": estimate.step_s,
             "bubble": estimate.bubble,
-            "even": whole(even, even_estimate),
-            "link": self.link.map(|link| json!({ "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s })),
-            "exhaustive": *method == Method::Exhaustive,
-            "tried": tried,
         })
     }
 }

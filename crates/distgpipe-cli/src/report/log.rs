@@ -2,6 +2,7 @@
 
 use crate::config::RunConfig;
 use anyhow::Context;
+use distgpipe::files::open_regular;
 use distgpipe::runtime::trace::{write_jsonl, ChromeTrace, Phase, Span};
 use distgpipe::train::{EpochSummary, Event, StepDone};
 use distgpipe::StepLink;
@@ -213,7 +214,7 @@ fn keep_before(path: &Path, steps_done: u64, epochs_done: u64) -> std::io::Resul
         step: u64,
         epoch: u64,
     }
-    let old = match File::open(path) {
+    let old = match open_regular(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         opened => BufReader::new(opened?),
     };

@@ -36,7 +36,7 @@ impl Servers {
         servers
     }
 
-    /// The first so many of them, as the workers of a run beside worker 0.
+    /// The first `count` of them, as the workers of a run beside worker 0.
     pub fn first(&self, count: usize) -> Workers {
         Workers::Remote { addresses: self.addresses[..count].to_vec(), token: TOKEN.parse::<Token>().expect("a token") }
     }

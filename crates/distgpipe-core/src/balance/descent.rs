@@ -5,7 +5,9 @@
 //! layer, two, four and so on; between few layers, a border tries every position. With skips, memory jumps from one cut
 //! to the next, so some starts are random; they are the same in every search.
 
-use super::{cuts_of, starts::starts, Balance, BalanceError, Score, Search};
+use super::search::{cuts_of, Score, Search};
+use super::starts::starts;
+use super::{Balance, BalanceError};
 use std::collections::HashMap;
 
 /// The number of starts that are followed to a local optimum, the best ones first.
@@ -25,11 +27,11 @@ pub(super) fn descend(search: &mut Search<'_>) -> Result<(), BalanceError> {
     let (layers, borders) = (known.search.layers(), known.search.partitions() - 1);
     // First, so that the result is never worse than the even cut, however little can be tried.
     known.score(&cuts_of(&Balance::even(layers, borders + 1)?))?;
-    for starts in [starts(known.search)?, random_starts(layers, borders)] {
+    for starts in [starts(known.search, STEPS_MAX)?, random_starts(layers, borders)] {
         let mut ranked = Vec::new();
         for start in starts {
             // With skips each start may need its own plan.
-            if known.spent() {
+            if known.must_end() {
                 break;
             }
             ranked.push((known.score(&start)?, start));
@@ -75,8 +77,8 @@ impl Known<'_, '_> {
         Ok(score)
     }
 
-    fn spent(&self) -> bool {
-        self.search.steps >= STEPS_MAX
+    fn must_end(&mut self) -> bool {
+        self.search.must_end(STEPS_MAX)
     }
 }
 
@@ -85,12 +87,12 @@ fn follow(known: &mut Known<'_, '_>, mut cuts: Vec<usize>, mut score: Score) -> 
     let layers = known.search.layers();
     loop {
         let mut better = false;
-        for moved in moves(&cuts, layers) {
-            let next = moved.apply(&cuts, layers);
-            let Some(next) = next else { continue };
-            if known.spent() {
+        for moved in moves(cuts.clone(), layers) {
+            known.search.count(cuts.len() as u64);
+            if known.must_end() {
                 return Ok(());
             }
+            let Some(next) = moved.apply(&cuts, layers) else { continue };
             let next_score = known.score(&next)?;
             if next_score.beats(&score) {
                 (cuts, score, better) = (next, next_score, true);
@@ -133,31 +135,32 @@ impl Move {
     }
 }
 
-fn moves(cuts: &[usize], layers: usize) -> Vec<Move> {
+/// All moves of a cut. With many borders there are too many for a list.
+fn moves(cuts: Vec<usize>, layers: usize) -> impl Iterator<Item = Move> {
     let steps: Vec<isize> = std::iter::successors(Some(1isize), |step| Some(step * 2))
         .take_while(|&step| step < layers as isize)
         .flat_map(|step| [step, -step])
         .collect();
-    let mut moves = Vec::new();
-    for border in 0..cuts.len() {
+    let (single_steps, borders) = (steps.clone(), cuts.len());
+    let alone = (0..borders).flat_map(move |border| -> Vec<Move> {
         let before = if border == 0 { 0 } else { cuts[border - 1] };
         let after = cuts.get(border + 1).copied().unwrap_or(layers);
         if after - before <= PLACES_MAX {
-            moves.extend((before + 1..after).map(|place| Move::To(border, place)));
+            (before + 1..after).map(|place| Move::To(border, place)).collect()
         } else {
-            moves.extend(steps.iter().map(|&by| Move::Together(border, border, by)));
+            single_steps.iter().map(|&by| Move::Together(border, border, by)).collect()
         }
-    }
-    for first in 0..cuts.len() {
-        for last in first + 1..cuts.len() {
-            moves.extend(steps.iter().map(|&by| Move::Together(first, last, by)));
-            if cuts.len() <= PAIRED_MAX {
-                for middle in first + 1..=last {
-                    let pairs = steps.iter().flat_map(|&a| steps.iter().map(move |&b| [a, b]));
-                    moves.extend(pairs.map(|by| Move::Apart([first, middle, last], by)));
-                }
+    });
+    let pairs = (0..borders).flat_map(move |first| (first + 1..borders).map(move |last| (first, last)));
+    let grouped = pairs.flat_map(move |(first, last)| {
+        let mut moves: Vec<Move> = steps.iter().map(|&by| Move::Together(first, last, by)).collect();
+        if borders <= PAIRED_MAX {
+            for middle in first + 1..=last {
+                let pairs = steps.iter().flat_map(|&a| steps.iter().map(move |&b| [a, b]));
+                moves.extend(pairs.map(|by| Move::Apart([first, middle, last], by)));
             }
         }
-    }
-    moves
+        moves
+    });
+    alone.chain(grouped)
 }

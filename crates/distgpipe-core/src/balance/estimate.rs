@@ -4,10 +4,10 @@
 //! optimizer state, plus at its peak, for each micro-batch between forward and backward, what the layers hold and what
 //! arrived from other workers. A micro-batch that will be recomputed holds only its input until then.
 
-use super::{balance_of, BalanceError, CandidatePlan, Edges, Problem, Score, Search, Sizes};
-use super::{Balance, Objective, Pass, StepCosts};
-use crate::schedule::compiled_plan::{CompiledPlan, Held};
-use crate::schedule::simulate;
+use super::search::{balance_of, cuts_of, CandidatePlan, Edges, Score, Search};
+use super::{Balance, BalanceError, Objective, Problem, Sizes};
+use crate::schedule::compiled_plan::{CompiledPlan, Held, StepCosts};
+use crate::schedule::{simulate, Pass};
 use crate::PartitionId;
 
 /// The estimated costs of a partition for one micro-batch.
@@ -179,8 +179,8 @@ impl Search<'_> {
     }
 
     pub(super) fn estimate(&mut self, balance: &Balance) -> Result<Estimate, BalanceError> {
-        let parts = self.parts(&super::cuts_of(balance))?;
-        debug_assert_eq!(balance_of(&super::cuts_of(balance), self.layers()).as_ref(), Ok(balance));
+        let parts = self.parts(&cuts_of(balance))?;
+        debug_assert_eq!(balance_of(&cuts_of(balance), self.layers()).as_ref(), Ok(balance));
         let CandidatePlan { plan, compiled, .. } = &self.plans[&parts.edges];
         let simulation = simulate(plan, &compiled.costs(&parts.costs))?;
         let placement = &self.problem.placement;

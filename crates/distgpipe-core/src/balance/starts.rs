@@ -7,7 +7,8 @@
 //!
 //! A skip is counted at every border that it crosses, although it is sent only once. That is good enough for a start.
 
-use super::{cuts_of, prefix_sums, Balance, BalanceError, Objective, Search};
+use super::search::{cuts_of, prefix_sums, Search};
+use super::{Balance, BalanceError, Objective};
 use crate::PartitionId;
 use std::collections::VecDeque;
 
@@ -25,8 +26,8 @@ struct StartCosts {
     both_ways: Vec<Vec<f64>>,
 }
 
-/// Cuts that are good in different ways.
-pub(super) fn starts(search: &mut Search<'_>) -> Result<Vec<Vec<usize>>, BalanceError> {
+/// Cuts that are good in different ways. Fewer, if they take more than `steps_max` instructions of work.
+pub(super) fn starts(search: &mut Search<'_>, steps_max: u64) -> Result<Vec<Vec<usize>>, BalanceError> {
     let (layers, partitions) = (search.layers(), search.partitions());
     let placement = &search.problem.placement;
     let count = |p| placement.partitions_of(placement.worker_of(PartitionId::new(p))).len();
@@ -49,9 +50,11 @@ pub(super) fn starts(search: &mut Search<'_>) -> Result<Vec<Vec<usize>>, Balance
     let weighs_memory = search.problem.objective == Objective::Memory || search.problem.memory_limit_bytes.is_some();
     let mut starts = vec![cuts_of(&Balance::even(layers, partitions)?)];
     for share in &shares {
-        starts.extend(within_bounds(&time_costs(search, share)));
+        let costs = time_costs(search, share);
+        within_bounds(search, &costs, steps_max, &mut starts);
         if weighs_memory {
-            starts.extend(within_bounds(&memory_costs(search, share)));
+            let costs = memory_costs(search, share);
+            within_bounds(search, &costs, steps_max, &mut starts);
         }
     }
     starts.sort();
@@ -111,20 +114,28 @@ fn borders(search: &Search<'_>) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
     (0..search.partitions() - 1).map(border).unzip()
 }
 
-/// For each bound, from the tightest possible on, the cut within it whose borders cost least.
-fn within_bounds(costs: &StartCosts) -> Vec<Vec<usize>> {
+/// Adds, for each bound from the tightest possible on, the cut within it whose borders cost least.
+fn within_bounds(search: &mut Search<'_>, costs: &StartCosts, steps_max: u64, starts: &mut Vec<Vec<usize>>) {
+    let steps = (search.layers() * search.partitions()) as u64;
+    let mut cheapest_within = |bound: f64| {
+        search.count(steps);
+        if search.must_end(steps_max) {
+            return None;
+        }
+        cheapest_within(costs, bound)
+    };
     let most = |all: &[Vec<f64>]| all.iter().flatten().copied().fold(0.0, f64::max);
     let (mut low, mut high) = (0.0, most(&costs.partitions) + most(&costs.occupied));
     // Fifty halvings exhaust the precision of the sums.
     for _ in 0..50 {
         let middle = low + (high - low) / 2.0;
-        match cheapest_within(costs, middle) {
+        match cheapest_within(middle) {
             Some(_) => high = middle,
             None => low = middle,
         }
     }
     // Differences of prefix sums have rounding errors, so even the tightest bound needs some tolerance.
-    SLACKS.iter().filter_map(|slack| cheapest_within(costs, high * slack * (1.0 + 1e-9))).collect()
+    starts.extend(SLACKS.iter().filter_map(|slack| cheapest_within(high * slack * (1.0 + 1e-9))));
 }
 
 /// Among the cuts whose partitions and borders all stay within a bound, the one whose borders cost least in total.

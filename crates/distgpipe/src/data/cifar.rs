@@ -11,6 +11,7 @@
 use super::folder::unreadable;
 use super::image::{Image, ImageSource};
 use super::{md5, DataError, FilePosition, Split};
+use crate::files::open_regular;
 use std::io::Read;
 use std::path::Path;
 
@@ -228,7 +229,7 @@ fn remedy(edition: Edition, directory: &Path) -> String {
 /// Reads a file, but at most one byte more than expected.
 fn read(path: &Path, expected_bytes: usize, remedy: &str) -> Result<Vec<u8>, DataError> {
     let mut bytes = Vec::with_capacity(expected_bytes + 1);
-    let read = std::fs::File::open(path).and_then(|file| file.take(expected_bytes as u64 + 1).read_to_end(&mut bytes));
+    let read = open_regular(path).and_then(|file| file.take(expected_bytes as u64 + 1).read_to_end(&mut bytes));
     read.map(|_| bytes).map_err(|error| unreadable(path, &error, remedy))
 }
 

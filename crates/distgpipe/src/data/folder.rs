@@ -5,12 +5,15 @@
 //! DIR/test/CLASS/anything.jpg       test set; may also be named `val`
 //! ```
 //!
-//! Classes are numbered in the order of their names. Opening the data set checks the beginning and the end of every
+//! Classes are numbered in the order of their names, which need not be UTF-8. Hidden files are skipped; other files that
+//! are not images are skipped and [counted](ImageFiles::skipped). Opening the data set checks the beginning and the end of every
 //! file. Corruption in between is detected when the image is decoded.
 
 use super::image::decode::{check_ends, decode, DecodeError, ImageDefect};
 use super::image::{Image, ImageSource};
 use super::{DataError, FilePosition, LoadPass, Split};
+use crate::files::open_regular;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -29,8 +32,25 @@ pub struct ImageFiles {
     /// Each file with its class.
     files: Vec<(PathBuf, usize)>,
     classes: Vec<String>,
+    skipped: Skipped,
     /// What to do about an unreadable file, and about a corrupt one.
     remedies: [String; 2],
+}
+
+/// Files and folders of a data set that were not read, because they are not images.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Skipped {
+    /// How many there are.
+    pub count: usize,
+    /// One of them.
+    pub example: Option<PathBuf>,
+}
+
+impl Skipped {
+    fn add(&mut self, path: PathBuf) {
+        self.count += 1;
+        self.example.get_or_insert(path);
+    }
 }
 
 impl ImageFiles {
@@ -38,24 +58,37 @@ impl ImageFiles {
     pub fn folder(directory: &Path, split: Split) -> Result<Self, DataError> {
         let remedy =
             format!("put images into {0}/train/CLASS and {0}/test/CLASS (.jpg, .jpeg or .png)", directory.display());
-        let train = directory.join("train");
-        let classes = names(&train, EntryKind::Folder, &remedy)?;
+        let (train, mut skipped) = (directory.join("train"), Skipped::default());
+        let classes = names(&train, EntryKind::Folder, &remedy, &mut skipped)?;
         let folder = match split {
             Split::Train => train,
-            Split::Test if directory.join("test").is_dir() => directory.join("test"),
-            Split::Test => directory.join("val"),
+            Split::Test => {
+                skipped = Skipped::default();
+                test_folder(directory)?
+            }
+        };
+        let own = match split {
+            Split::Train => classes.clone(),
+            Split::Test => names(&folder, EntryKind::Folder, &remedy, &mut skipped)?,
         };
         let mut files = Vec::new();
-        for class in names(&folder, EntryKind::Folder, &remedy)? {
+        for class in own {
             let path = folder.join(&class);
             let Some(number) = classes.iter().position(|known| *known == class) else {
                 let why = "the training set has no such class".to_owned();
                 return Err(DataError::Unreadable { file: path, why, remedy });
             };
-            let found = names(&path, EntryKind::Image, &remedy)?;
+            let found = names(&path, EntryKind::Image, &remedy, &mut skipped)?;
             files.extend(found.iter().map(|file| (path.join(file), number)));
         }
-        Self::new("image-folder", files, classes, [&remedy, "replace it, or remove it"])
+        let classes = classes.iter().map(|class| class.to_string_lossy().into_owned()).collect();
+        let set = Self::new("image-folder", files, classes, [&remedy, "replace it, or remove it"])?;
+        Ok(ImageFiles { skipped, ..set })
+    }
+
+    /// The files and folders beside the images, which are not part of the data set. Hidden ones do not count.
+    pub fn skipped(&self) -> &Skipped {
+        &self.skipped
     }
 
     /// A data set of these files, each with its class. `remedies` says what to do about an unreadable file and about a
@@ -66,7 +99,8 @@ impl ImageFiles {
         classes: Vec<String>,
         remedies: [&str; 2],
     ) -> Result<Self, DataError> {
-        let set = ImageFiles { name, files, classes, remedies: remedies.map(str::to_owned) };
+        let skipped = Skipped::default();
+        let set = ImageFiles { name, files, classes, skipped, remedies: remedies.map(str::to_owned) };
         set.each(LOOKING_THREADS, |row, _| check_ends(&mut set.opened(row)?).map_err(|error| set.named(row, error)))?;
         Ok(set)
     }
@@ -103,18 +137,14 @@ impl ImageFiles {
             name: "files",
             files: files.into_iter().map(|file| (file, 0)).collect(),
             classes: Vec::new(),
+            skipped: Skipped::default(),
             remedies,
         }
     }
 
     fn opened(&self, row: usize) -> Result<File, DataError> {
         let path = &self.files[row].0;
-        let failed = |e: std::io::Error| unreadable(path, &e, &self.remedies[0]);
-        // Opening a pipe would wait for somebody to write to it.
-        if !fs::metadata(path).map_err(failed)?.is_file() {
-            return Err(failed(std::io::Error::other("expected a regular file, got a directory, pipe or device")));
-        }
-        File::open(path).map_err(failed)
+        open_regular(path).map_err(|e| unreadable(path, &e, &self.remedies[0]))
     }
 
     /// The error of a file that is an image, but not the expected one.
@@ -151,6 +181,7 @@ impl ImageSource for ImageFiles {
         self.classes.len()
     }
 
+    /// Bytes that are not UTF-8 are replaced.
     fn class_names(&self) -> Option<Vec<String>> {
         Some(self.classes.clone())
     }
@@ -201,8 +232,18 @@ pub fn images_in(directory: &Path) -> Result<Vec<PathBuf>, DataError> {
 const NO_IMAGE: &str = "there is no image";
 
 fn has_image_extension(path: &Path) -> bool {
-    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
-    matches!(&extension[..], "jpg" | "jpeg" | "png")
+    let extension = path.extension().unwrap_or_default();
+    ["jpg", "jpeg", "png"].iter().any(|known| extension.eq_ignore_ascii_case(OsStr::new(known)))
+}
+
+/// The folder of the test set.
+fn test_folder(directory: &Path) -> Result<PathBuf, DataError> {
+    let names = ["test", "val"];
+    names.iter().map(|name| directory.join(name)).find(|folder| folder.is_dir()).ok_or_else(|| DataError::Unreadable {
+        file: directory.to_owned(),
+        why: "expected test images in a folder test or val, got neither".to_owned(),
+        remedy: format!("put images into {0}/test/CLASS or {0}/val/CLASS", directory.display()),
+    })
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -211,22 +252,24 @@ enum EntryKind {
     Image,
 }
 
-/// The entries of a directory, sorted by name. An empty directory is an error.
-fn names(directory: &Path, kind: EntryKind, remedy: &str) -> Result<Vec<String>, DataError> {
+/// The entries of a directory that are of one kind, sorted by name. It is an error if there is none.
+fn names(directory: &Path, kind: EntryKind, remedy: &str, skipped: &mut Skipped) -> Result<Vec<OsString>, DataError> {
     let failed = |e: std::io::Error| unreadable(directory, &e, remedy);
     let mut names = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        // Skips hidden entries, which other programs leave behind.
-        let Some(name) = path.file_name().and_then(|name| name.to_str()).filter(|name| !name.starts_with('.')) else {
+        let entry = entry.map_err(failed)?;
+        let (path, name) = (entry.path(), entry.file_name());
+        // Other programs leave hidden entries behind.
+        if name.as_encoded_bytes().starts_with(b".") {
             continue;
-        };
+        }
         let fits = match kind {
             EntryKind::Folder => path.is_dir(),
             EntryKind::Image => has_image_extension(&path),
         };
-        if fits {
-            names.push(name.to_owned());
+        match fits {
+            true => names.push(name),
+            false => skipped.add(path),
         }
     }
     names.sort_unstable();

@@ -10,8 +10,8 @@
 use super::folder::{unreadable, ImageFiles};
 use super::image::ImageSource;
 use super::{DataError, FilePosition, Split};
+use crate::files::open_regular;
 use std::collections::HashMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -79,7 +79,7 @@ fn is_plain(name: &str) -> bool {
 
 fn list(path: &Path, remedy: &str) -> Result<Vec<String>, DataError> {
     let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(LIST_BYTES_MAX).read_to_string(&mut text));
+    let read = open_regular(path).and_then(|file| file.take(LIST_BYTES_MAX).read_to_string(&mut text));
     read.map_err(|e| unreadable(path, &e, remedy))?;
     let lines: Vec<String> = text.lines().map(|line| line.trim_end().to_owned()).collect();
     match lines.is_empty() {

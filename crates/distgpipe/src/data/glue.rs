@@ -13,8 +13,8 @@ use super::folder::unreadable;
 use super::tokens::Tokens;
 use super::{check, DataError, Dataset, FilePosition, LoadPass, Split};
 use crate::driver::pipeline::Batch;
+use crate::files::open_regular;
 use crate::model::layer::SampleShape;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
@@ -89,7 +89,7 @@ impl Task {
         });
         let remedy = format!("get it with `distgpipe data get {} --dir {}`", self.name(), directory.display());
         let mut bytes = Vec::new();
-        let read = File::open(&path).and_then(|file| file.take(FILE_BYTES_MAX).read_to_end(&mut bytes));
+        let read = open_regular(&path).and_then(|file| file.take(FILE_BYTES_MAX).read_to_end(&mut bytes));
         read.map_err(|e| unreadable(&path, &e, &remedy))?;
         let damaged = |place, expected: String, got| DataError::Corrupt { file: path, place, expected, got, remedy };
         match self.parse(&bytes) {

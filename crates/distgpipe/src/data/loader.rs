@@ -83,13 +83,16 @@ impl Loader {
     /// A loader for a data set. For two loaders of one data set, give each a clone of an `Arc` of it.
     ///
     /// # Errors
-    /// If an epoch would have no batch.
+    /// If an epoch would have no batch, or if the order of its rows does not fit in memory.
     pub fn new(data: impl Dataset + 'static, options: LoaderOptions) -> Result<Self, DataError> {
         let (rows, batch) = (data.len(), options.batch_rows);
         if batch == 0 || rows == 0 || (batch > rows && options.last == LastBatch::Drop) {
             return Err(DataError::BatchSize { rows, batch });
         }
         let (classes, class_names, input) = (data.classes(), data.class_names(), data.input().to_vec());
+        // The order, and the rows of each batch.
+        let order_bytes = 2 * size_of::<usize>() as u128 * rows as u128;
+        engine::require_memory(&format!("the order of {rows} rows"), order_bytes, "use fewer rows")?;
         Ok(Loader { data: Arc::new(Mutex::new(data)), data_rows: rows, classes, class_names, input, options })
     }
 
@@ -158,6 +161,9 @@ impl Loader {
     /// Starts loading an epoch at one of its batches. The batches are those that [`epoch`](Self::epoch) would return from
     /// there on.
     pub fn epoch_from(&self, epoch: u64, batch: usize) -> Epoch {
+        if let Err(error) = self.require_batch_memory() {
+            return Epoch::failed(error);
+        }
         let mut plan = self.rows(epoch);
         plan.drain(..batch.min(plan.len()));
         let left = plan.len();
@@ -183,6 +189,23 @@ impl Loader {
         };
         Epoch { receive: Some(receive), thread, failed, given_up, left }
     }
+
+    /// Checks that a batch fits in memory, before the first one is loaded.
+    fn require_batch_memory(&self) -> Result<(), DataError> {
+        let rows = self.options.batch_rows.min(self.data_rows);
+        let remedy = "use a smaller batch (`LoaderOptions::batch_rows`), or a model with a smaller input";
+        let bytes = row_bytes(&self.input).saturating_mul(rows as u128);
+        Ok(engine::require_memory(&format!("a batch of {rows} rows"), bytes, remedy)?)
+    }
+}
+
+/// The bytes of one row's input tensors.
+fn row_bytes(input: &[SampleShape]) -> u128 {
+    let bytes = |shape: &SampleShape| {
+        let elements = shape.dims.iter().map(|&dim| u128::try_from(dim).unwrap_or(0));
+        elements.fold(shape.kind.elt_size_in_bytes() as u128, u128::saturating_mul)
+    };
+    input.iter().map(bytes).sum()
 }
 
 /// Loads a batch. The lock is held for this batch alone, so an epoch that waits for its trainer blocks no other epoch.
@@ -201,6 +224,13 @@ pub struct Epoch {
     failed: Option<DataError>,
     given_up: Arc<AtomicBool>,
     left: usize,
+}
+
+impl Epoch {
+    /// An epoch whose only item is an error.
+    fn failed(error: DataError) -> Self {
+        Epoch { receive: None, thread: None, failed: Some(error), given_up: Arc::default(), left: 1 }
+    }
 }
 
 impl Iterator for Epoch {
@@ -263,6 +293,19 @@ mod tests {
             let values: Vec<f32> = rows.iter().map(|&r| r as f32).collect();
             Ok(Batch::new(Tensor::from_slice(&values).view([-1, 1]), Tensor::from_slice(&values)))
         }
+    }
+
+    /// 16 TB of row numbers were allocated, which ended the process.
+    #[test]
+    fn more_rows_than_memory_can_order_are_refused_before_anything_is_allocated() {
+        let many = Loader::new(numbers(1_000_000_000_000, false), LoaderOptions::testing(1)).err().unwrap().to_string();
+        assert!(many.contains("the order of 1000000000000 rows takes 16.0 TB of memory, and this host has"), "{many}");
+        assert!(many.ends_with("use fewer rows"), "{many}");
+        let wide = Numbers { len: 1000, unlucky: false, input: vec![SampleShape::float(&[1 << 20, 1 << 20])] };
+        let wide = Loader::new(Arc::new(wide), LoaderOptions::training(10, 0)).unwrap();
+        let items: Vec<String> = wide.epoch(0).map(|batch| batch.err().unwrap().to_string()).collect();
+        assert_eq!(items.len(), 1);
+        assert!(items[0].contains("a batch of 10 rows takes 44.0 TB of memory, and this host has"), "{items:?}");
     }
 
     fn options(batch_rows: usize, last: LastBatch) -> LoaderOptions {

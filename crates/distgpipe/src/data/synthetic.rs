@@ -94,7 +94,17 @@ impl Synthetic {
         };
         let source = match &options.input[..] {
             [SampleShape { dims, kind: Kind::Float }] => {
-                let values: i64 = dims.iter().product();
+                let count = |dim: &i64| u128::try_from(*dim).unwrap_or(0);
+                let values = dims.iter().map(count).fold(1, u128::saturating_mul);
+                let floats = values.saturating_mul(BANK as u128) + classes as u128 * PATTERN as u128;
+                // Once as a tensor, once as a vector.
+                let what = format!("generating samples of {values} values in {classes} classes");
+                engine::require_memory(
+                    &what,
+                    floats.saturating_mul(8),
+                    "use a model with a smaller input or fewer classes",
+                )?;
+                let values = i64::try_from(values).unwrap_or(i64::MAX);
                 let noise = normal(stream.named("noise"), BANK as i64 * values)?;
                 let patterns = normal(stream.named("patterns"), (classes * PATTERN) as i64)?;
                 RowSource::Numbers { noise, patterns }

@@ -3,7 +3,10 @@
 //!
 //! Hugging Face's `tokenizers` does the work. This module finds the files and sets the options.
 
+use super::folder::unreadable;
 use super::{DataError, FilePosition};
+use crate::files::open_regular;
+use std::io::ErrorKind;
 use std::path::Path;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -91,13 +94,26 @@ impl Tokens {
     }
 }
 
+/// Checks that a file of the tokenizer is not a pipe, for which the library that reads it would wait. The library reports
+/// a file that does not exist.
+fn check_regular(path: &Path) -> Result<(), DataError> {
+    let remedy = "name RoBERTa's tokenizer.json, or the directory with vocab.json and merges.txt";
+    match open_regular(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(unreadable(path, &error, remedy)),
+        _ => Ok(()),
+    }
+}
+
 fn whole(path: &Path) -> Result<Tokenizer, DataError> {
+    check_regular(path)?;
     Tokenizer::from_file(path).map_err(|e| damaged(path, "a tokenizer.json of Hugging Face".to_owned(), e.to_string()))
 }
 
 /// Builds RoBERTa's tokenizer from its two files, as Hugging Face does.
 fn from_parts(directory: &Path) -> Result<Tokenizer, DataError> {
     let (vocabulary, merges) = (directory.join("vocab.json"), directory.join("merges.txt"));
+    check_regular(&vocabulary)?;
+    check_regular(&merges)?;
     let wrong =
         |e: tokenizers::Error| damaged(directory, "vocab.json and merges.txt of RoBERTa".to_owned(), e.to_string());
     let text = |path: &Path| path.to_string_lossy().into_owned();

@@ -99,7 +99,7 @@ pub struct RunShape<'a> {
     pub frozen_layers: usize,
 }
 
-/// The search problem that minimizes time with free links, for a profile of so many rows.
+/// The search problem that minimizes time with free links, for a profile of a micro-batch of `rows` rows.
 pub fn problem(model: &Model, profile: &[LayerProfile], rows: usize, run: RunShape<'_>) -> Result<Problem, BuildError> {
     let tensors = CutTensors::of(model, profile, rows)?;
     let inputs = model.input.iter().map(|shape| CutTensor::of(shape, None, rows));
@@ -142,7 +142,7 @@ struct CutTensor {
 }
 
 impl CutTensor {
-    /// A tensor of so many rows. `measured` is the type that the layer returned, if the profile has it.
+    /// A tensor of `rows` rows. `measured` is the type that the layer returned, if the profile has it.
     fn of(shape: &SampleShape, measured: Option<DType>, rows: usize) -> Result<Self, BuildError> {
         let dtype = measured.map_or_else(|| dtype_of(shape.kind), Ok).map_err(BuildError::CutTensor)?;
         let dims = shape.dims.iter().map(|&dim| usize::try_from(dim).unwrap_or(0));

@@ -202,7 +202,7 @@ impl Builder {
         self
     }
 
-    /// Measures the layers on this sample of one micro-batch, and chooses the cut into so many partitions with the
+    /// Measures the layers on this sample of one micro-batch, and chooses the cut into this many partitions with the
     /// shortest step. Links count as free; see [`auto_balance_with`](Self::auto_balance_with).
     pub fn auto_balance(self, partitions: usize, sample: Batch) -> Self {
         self.auto_balance_with(AutoBalance::new(partitions, sample))
@@ -251,7 +251,7 @@ impl Builder {
         self
     }
 
-    /// Runs so many data-parallel copies of the pipeline; 1 by default. Each has the whole model with the same cut, and
+    /// Runs this many data-parallel copies of the pipeline; 1 by default. Each has the whole model with the same cut, and
     /// processes its part of each batch's rows. Before an update the replicas add up their gradients. The addresses of
     /// [`Workers::Remote`] list the workers of the first replica (without worker 0), then those of the second, and so on.
     pub fn replicas(mut self, count: usize) -> Self {

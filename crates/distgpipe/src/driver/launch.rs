@@ -20,7 +20,6 @@ use crate::driver::worker_mode::{CHILD, WORKER};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
 use crate::model::Model;
-use crate::runtime::worker::meter;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
@@ -189,7 +188,7 @@ impl Launch<'_> {
                 here: sender.worker.name(),
                 to: mailbox,
                 queue: self.topology.queue_capacity(from, to),
-                meter: meter(to),
+                meter: receiver.worker.meter.clone(),
                 encoder: Encoder::new(sender.worker.link_codecs.clone(), counters.clone()),
                 decoder: Decoder::new(receiver.worker.link_codecs.clone(), received.clone()),
                 counters: counters.clone(),

@@ -236,7 +236,7 @@ impl Pipeline {
         self.batches_trained
     }
 
-    /// Continues with the random numbers of a run that has trained on so many batches. Drops the gradients of an update
+    /// Continues with the random numbers of a run that has trained on this number of batches. Drops the gradients of an update
     /// in progress.
     pub fn set_batches_trained(&mut self, batches: u64) {
         self.batches_trained = batches;

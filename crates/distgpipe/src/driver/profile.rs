@@ -3,9 +3,9 @@
 use crate::comm::link_codecs::dtype_of;
 use crate::comm::protocol::Job;
 use crate::driver::pipeline::Batch;
-use crate::engine::{self, Device, Precision, Stream};
+use crate::engine::{self, Device, Meter, Precision, Stream};
 use crate::failure::{Failure, Fault};
-use crate::model::layer::PassMode;
+use crate::model::layer::{PassMode, SampleShape};
 use crate::model::Model;
 use crate::runtime::micro_batch_pass::for_convolutions;
 use crate::runtime::partition::{Partition, PartitionOptions};
@@ -46,7 +46,7 @@ pub struct ProfileOptions {
     pub channels_last: bool,
     /// The precision of the forward pass.
     pub precision: Precision,
-    /// Measured rounds. The shortest time counts, because other processes can only make it longer.
+    /// Rounds of [`measure`]. The shortest time counts, because other processes can only make it longer.
     pub rounds: usize,
 }
 
@@ -63,39 +63,101 @@ impl ProfileOptions {
     }
 }
 
+/// How far a measurement has come.
+#[derive(Debug)]
+pub enum ProfileProgress<'a> {
+    /// A layer is about to be built or measured.
+    Layer {
+        /// The round, from 1; 0 while the layers are built and in the round that warms up.
+        round: usize,
+        /// The number of the layer, from 0.
+        layer: usize,
+    },
+    /// A round is complete. It has the costs of all layers, in order.
+    Round(&'a [LayerProfile]),
+}
+
+/// Hears how far a measurement has come, and returns whether it goes on.
+pub type GoOn<'a> = dyn FnMut(ProfileProgress<'_>) -> bool + Send + 'a;
+
 /// Measures every layer on a sample, one after the other. Returns the costs in the order of layers.
 pub fn measure(model: &Model, sample: &Batch, options: &ProfileOptions) -> Result<Vec<LayerProfile>, Failure> {
+    let (mut fastest, mut rounds): (Vec<LayerProfile>, usize) = (Vec::new(), 0);
+    measure_while(model, sample, options, &mut |progress| {
+        if let ProfileProgress::Round(costs) = progress {
+            keep_fastest(&mut fastest, costs);
+            rounds += 1;
+        }
+        rounds < options.rounds.max(1)
+    })?;
+    Ok(fastest)
+}
+
+/// Measures every layer on a sample, round after round, until `go_on` returns false. It is called before each layer and
+/// after each round. The first round warms up caches and allocators; its costs are passed on only if `go_on` ends the
+/// measurement before another round is complete.
+pub fn measure_while(
+    model: &Model,
+    sample: &Batch,
+    options: &ProfileOptions,
+    go_on: &mut GoOn<'_>,
+) -> Result<(), Failure> {
     engine::start();
-    let measured = measure_all(model, sample, options);
+    let measured = measure_on_thread(model, sample, options, go_on);
     // The heap is now split into blocks that fit single layers, which would slow training down.
     engine::release_memory();
     measured
 }
 
-fn measure_all(model: &Model, sample: &Batch, options: &ProfileOptions) -> Result<Vec<LayerProfile>, Failure> {
+/// Keeps the shortest times of each layer. The other figures are those of the first round.
+pub fn keep_fastest(fastest: &mut Vec<LayerProfile>, round: &[LayerProfile]) {
+    if fastest.is_empty() {
+        fastest.extend_from_slice(round);
+    }
+    for (fastest, cost) in fastest.iter_mut().zip(round) {
+        fastest.forward_s = fastest.forward_s.min(cost.forward_s);
+        fastest.backward_s = fastest.backward_s.min(cost.backward_s);
+    }
+}
+
+fn measure_on_thread(
+    model: &Model,
+    sample: &Batch,
+    options: &ProfileOptions,
+    go_on: &mut GoOn<'_>,
+) -> Result<(), Failure> {
     let inputs: Vec<Tensor> = sample.inputs.iter().map(Tensor::shallow_clone).collect();
     std::thread::scope(|scope| {
         let thread = engine::spawn_scoped(scope, "profiler", move || {
-            engine::attach_thread(options.threads, METER);
-            Profiler::new(model, options)?.run(inputs, options.rounds)
+            let meter = Meter::new();
+            engine::attach_thread(options.threads, meter.number());
+            match Profiler::build(model, options, meter, go_on)? {
+                Some(mut profiler) => profiler.run(&inputs, go_on),
+                None => Ok(()),
+            }
         })?;
         thread.join().unwrap_or_else(|_| Err(Fault::Panic("a layer panicked while it was measured".to_owned())))
     })
     .map_err(|fault| Failure::new("the profiler", "measuring the layers", fault))
 }
 
-/// The memory meter of the profiler: the last one, which no worker uses.
-const METER: usize = 255;
-
 struct Profiler<'a> {
     model: &'a Model,
     partitions: Vec<Partition>,
     device: tch::Device,
+    /// Counts the memory of the thread that measures.
+    meter: Meter,
     channels_last: bool,
 }
 
 impl<'a> Profiler<'a> {
-    fn new(model: &'a Model, options: &ProfileOptions) -> Result<Self, Fault> {
+    /// Builds all layers; `None` if `go_on` ends that.
+    fn build(
+        model: &'a Model,
+        options: &ProfileOptions,
+        meter: Meter,
+        go_on: &mut GoOn<'_>,
+    ) -> Result<Option<Self>, Fault> {
         let device = options.device.open();
         let device = device.map_err(|e| Fault::Device { device: options.device.to_string(), source: e.into() })?;
         // One layer per partition, so that the cost of a partition is that of its layer.
@@ -110,30 +172,42 @@ impl<'a> Profiler<'a> {
             channels_last: options.channels_last,
             precision: options.precision,
         };
-        let partitions = (0..model.layers.len())
-            .map(|i| Partition::build(model, PartitionId::new(i), &partition_options))
-            .collect::<Result<_, _>>()?;
-        Ok(Profiler { model, partitions, device, channels_last: options.channels_last })
+        let mut input = model.input.clone();
+        let mut partitions = Vec::new();
+        for (layer, summary) in model.summary().map_err(Fault::invalid_model)?.into_iter().enumerate() {
+            if !go_on(ProfileProgress::Layer { round: 0, layer }) {
+                return Ok(None);
+            }
+            let takes = std::mem::replace(&mut input, summary.output);
+            partitions.push(Partition::build_for(model, PartitionId::new(layer), takes, &partition_options)?);
+        }
+        Ok(Some(Profiler { model, partitions, device, meter, channels_last: options.channels_last }))
     }
 
-    fn run(mut self, inputs: Vec<Tensor>, rounds: usize) -> Result<Vec<LayerProfile>, Fault> {
-        let mut best: Vec<LayerProfile> = Vec::new();
-        // The first round warms up caches and allocators, and is not counted.
-        for round in 0..=rounds.max(1) {
-            let costs = self.round(&inputs)?;
-            if round <= 1 {
-                best = costs;
-                continue;
-            }
-            for (best, cost) in best.iter_mut().zip(costs) {
-                best.forward_s = best.forward_s.min(cost.forward_s);
-                best.backward_s = best.backward_s.min(cost.backward_s);
+    fn run(&mut self, inputs: &[Tensor], go_on: &mut GoOn<'_>) -> Result<(), Fault> {
+        let Some(mut warm_up) = self.round(inputs, 0, go_on)? else { return Ok(()) };
+        for round in 1.. {
+            match self.round(inputs, round, go_on)? {
+                Some(costs) if go_on(ProfileProgress::Round(&costs)) => warm_up.clear(),
+                Some(_) => break,
+                None => {
+                    if !warm_up.is_empty() {
+                        go_on(ProfileProgress::Round(&warm_up));
+                    }
+                    break;
+                }
             }
         }
-        Ok(best)
+        Ok(())
     }
 
-    fn round(&mut self, inputs: &[Tensor]) -> Result<Vec<LayerProfile>, Fault> {
+    /// Measures each layer once; `None` if `go_on` ends that.
+    fn round(
+        &mut self,
+        inputs: &[Tensor],
+        round: usize,
+        go_on: &mut GoOn<'_>,
+    ) -> Result<Option<Vec<LayerProfile>>, Fault> {
         let mut waiting: HashMap<(PartitionId, PartitionId), Vec<Tensor>> = HashMap::new();
         let first = inputs.iter().map(|t| {
             let t = t.f_to_device(self.device)?;
@@ -146,6 +220,9 @@ impl<'a> Profiler<'a> {
         let mut first = Some(first.collect::<Result<Vec<_>, Fault>>()?);
         let mut costs = Vec::new();
         for (i, partition) in self.partitions.iter_mut().enumerate() {
+            if !go_on(ProfileProgress::Layer { round, layer: i }) {
+                return Ok(None);
+            }
             let id = PartitionId::new(i);
             let arrived: Vec<Parcel> = match first.take() {
                 Some(tensors) => vec![(id, tensors)],
@@ -155,18 +232,19 @@ impl<'a> Profiler<'a> {
                     .map(|from| (from, waiting.remove(&(from, id)).unwrap_or_default()))
                     .collect(),
             };
-            let (cost, parcels) = measure_one(partition, &arrived, self.device, self.model.layers[i].name())?;
+            let (cost, parcels) =
+                measure_one(partition, &arrived, (self.device, &self.meter), self.model.layers[i].name())?;
             costs.push(cost);
             waiting.extend(parcels.into_iter().map(|(to, tensors)| ((id, to), tensors)));
         }
-        Ok(costs)
+        Ok(Some(costs))
     }
 }
 
 fn measure_one(
     partition: &mut Partition,
     arrived: &[Parcel],
-    device: tch::Device,
+    (device, meter): (tch::Device, &Meter),
     name: &str,
 ) -> Result<(LayerProfile, Vec<Parcel>), Fault> {
     let leaf = |t: &Tensor| -> Result<Tensor, Fault> {
@@ -179,15 +257,15 @@ fn measure_one(
         .map(|(from, tensors)| Ok((*from, tensors.iter().map(leaf).collect::<Result<_, Fault>>()?)))
         .collect::<Result<Vec<Parcel>, Fault>>()?;
     let (input, skips) = partition.unpack(&arrived)?;
-    engine::peak_bytes(device, METER);
-    let before = engine::peak_bytes(device, METER);
+    engine::peak_bytes(device, meter.number());
+    let before = engine::peak_bytes(device, meter.number());
     let casting = partition.autocast()?;
     let start = Instant::now();
     let (output, skips) = partition.forward(PassMode::Train, MicroBatchId(0), Stream::new(0), input, skips)?;
     synchronize(device);
     let forward_s = start.elapsed().as_secs_f64();
     drop(casting);
-    let held_bytes = engine::peak_bytes(device, METER).saturating_sub(before);
+    let held_bytes = engine::peak_bytes(device, meter.number()).saturating_sub(before);
     let output_types = output.iter().map(|t| dtype_of(t.kind())).collect::<Result<_, _>>()?;
     let stash_types = skips.iter().map(|(name, t)| Ok((name.clone(), dtype_of(t.kind())?)));
     let stash_types = stash_types.collect::<Result<_, Fault>>()?;
@@ -218,6 +296,13 @@ fn synchronize(device: tch::Device) {
 /// A batch of random inputs for a model, to measure with. Integer inputs are all 1, which every model accepts as a token and
 /// as a mask.
 pub fn sample(model: &Model, rows: usize, seed: u64) -> Result<Batch, Fault> {
+    let elements = |spec: &SampleShape| {
+        let dims = spec.dims.iter().map(|&dim| u128::try_from(dim).unwrap_or(0));
+        dims.fold(rows as u128, u128::saturating_mul)
+    };
+    // Random floats, their conversion to another type, and a copy.
+    let needs_bytes = model.input.iter().map(elements).fold(0, u128::saturating_add).saturating_mul(16);
+    engine::require_memory(&format!("a sample of {rows} rows"), needs_bytes, "use fewer rows or a smaller input")?;
     let mut inputs = Vec::new();
     for (i, spec) in model.input.iter().enumerate() {
         let mut dims = vec![i64::try_from(rows).unwrap_or(1)];

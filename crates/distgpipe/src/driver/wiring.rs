@@ -13,10 +13,10 @@ use crate::comm::traffic::Counters;
 use crate::comm::transport::faulty::Scenario;
 use crate::comm::transport::tcp::{Connection, TcpOptions};
 use crate::comm::transport::Outgoing;
-use crate::engine;
+use crate::engine::{self, Meter};
 use crate::failure::Fault;
 use crate::model::Model;
-use crate::runtime::worker::{meter, Worker};
+use crate::runtime::worker::Worker;
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
 use std::net::TcpStream;
@@ -31,6 +31,8 @@ pub(super) struct LocalWorker {
     pub mailbox: Arc<Mailbox>,
     pub link_codecs: LinkCodecs,
     pub scenario: Scenario,
+    /// Counts the memory of this worker's tensors.
+    pub meter: Meter,
     pub abort: AbortFlag,
     pub status: Arc<SharedStatus>,
 }
@@ -83,7 +85,8 @@ impl LocalWorker {
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let mailbox = Mailbox::new(abort.clone(), topology.mailbox_capacity(job.worker));
         let link_codecs = LinkCodecs::new(&job, topology.plan());
-        Ok(LocalWorker { job, topology, mailbox, link_codecs, scenario, abort, status })
+        let meter = Meter::new();
+        Ok(LocalWorker { job, topology, mailbox, link_codecs, scenario, meter, abort, status })
     }
 
     pub fn id(&self) -> WorkerId {
@@ -115,7 +118,7 @@ impl LocalWorker {
             abort: self.abort.clone(),
             timeouts: self.job.timeouts,
             queue: self.topology.queue_capacity(self.id(), other),
-            meter: meter(self.id()),
+            meter: self.meter.clone(),
             link_codecs: self.link_codecs.clone(),
             heartbeat: remote.heartbeat,
             wrap,
@@ -138,6 +141,7 @@ impl LocalWorker {
             driver: links.driver,
             links: links.counters,
             link_codecs: self.link_codecs.clone(),
+            meter: self.meter.clone(),
             abort: self.abort.clone(),
             status: self.status.clone(),
         };

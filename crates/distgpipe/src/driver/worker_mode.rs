@@ -14,10 +14,10 @@ use crate::driver::launch::declare_worker_process;
 use crate::driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
 use crate::engine::{exit_at_once, spawn, tune_allocator, utc_now};
 use crate::failure::{Failure, Fault};
+use crate::files::open_stream;
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
 use std::ffi::OsString;
-use std::fs::File;
 use std::io::{BufRead, Read, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
@@ -293,7 +293,7 @@ pub fn given_token(file: Option<&Path>) -> Result<Option<Token>, WorkerModeError
         (Some(path), _) => {
             let from = format!("--token-file {}", path.display());
             let mut text = String::new();
-            let read = File::open(path).and_then(|file| file.take(TOKEN_BYTES_MAX).read_to_string(&mut text));
+            let read = open_stream(path).and_then(|file| file.take(TOKEN_BYTES_MAX).read_to_string(&mut text));
             read.map_err(|e| usage(format!("{from}: {e}")))?;
             (from, text.lines().next().unwrap_or_default().to_owned())
         }

@@ -5,8 +5,10 @@
 //! decides on that, and counting does not depend on it.
 
 use super::ffi;
+use crate::failure::Fault;
+use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::Once;
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 static TUNED: AtomicBool = AtomicBool::new(false);
 
@@ -48,6 +50,48 @@ pub fn release_memory() {
     }
 }
 
+/// The number of meters, as in the shim.
+const METERS: usize = 1024;
+
+/// The meters in use, and the number after the one that was taken last. Meter 0 is shared and always in use.
+static TAKEN: Mutex<([bool; METERS], usize)> = Mutex::new(([false; METERS], 1));
+
+/// A meter of CPU memory: it counts the tensors that threads [attached](attach_thread) to it allocate. Each worker of a
+/// pipeline has its own, so that several pipelines of one process do not count into each other's. Clones are the same
+/// meter, which becomes free when the last one is dropped.
+#[derive(Clone, Debug)]
+pub struct Meter(Arc<MeterNumber>);
+
+#[derive(Debug)]
+struct MeterNumber(usize);
+
+impl Meter {
+    /// A meter that nobody else uses; the shared meter 0 if more than a thousand are in use.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let (used, next) = &mut *taken;
+        // Tensors may outlive the worker that made them. The meter that has been free for longest has the fewest.
+        let free = (0..METERS - 1).map(|i| 1 + (*next - 1 + i) % (METERS - 1)).find(|&number| !used[number]);
+        if let Some(number) = free {
+            used[number] = true;
+            *next = 1 + number % (METERS - 1);
+        }
+        Meter(Arc::new(MeterNumber(free.unwrap_or(0))))
+    }
+
+    /// The meter's number.
+    pub fn number(&self) -> usize {
+        self.0 .0
+    }
+}
+
+impl Drop for MeterNumber {
+    fn drop(&mut self) {
+        TAKEN.lock().unwrap_or_else(PoisonError::into_inner).0[self.0] = false;
+    }
+}
+
 /// Sets the number of libtorch threads of the calling thread, and the meter that counts its CPU tensors. Meter 0 counts
 /// the tensors of all threads that were never attached.
 pub fn attach_thread(threads: usize, meter: usize) {
@@ -76,26 +120,99 @@ pub fn reserved_bytes(device: tch::Device) -> Option<u64> {
     }
 }
 
+/// The memory in bytes that this process can still get, swap included; `None` if the system does not say.
+///
+/// The kernel promises more memory than it has, and kills the process that uses it. So large allocations are compared
+/// with this figure first.
+pub fn available_bytes() -> Option<u64> {
+    let host = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let kib = |name: &str| field(&text, name);
+        Some(kib("MemAvailable:")?.saturating_add(kib("SwapFree:").unwrap_or(0)).saturating_mul(1024))
+    });
+    let group = |name: &str| fs::read_to_string(format!("/sys/fs/cgroup/memory.{name}")).ok();
+    let number = |name: &str| group(name)?.trim().parse::<u64>().ok();
+    // A container has its own limit. Cached files count as used, but make room.
+    let container = number("max").map(|max| {
+        let cached = group("stat").and_then(|text| field(&text, "inactive_file")).unwrap_or(0);
+        max.saturating_sub(number("current").unwrap_or(0).saturating_sub(cached))
+    });
+    match (host, container) {
+        (Some(host), Some(container)) => Some(host.min(container)),
+        (host, container) => host.or(container),
+    }
+}
+
+/// The number after a name at the start of a line.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok())
+}
+
+/// Checks that this process can get this much memory, before something of that size is allocated. `what` takes it, and
+/// `remedy` says how to need less.
+pub fn require_memory(what: &str, needs_bytes: u128, remedy: &str) -> Result<(), Fault> {
+    match available_bytes() {
+        Some(available_bytes) if needs_bytes > u128::from(available_bytes) => Err(Fault::Memory {
+            what: what.to_owned(),
+            needs_bytes: u64::try_from(needs_bytes).unwrap_or(u64::MAX),
+            available_bytes,
+            remedy: remedy.to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use tch::{Device, Kind, Tensor};
 
-    /// No other test or worker attaches a thread to it.
-    const METER: usize = 200;
+    #[test]
+    fn more_memory_than_there_is_is_refused_with_both_figures() {
+        let available = available_bytes().expect("Linux says how much memory there is");
+        assert!(available > 1 << 20, "{available}");
+        require_memory("a page", 4096, "").unwrap();
+        let said = require_memory("the order of the rows", 16_000_000_000_000, "use fewer rows").unwrap_err();
+        let said = said.to_string();
+        assert!(said.starts_with("the order of the rows takes 16.0 TB of memory, and this host has "), "{said}");
+        assert!(said.ends_with(" left: use fewer rows"), "{said}");
+        assert!(require_memory("everything", u128::MAX, "use less").is_err());
+    }
+
+    #[test]
+    fn fields_are_found_by_their_whole_name() {
+        let text = "MemTotal: 9 kB\nMemAvailable:   12 kB\nSwapFree: 3 kB";
+        assert_eq!(
+            (field(text, "MemAvailable:"), field(text, "SwapFree:"), field(text, "Mem:")),
+            (Some(12), Some(3), None)
+        );
+    }
+
+    #[test]
+    fn no_two_meters_are_the_same_and_a_dropped_one_is_free_again() {
+        let meters: Vec<Meter> = (0..50).map(|_| Meter::new()).collect();
+        let numbers: std::collections::BTreeSet<usize> = meters.iter().map(Meter::number).collect();
+        assert!(numbers.len() == 50 && !numbers.contains(&0));
+        let copy = meters[7].clone();
+        assert_eq!(copy.number(), meters[7].number());
+        drop(meters);
+        assert!(TAKEN.lock().unwrap().0[copy.number()], "the copy is still in use");
+        // More than there are, one after the other.
+        assert!((0..2 * METERS).all(|_| ![0, copy.number()].contains(&Meter::new().number())));
+    }
 
     #[test]
     fn a_thread_keeps_its_number_of_threads_whatever_others_set() {
         let (attached, others_attached) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
         let threads = std::thread::scope(|scope| {
             let worker = scope.spawn(|| {
-                attach_thread(3, METER);
+                attach_thread(3, 0);
                 attached.wait();
                 others_attached.wait();
                 tch::get_num_threads()
             });
             attached.wait();
-            scope.spawn(|| attach_thread(1, METER)).join().unwrap();
+            scope.spawn(|| attach_thread(1, 0)).join().unwrap();
             others_attached.wait();
             worker.join().unwrap()
         });
@@ -105,12 +222,14 @@ mod tests {
     #[test]
     fn peak_memory_is_counted_without_tuning_malloc() {
         start();
-        let peak = std::thread::spawn(|| {
-            attach_thread(1, METER);
+        let meter = Meter::new();
+        let number = meter.number();
+        let peak = std::thread::spawn(move || {
+            attach_thread(1, number);
             drop(Tensor::zeros([1 << 20], (Kind::Float, Device::Cpu)));
             let kept = Tensor::zeros([1 << 10], (Kind::Float, Device::Cpu));
-            let first = peak_bytes(Device::Cpu, METER);
-            let second = peak_bytes(Device::Cpu, METER);
+            let first = peak_bytes(Device::Cpu, number);
+            let second = peak_bytes(Device::Cpu, number);
             drop(kept);
             (first, second)
         });

@@ -78,7 +78,7 @@ struct Meter {
   }
 };
 
-constexpr int kMeters = 256;
+constexpr int kMeters = 1024; // METERS in memory.rs
 Meter meters[kMeters];
 thread_local int meter_of_thread = 0;
 

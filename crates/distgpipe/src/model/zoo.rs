@@ -200,10 +200,9 @@ mod tests {
     /// A model is a list of specs: however many parameters it has, counting them builds no tensor.
     #[test]
     fn counting_the_largest_models_allocates_no_tensor() {
-        // A meter that neither the profiler nor a worker of another test uses.
-        const METER: usize = 254;
+        let meter = crate::engine::Meter::new();
         crate::engine::start();
-        crate::engine::attach_thread(1, METER);
+        crate::engine::attach_thread(1, meter.number());
         let count = |name: &str, settings: serde_json::Value| {
             let model = build(&ModelSpec { name: name.to_owned(), settings }).unwrap();
             model.summary().unwrap().iter().map(|layer| layer.parameters).sum::<u64>()
@@ -214,7 +213,7 @@ mod tests {
         assert_eq!(count("resnet", serde_json::json!({ "depth": 101 })), 44_549_160);
         assert_eq!(count("vgg13", serde_json::json!({})), 133_047_848);
         assert_eq!(count("roberta", serde_json::json!({})), 124_647_170);
-        let tensor_bytes = || crate::engine::peak_bytes(tch::Device::Cpu, METER);
+        let tensor_bytes = || crate::engine::peak_bytes(tch::Device::Cpu, meter.number());
         assert_eq!(tensor_bytes(), 0);
         // The meter counts this thread's tensors.
         drop(tch::Tensor::zeros([1000], (tch::Kind::Float, tch::Device::Cpu)));

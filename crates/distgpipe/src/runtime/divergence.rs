@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 /// which is more than an ordinary update, so such a parameter can no longer be trained.
 pub const PARAMETER_MAGNITUDE_MAX: f64 = 1e6;
 
-/// After the first updates, the magnitude is checked once in so many. A check reads each parameter once, while every
+/// After the first updates, the magnitude is checked once in this many updates. A check reads each parameter once, while every
 /// update reads and writes each of them, so the checks cost a small fraction of the updates.
 const CHECK_INTERVAL: u64 = 16;
 

@@ -50,9 +50,41 @@ pub struct PartitionOptions<'a> {
     pub precision: Precision,
 }
 
+/// Checks that the tensors of a partition fit in memory. Those of a GPU are built one by one on the CPU, and libtorch
+/// reports where they do not fit there.
+fn require_memory(model: &Model, id: PartitionId, options: &PartitionOptions<'_>) -> Result<(), Fault> {
+    if options.device != tch::Device::Cpu {
+        return Ok(());
+    }
+    let bytes = |spec: &TensorSpec| {
+        let elements = spec.dims.iter().map(|&dim| u128::try_from(dim).unwrap_or(0));
+        elements.fold(spec.kind.elt_size_in_bytes() as u128, u128::saturating_mul)
+    };
+    let layers = options.balance.range(id).map(|index| model.layers[index].tensors());
+    let needs_bytes = layers.flatten().map(|spec| bytes(&spec)).fold(0, u128::saturating_add);
+    let what = format!("holding the tensors of partition {id}");
+    engine::require_memory(&what, needs_bytes, "use a smaller model, or more partitions on other hosts")
+}
+
 impl Partition {
     /// Builds the tensors of one partition of a model, and of no other.
     pub fn build(model: &Model, id: PartitionId, options: &PartitionOptions<'_>) -> Result<Self, Fault> {
+        let mut summary = model.summary().map_err(Fault::invalid_model)?;
+        let input = match options.balance.range(id).start.checked_sub(1) {
+            Some(before) => std::mem::take(&mut summary[before].output),
+            None => model.input.clone(),
+        };
+        Self::build_for(model, id, input, options)
+    }
+
+    /// The same, where the input of the partition's first layer is known: finding it takes a pass over the model.
+    pub(crate) fn build_for(
+        model: &Model,
+        id: PartitionId,
+        input: Vec<SampleShape>,
+        options: &PartitionOptions<'_>,
+    ) -> Result<Self, Fault> {
+        require_memory(model, id, options)?;
         let layers = options.balance.range(id).map(|index| {
             let layer = model.layers[index].clone();
             let specs = layer.tensors();
@@ -68,11 +100,6 @@ impl Partition {
             Ok(BuiltLayer { index, layer, specs, tensors })
         });
         let partitions = options.balance.partitions();
-        let summary = model.summary().map_err(Fault::invalid_model)?;
-        let input = match options.balance.range(id).start.checked_sub(1) {
-            Some(before) => summary[before].output.clone(),
-            None => model.input.clone(),
-        };
         Ok(Partition {
             input,
             layers: layers.collect::<Result<_, Fault>>()?,

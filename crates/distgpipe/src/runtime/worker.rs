@@ -13,7 +13,7 @@ use crate::comm::status::{Activity, SharedStatus};
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::Outgoing;
-use crate::engine::{self, Stream};
+use crate::engine::{self, Meter, Stream};
 use crate::failure::{Failure, Fault};
 use crate::model::Model;
 use crate::runtime::all_reduce::RingAllReduce;
@@ -48,6 +48,8 @@ pub struct Worker {
     pub links: Vec<(WorkerId, Counters)>,
     /// The codecs at this worker's ends of its links.
     pub link_codecs: LinkCodecs,
+    /// Counts the memory of its tensors.
+    pub meter: Meter,
     /// Set by the first failure of any thread of the run in this process.
     pub abort: AbortFlag,
     /// What the worker is doing, for the watchdog.
@@ -77,7 +79,7 @@ impl Worker {
         let worker = self.job.worker;
         let name = self.topology.name(worker);
         self.status.begin(Activity::Busy, 0);
-        engine::attach_thread(self.job.threads, meter(worker));
+        engine::attach_thread(self.job.threads, self.meter.number());
         let mut built = BuiltWorker::build(self).map_err(failed(&name, "building its partitions"))?;
         let ready = Message::text(Tag::control(Kind::Ready, 0, worker), "");
         built.stage.driver.send(ready).map_err(failed(&name, "reporting ready"))?;
@@ -90,11 +92,6 @@ impl Worker {
 /// For `map_err`: the failure of the named worker in a phase.
 fn failed<'a>(name: &'a str, phase: &'static str) -> impl FnOnce(Fault) -> Failure + 'a {
     move |fault| Failure::new(name, phase, fault)
-}
-
-/// The number of a worker's memory meter. Meter 0 counts the tensors of all other threads.
-pub fn meter(worker: WorkerId) -> usize {
-    worker.index() + 1
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
@@ -119,11 +116,12 @@ struct BuiltWorker {
     /// The number of the step whose gradients wait for [`Command::Update`].
     deferred_step: Option<u64>,
     link_codecs: LinkCodecs,
+    meter: Meter,
 }
 
 impl BuiltWorker {
     fn build(worker: Worker) -> Result<Self, Fault> {
-        let Worker { job, topology, model, mailbox, ports, driver, links, link_codecs, abort, status } = worker;
+        let Worker { job, topology, model, mailbox, ports, driver, links, link_codecs, meter, abort, status } = worker;
         let ring = RingAllReduce::new(&topology, job.worker);
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
@@ -169,6 +167,7 @@ impl BuiltWorker {
             updates: 0,
             deferred_step: None,
             link_codecs,
+            meter,
         })
     }
 

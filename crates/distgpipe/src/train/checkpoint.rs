@@ -41,6 +41,7 @@ mod folder;
 pub use folder::Checkpoints;
 
 use crate::driver::pipeline::{Pipeline, StepError};
+use crate::files::open_regular;
 use crate::model::layer::TensorSpec;
 use crate::model::ModelSpec;
 use crate::runtime::optimizer::Optim;
@@ -49,7 +50,6 @@ use crate::train::weights::{self, TensorSource, WeightsError};
 use crate::train::Progress;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use tch::Tensor;
@@ -180,7 +180,7 @@ impl Manifest {
             got,
         };
         let mut text = Vec::new();
-        let opened = File::open(file).map_err(on_disk("opening", file))?;
+        let opened = open_regular(file).map_err(on_disk("opening", file))?;
         opened.take(MANIFEST_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", file))?;
         let mut value: serde_json::Value =
             serde_json::from_slice(&text).map_err(|e| damaged("a checkpoint's manifest", e.to_string()))?;
@@ -211,7 +211,7 @@ struct FileDigest {
 
 impl FileDigest {
     fn of(path: &Path) -> Result<Self, CheckpointError> {
-        let mut file = File::open(path).map_err(on_disk("opening", path))?;
+        let mut file = open_regular(path).map_err(on_disk("opening", path))?;
         let (mut hash, mut bytes) = (Xxh3Default::new(), 0);
         let mut buffer = vec![0; 1 << 20];
         loop {

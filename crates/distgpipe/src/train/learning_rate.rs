@@ -161,7 +161,7 @@ impl RateSchedule {
         Decay::Custom(RateFunction(Arc::new(factor))).into()
     }
 
-    /// The factor of the learning rate at an update, counted from 0, in a run of so many.
+    /// The factor of the learning rate at an update, counted from 0, in a run of `updates` updates.
     pub fn factor(&self, update: u64, updates: u64) -> f64 {
         let warm_up = self.warm_up.updates(updates);
         if update < warm_up {

@@ -11,7 +11,7 @@ use crate::train::learning_rate::RateSchedule;
 pub struct TrainOptions {
     /// Passes over the training data.
     pub epochs: u64,
-    /// Ends the run after so many steps, if that is sooner. A run that would end inside an update of several batches ends
+    /// Ends the run after this many steps, if that is sooner. A run that would end inside an update of several batches ends
     /// after that update, so that a longer run can continue it.
     pub steps_max: Option<u64>,
     /// The factor by which each update multiplies the pipeline's learning rate; see
@@ -63,6 +63,6 @@ pub enum Capture {
 pub enum SaveEvery {
     /// After each epoch and its test.
     Epoch,
-    /// Every so many steps, at the next finished update.
+    /// Every N steps, at the next finished update.
     Steps(u64),
 }

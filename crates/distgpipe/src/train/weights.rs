@@ -21,6 +21,7 @@ pub use model_file::save;
 pub use safetensors::SafetensorsWriter;
 
 use crate::failure::Fault;
+use crate::files::open_regular;
 use distgpipe_core::weights::{zip, FormatError, TensorType};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -191,13 +192,9 @@ struct OpenFile {
 impl OpenFile {
     fn open(path: &Path) -> Result<Self, WeightsError> {
         let wrong = |source| WeightsError::Io { file: path.to_owned(), doing: "opening it", source };
-        let file = File::open(path).map_err(wrong)?;
-        let about = file.metadata().map_err(wrong)?;
-        if !about.is_file() {
-            let got = "expected a regular file, got a directory, pipe or device";
-            return Err(wrong(std::io::Error::other(got)));
-        }
-        Ok(OpenFile { path: path.to_owned(), file, bytes: about.len() })
+        let file = open_regular(path).map_err(wrong)?;
+        let bytes = file.metadata().map_err(wrong)?.len();
+        Ok(OpenFile { path: path.to_owned(), file, bytes })
     }
 
     fn read_at(&mut self, offset: u64, into: &mut [u8]) -> Result<(), WeightsError> {

@@ -2,7 +2,7 @@
 
 use super::measure::encodable;
 use crate::exit::usage;
-use crate::report::{listed, FEW};
+use crate::report::{listed, NAMES_LISTED_MAX};
 use crate::tensor_file::{Entry, TensorFile};
 use distgpipe::engine::Stream;
 use distgpipe::tch::{Device, Kind, Tensor};
@@ -116,7 +116,7 @@ pub fn selected<'a>(file: &'a TensorFile, path: &Path, pattern: Option<&str>) ->
         let names: Vec<String> = all.iter().map(|entry| entry.name.clone()).collect();
         return Err(usage(format!(
             "--tensor {pattern}: no name contains this in {flag}, which has: {}",
-            listed(&names, FEW)
+            listed(&names, NAMES_LISTED_MAX)
         )));
     }
     Ok(found)

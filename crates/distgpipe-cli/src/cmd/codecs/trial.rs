@@ -147,7 +147,7 @@ impl<'a> Trial<'a> {
         match refusals.len() {
             0 => String::new(),
             1 => format!("1 tensor sent raw: {}\n", refusals[0]),
-            count => format!("{count} tensors sent raw: {}\n", report::listed(&refusals, report::FEW)),
+            count => format!("{count} tensors sent raw: {}\n", report::listed(&refusals, report::NAMES_LISTED_MAX)),
         }
     }
 

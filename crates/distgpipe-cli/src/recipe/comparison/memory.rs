@@ -1,6 +1,6 @@
 //! The memory of a run, counted as the published tables count it.
 
-use super::{FinishedRun, Metric, Ours};
+use super::{FinishedRun, Metric, RunFigure};
 use crate::report::units;
 use distgpipe::engine::Device;
 use distgpipe::train::WorkerSummary;
@@ -12,7 +12,7 @@ const PARAMETER_BYTES: u64 = 4;
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// The memory of all workers together, or a part of it.
-pub(super) fn memory(metric: Metric, ran: &FinishedRun<'_>) -> Ours {
+pub(super) fn memory(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     let workers = &ran.report.summary.workers;
     let on_gpu = workers.iter().any(|worker| worker.reserved_bytes.is_some());
     // A GPU's allocator counts all threads of a process together: each worker on the GPU reports the same figure.
@@ -45,7 +45,7 @@ pub(super) fn memory(metric: Metric, ran: &FinishedRun<'_>) -> Ours {
         let each = workers.iter().map(|worker| format!("{} {}", worker.name, amount(peak_of(worker))));
         text = format!("{text}: {}", each.collect::<Vec<_>>().join(", "));
     }
-    Ours::number(bytes as f64, text)
+    RunFigure::number(bytes as f64, text)
 }
 
 /// The sum over all workers, in which workers that share a GPU count once.
@@ -107,7 +107,7 @@ mod tests {
             let device = Some(devices.parse().unwrap());
             let flags = TrainFlags { workers: Some(workers.to_owned()), device, ..TrainFlags::default() };
             let report = report(reserved, 1);
-            let Ours::Measured { text, value } =
+            let RunFigure::Measured { text, value } =
                 memory(metric, &FinishedRun { report: &report, flags: &flags, optim: Optim::sgd(0.0) })
             else {
                 panic!("memory is always measured")

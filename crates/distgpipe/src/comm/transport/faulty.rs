@@ -53,7 +53,7 @@ pub enum WorkerFault {
 /// A fault of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkFault {
-    /// Delays every message from then on by up to so many milliseconds.
+    /// Delays every message from then on by up to this many milliseconds.
     Delay(u64),
     /// Carries no message from then on.
     Stall,

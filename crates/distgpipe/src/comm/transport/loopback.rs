@@ -15,7 +15,7 @@ use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::mailbox::Mailbox;
 use crate::comm::message::Message;
 use crate::comm::traffic::{Counters, MessageSize};
-use crate::engine;
+use crate::engine::{self, Meter};
 use crate::failure::{Failure, Fault};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,7 @@ pub struct LoopbackOptions {
     /// The most messages that may wait to be encoded.
     pub queue: usize,
     /// The memory meter of the receiving worker, which the decoded tensors count on.
-    pub meter: usize,
+    pub meter: Meter,
     /// The encoder of the sending worker.
     pub encoder: Encoder,
     /// The decoder of the receiving worker.
@@ -61,7 +61,7 @@ impl Loopback {
         let abandoned = Arc::new(AtomicBool::new(false));
         let thread_abandoned = abandoned.clone();
         let body = move || {
-            engine::attach_thread(1, options.meter);
+            engine::attach_thread(1, options.meter.number());
             let (here, abort) = (options.here.clone(), options.abort.clone());
             let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &queued, &thread_abandoned)));
             let fault = match result {

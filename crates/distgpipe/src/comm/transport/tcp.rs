@@ -30,7 +30,7 @@ use crate::comm::notice::Notify;
 use crate::comm::suspension;
 use crate::comm::timeouts::Timeouts;
 use crate::comm::traffic::Counters;
-use crate::engine;
+use crate::engine::{self, Meter};
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Limits};
 use incoming::Incoming;
@@ -81,7 +81,7 @@ pub struct TcpOptions {
     /// The most messages that may wait to be sent.
     pub queue: usize,
     /// The memory meter that received tensors count on.
-    pub meter: usize,
+    pub meter: Meter,
     /// The codecs of this worker's links.
     pub link_codecs: LinkCodecs,
     /// Makes the text of a heartbeat.
@@ -155,7 +155,7 @@ impl Connection {
         };
         let writer = spawn(format!("to {peer}"), &here, &abort, move || writer.run(queued))?;
         let reader = spawn(format!("from {peer}"), &here, &abort, move || {
-            engine::attach_thread(1, meter);
+            engine::attach_thread(1, meter.number());
             reader.run();
         })?;
         Ok(Connection { queue: Some(queue), abort, counters, closing, writer: Some(writer), reader: Some(reader) })

@@ -1,6 +1,6 @@
 //! One step of a worker: it runs its actions of the plan, updates its parameters, and reports.
 
-use super::{failed, meter, BuiltWorker};
+use super::{failed, BuiltWorker};
 use crate::comm::protocol::{forward_plan, Purpose, StepCommand, StepReport};
 use crate::comm::status::Activity;
 use crate::comm::traffic::Traffic;
@@ -49,7 +49,7 @@ impl BuiltWorker {
             classes: outcome.classes(),
             phases,
             step_ns: now_ns() - start,
-            peak_bytes: engine::peak_bytes(self.stage.device, meter(self.stage.id)),
+            peak_bytes: engine::peak_bytes(self.stage.device, self.meter.number()),
             reserved_bytes: engine::reserved_bytes(self.stage.device),
             links: self.link_traffic(),
             spans,
@@ -75,7 +75,7 @@ impl BuiltWorker {
         Ok(())
     }
 
-    /// The forward-only plan for so many micro-batches, made at its first use. The caller puts it back.
+    /// The forward-only plan for this number of micro-batches, made at its first use. The caller puts it back.
     fn take_forward_plan(&mut self, micro_batches: usize) -> Result<Plan, Fault> {
         if let Some(plan) = self.forward_plans.remove(&micro_batches) {
             return Ok(plan);
@@ -139,7 +139,7 @@ impl BuiltWorker {
         let parameter_max = self.update_parameters(learning_rate)?;
         self.stage.recorder.record(step, Phase::Optimizer, String::new, start);
         let (phases, spans) = self.stage.recorder.take();
-        let peak_bytes = engine::peak_bytes(self.stage.device, meter(self.stage.id));
+        let peak_bytes = engine::peak_bytes(self.stage.device, self.meter.number());
         Ok(StepReport { parameter_max, phases, spans, peak_bytes, step_ns: now_ns() - start, ..StepReport::default() })
     }
 

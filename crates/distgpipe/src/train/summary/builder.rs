@@ -25,7 +25,7 @@ pub(crate) struct EpochTotals {
 }
 
 impl EpochTotals {
-    /// Sums of no steps yet, for a data set with so many classes.
+    /// Sums of no steps yet, for a data set with this many classes.
     pub fn new(data_classes: Option<usize>) -> Self {
         EpochTotals { data_classes, ..EpochTotals::default() }
     }
