@@ -159,7 +159,10 @@ fn a_codec_recipe_measures_ratio_bandwidth_and_accuracy() {
     assert!((40.0..=100.0).contains(&accuracy), "{run}");
     let tested = run["run"]["epochs"].as_array().and_then(|epochs| epochs.last()?["test_accuracy"].as_f64());
     assert!((accuracy - 100.0 * tested.expect("a number")).abs() < 1e-9, "{run}");
-    assert!(line("bandwidth")["ours"].as_str().is_some_and(|links| links.contains("client → server")), "{run}");
+    // A rate for each link, unless its messages are too small to time, as they may be here.
+    let bandwidth = line("bandwidth")["ours"].as_str().expect("a text").to_owned();
+    let measured = bandwidth.contains("client → server");
+    assert!(measured || bandwidth.contains("too small to measure"), "{run}");
     assert!(line("memory")["value"].as_f64().is_some_and(|bytes| bytes > 1e5), "{run}");
     let has_matthews = |line: &Value| line["metric"] == "matthews";
     assert!(!run["comparison"].as_array().is_some_and(|lines| lines.iter().any(has_matthews)), "{run}");
