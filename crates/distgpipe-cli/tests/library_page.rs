@@ -1,6 +1,9 @@
 //! docs/library.md: every snippet of the page is in this file, or in a file of `distgpipe new`, so it compiles. The tests run
 //! them.
 
+#[path = "../../distgpipe/tests/soundness/mod.rs"]
+mod soundness;
+
 use distgpipe::prelude::*;
 use distgpipe::tch::{Kind, Reduction, Tensor};
 use distgpipe::zoo::{self, ModelError};
@@ -153,6 +156,7 @@ fn trains() -> Result<(), Box<dyn Error>> {
     let mut other = Pipeline::builder(models(&ModelSpec::new("tanh"))?).build()?;
     other.load(&file)?;
 
+    soundness::assert_parameters_moderate("five epochs", &pipeline.state()?);
     let (trained, loaded) = (pipeline.evaluate_all(&test)?, other.evaluate_all(&test)?);
     assert!(trained.accuracy > Some(0.9), "{trained:?}");
     assert_eq!(trained.accuracy, loaded.accuracy);
@@ -195,6 +199,7 @@ fn with_checkpoints(folder: &Path, steps: u64) -> Result<RunSummary, Box<dyn Err
         }
         Ok(())
     })?;
+    soundness::assert_parameters_moderate("steps with an own loss", &pipeline.state()?);
     Ok(summary)
 }
 
