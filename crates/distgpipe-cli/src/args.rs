@@ -320,7 +320,7 @@ pub struct TrainFlags {
     pub save_best: Option<MetricName>,
     /// Resume from the newest checkpoint in --checkpoint DIR with its flags; flags given here override them. The cut, the
     /// workers and the device may change
-    #[arg(long, value_name = "newest|if-any", num_args = 0..=1, require_equals = true, default_missing_value = "newest", help_heading = "Checkpoints")]
+    #[arg(long, value_name = "newest|best|if-any", num_args = 0..=1, require_equals = true, default_missing_value = "newest", help_heading = "Checkpoints")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<ResumeName>,
 

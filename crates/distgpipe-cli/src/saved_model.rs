@@ -58,12 +58,8 @@ impl SavedModel {
             data: flags.data,
             data_dir: flags.data_dir.as_ref().map(absolute),
             tokenizer: flags.tokenizer.as_ref().map(absolute),
-            samples: flags.samples,
-            seed: flags.seed,
             batch: flags.batch.map(datasets::test_rows),
-            precision: flags.precision,
-            no_channels_last: flags.no_channels_last,
-            ..TrainFlags::default()
+            ..described(flags)
         };
         let normalisation = flags.data.map(datasets::normalisation).transpose()?.flatten();
         Ok(SavedModel { format: FORMAT, model, classes, normalisation, flags })
@@ -110,6 +106,21 @@ pub fn open(path: &Path) -> anyhow::Result<Opened> {
     Ok(Opened { file: path.to_owned(), about })
 }
 
+/// The flags that a description may have: those that say what the model was trained on.
+fn described(flags: &TrainFlags) -> TrainFlags {
+    TrainFlags {
+        data: flags.data,
+        data_dir: flags.data_dir.clone(),
+        tokenizer: flags.tokenizer.clone(),
+        samples: flags.samples,
+        seed: flags.seed,
+        batch: flags.batch,
+        precision: flags.precision,
+        no_channels_last: flags.no_channels_last,
+        ..TrainFlags::default()
+    }
+}
+
 fn parse(text: &str, flag: &str) -> anyhow::Result<SavedModel> {
     let wrong = |got: String| {
         usage(format!(
@@ -122,7 +133,11 @@ fn parse(text: &str, flag: &str) -> anyhow::Result<SavedModel> {
     }
     // Checked first, because another format may have other fields.
     match serde_json::from_str(text).map(|Version { format }| format) {
-        Ok(FORMAT) => serde_json::from_str(text).map_err(|e| wrong(e.to_string())),
+        Ok(FORMAT) => {
+            let about: SavedModel = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+            // The file may come from anybody: it must not choose workers to connect to, or files of tokens.
+            Ok(SavedModel { flags: described(&about.flags), ..about })
+        }
         Ok(other) => Err(wrong(format!("format {other}"))),
         Err(error) => Err(wrong(error.to_string())),
     }
@@ -163,5 +178,17 @@ mod tests {
             );
         }
         assert!(text_of(&text.replace("\"data\":\"digits\"", "\"data\":\"mnist\"")).contains("mnist"));
+    }
+
+    /// A file from somebody else once could make `predict` connect to a worker and show it the token.
+    #[test]
+    fn a_description_cannot_choose_workers() {
+        let spec = ModelSpec { name: "mlp".to_owned(), settings: serde_json::json!({}) };
+        let mut hostile = SavedModel::new(spec, None, &TrainFlags::default()).unwrap();
+        let honest = hostile.clone();
+        hostile.flags.partitions = Some(2);
+        hostile.flags.workers = Some("203.0.113.1:7000".to_owned());
+        hostile.flags.token_file = Some("/etc/hostname".into());
+        assert_eq!(parse(&hostile.metadata().unwrap()[KEY], "--weights x").unwrap(), honest);
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::report::note;
 use anyhow::Context;
-use distgpipe::engine::exit_at_once;
+use distgpipe::engine::{exit_at_once, spawn};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
@@ -33,7 +33,7 @@ pub fn watch() -> anyhow::Result<()> {
         return Ok(());
     }
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("taking over SIGINT and SIGTERM")?;
-    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+    spawn("signals", move || {
         for signal in signals.forever() {
             let again = state.received.swap(signal, Ordering::SeqCst) != 0;
             if again || !state.training.load(Ordering::SeqCst) {
@@ -41,7 +41,8 @@ pub fn watch() -> anyhow::Result<()> {
                 exit_at_once(status(signal));
             }
             let state = state.clone();
-            std::thread::spawn(move || {
+            // Without this thread, the line is missing, and the run ends as it does with it.
+            let _ = spawn("signals", move || {
                 std::thread::sleep(PATIENCE);
                 if state.training.load(Ordering::SeqCst) {
                     note(&format!("{}: finishing the step; a second one ends the run at once", name(signal)));

@@ -354,7 +354,7 @@ fn wrong_calls_end_with_2_and_name_flag_and_remedy() {
         (&["--input", &good, "--tensor", "gradient", "--channels-last"], &["--channels-last", "got none"]),
         (&["--input", &nowhere], &["--input", "no/where", "No such file"]),
         (&["--input", &folder], &["--input", "expected a regular file, got a directory"]),
-        (&["--input", "/dev/zero"], &["--input /dev/zero", "expected a file"]),
+        (&["--input", "/dev/zero"], &["--input /dev/zero", "expected a regular file, got a device"]),
         (&["--input", &cut], &["cut.safetensors", "at byte 999", "the file is truncated"]),
         (&["--input", &other], &["other.safetensors", "expected a safetensors file", "is this the right file?"]),
         (&["--input", &empty], &["empty.safetensors", "got 0 bytes"]),

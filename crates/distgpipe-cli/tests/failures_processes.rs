@@ -230,7 +230,7 @@ fn a_silent_worker_is_reported_and_so_is_its_return() {
 
 /// Runs `distgpipe train`, suspends it in the middle for longer than these limits, and returns its status and what it said.
 fn suspended_driver(limits: &[&str]) -> (Option<i32>, String) {
-    let slow = ["--faults", "client>server:delay=20@0", "--epochs", "2", "--no-evaluate", "--batch", "100"];
+    let slow = ["--faults", "client>server:delay=20@0", "--epochs", "4", "--no-evaluate", "--batch", "100"];
     let mut driver = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
         .args(["train", "--place", "client,server", "--workers", "processes", "--device", "cpu", "--threads", "1"])
         .args(slow)

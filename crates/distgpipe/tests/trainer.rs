@@ -331,7 +331,7 @@ fn the_best_checkpoint_is_kept_beside_the_newest_and_survives_a_resume() {
         assert_eq!((kept.manifest().progress.step, best.step), (best.step, 14 * (best.epoch + 1)));
         best.step
     };
-    // A rate that rises makes the last epochs worse than the first ones.
+    // A negative rate makes the last epochs worse than the first ones.
     let schedule = RateSchedule::custom(|update, _| if update < 28 { 1.0 } else { -1.0 });
     let options = |epochs| TrainOptions {
         rate_schedule: schedule.clone(),

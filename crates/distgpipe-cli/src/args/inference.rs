@@ -21,6 +21,7 @@ const BOTH: &[&str] = &[
     "replicas",
     "chunks",
     "timeout",
+    "peer-timeout",
     "codec",
     "codec-link",
     "device",

@@ -38,7 +38,7 @@ Examples:
   distgpipe balance mobilenet_v2 --partitions 4 --costs costs.json
   distgpipe balance mobilenet_v2 --partitions 3 --place client,server,client --link-rate 100mbit --link-latency 5
   distgpipe balance resnet --partitions 2 --balance-by memory
-  distgpipe balance mobilenet_v2 --balance 7,7,7
+  distgpipe balance mobilenet_v2 --balance 7,6,7
 
 The layers are measured in rounds, until these show which of the two best cuts is faster, or a given cut and the best one,
 or until --time-limit. The costs are kept in $XDG_CACHE_HOME/distgpipe (by default ~/.cache/distgpipe) for the next call.

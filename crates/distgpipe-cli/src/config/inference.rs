@@ -10,6 +10,7 @@ use crate::datasets;
 use crate::exit::usage;
 use crate::saved_model::{self, Normalisation, SavedModel};
 use crate::weights::{fit_trained, Fitted};
+use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::protocol::REPLICAS_MAX;
 use distgpipe::comm::timeouts::Timeouts;
@@ -125,6 +126,7 @@ impl InferenceConfig {
             .channels_last(flags.no_channels_last != Some(true))
             .precision(flags.precision.unwrap_or_default())
             .timeouts(self.timeouts)
+            .on_notice(|notice| crate::report::note(&notice.to_string()))
             .faults(flags.faults.clone().unwrap_or_default());
         if let Some(place) = &flags.place {
             builder = builder.place(place);
@@ -134,7 +136,7 @@ impl InferenceConfig {
         }
         let mut pipeline = build(builder)?;
         self.weights.notes.iter().for_each(|note| crate::report::note(note));
-        self.weights.load(&mut pipeline)?;
+        self.weights.load(&mut pipeline).context("--weights")?;
         Ok(pipeline)
     }
 }

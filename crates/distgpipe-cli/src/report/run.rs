@@ -38,6 +38,7 @@ pub struct RunReport {
 fn with_epochs_from_1<S: Serializer>(summary: &RunSummary, serializer: S) -> Result<S::Ok, S::Error> {
     let mut summary = summary.clone();
     summary.epochs.iter_mut().for_each(|epoch| epoch.epoch += 1);
+    summary.best.iter_mut().for_each(|best| best.epoch += 1);
     summary.serialize(serializer)
 }
 

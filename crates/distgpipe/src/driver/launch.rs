@@ -216,7 +216,6 @@ impl Launch<'_> {
         };
         let mut streams = Vec::new();
         for (&worker, address) in remote.iter().zip(addresses) {
-            // A worker that is in a run does not answer the next driver until that run is over.
             let dialed = handshake::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
                 Fault::TimedOut { limit_s, .. } => Fault::NoAnswer { limit_s },
                 other => other,

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::failure::{Failure, Fault};
+use crate::files::open_regular;
 use crate::model::layer::{Role, TensorSpec};
 use crate::train::weights::{Entry, SafetensorsWriter, WeightsError};
 use crate::train::Progress;
@@ -110,7 +111,7 @@ impl Checkpoints {
     /// The step of the best checkpoint.
     fn best_step(&self) -> Result<Option<u64>, CheckpointError> {
         let (path, mut text) = (self.directory.join(BEST), String::new());
-        let file = match File::open(&path) {
+        let file = match open_regular(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.map_err(on_disk("opening", &path))?,
         };
