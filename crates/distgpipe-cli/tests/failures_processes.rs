@@ -241,7 +241,7 @@ fn suspended_driver(limits: &[&str]) -> (Option<i32>, String) {
         .expect("it starts");
     let mut said = BufReader::new(driver.stderr.take().expect("piped"));
     let mut text = String::new();
-    while !text.contains("epoch 1/2") {
+    while !text.contains("epoch 1/4") {
         assert!(said.read_line(&mut text).expect("text") > 0, "{text}");
     }
     stop(driver.id());
