@@ -8,6 +8,9 @@ CXX := c++
 endif
 PYTHON ?= python3
 RUST_MINOR_MIN := 89
+# Property tests draw the same cases in every run, so that a failure belongs to the change. For other cases, set another
+# seed, and PROPTEST_CASES for more of them.
+export PROPTEST_RNG_SEED ?= 1
 
 .PHONY: help tools setup demo test test-isa examples fuzz-smoke bench golden lint clean
 .DEFAULT_GOAL := help

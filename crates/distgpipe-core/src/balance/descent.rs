@@ -10,9 +10,11 @@ use super::starts::starts;
 use super::{Balance, BalanceError};
 use std::collections::HashMap;
 
-/// The number of starts that are followed to a local optimum, the best ones first.
-const STARTS_MAX: usize = 8;
-/// The number of random starts that are rated. [`STARTS_MAX`] of them are followed.
+/// The number of starts that are always followed to a local optimum, the best ones first.
+const STARTS_MIN: usize = 8;
+/// The others are followed too while the search has executed fewer instructions than this: some ten milliseconds.
+const ALL_STARTS_STEPS: u64 = 1 << 22;
+/// The number of random starts that are rated.
 const RANDOM_STARTS: usize = 64;
 /// A border with at most this many positions tries every one of them.
 const PLACES_MAX: usize = 64;
@@ -37,7 +39,10 @@ pub(super) fn descend(search: &mut Search<'_>) -> Result<(), BalanceError> {
             ranked.push((known.score(&start)?, start));
         }
         ranked.sort_by(|(a, _), (b, _)| a.cmp(b));
-        for (score, start) in ranked.into_iter().take(STARTS_MAX) {
+        for (i, (score, start)) in ranked.into_iter().enumerate() {
+            if i >= STARTS_MIN && known.search.steps() >= ALL_STARTS_STEPS {
+                break;
+            }
             follow(&mut known, start, score)?;
         }
     }

@@ -132,6 +132,11 @@ impl<'a> Search<'a> {
         self.steps = self.steps.saturating_add(steps);
     }
 
+    /// The work done so far, in instructions.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
     /// Whether the search must end: more than `steps_max` instructions have been executed, or the caller says so.
     pub fn must_end(&mut self, steps_max: u64) -> bool {
         if self.steps - self.asked_at >= ASK_STEPS {
