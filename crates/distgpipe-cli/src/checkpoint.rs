@@ -15,7 +15,7 @@ const KEEP: usize = 2;
 const DATA: [&str; 5] = ["data", "limit", "samples", "batch", "accumulate"];
 
 /// Where a run saves its checkpoints.
-pub struct Saving {
+pub struct CheckpointConfig {
     /// The directory, locked against other runs.
     pub checkpoints: Checkpoints,
     /// When checkpoints are written.
@@ -29,7 +29,7 @@ pub struct Saving {
     flags: TrainFlags,
 }
 
-impl Saving {
+impl CheckpointConfig {
     /// Opens the directory that `--checkpoint` names. Also returns the flags to run with: those of the checkpoint to resume from,
     /// overridden by `given`; or `otherwise`, if the run does not resume.
     pub fn open(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<(Option<Self>, TrainFlags)> {
@@ -102,7 +102,7 @@ impl Saving {
             None => SaveEvery::Epoch,
         };
         let resumes = given.resume.is_some();
-        Ok((Some(Saving { checkpoints, every, from, resumes, changed, flags: flags.clone() }), flags))
+        Ok((Some(CheckpointConfig { checkpoints, every, from, resumes, changed, flags: flags.clone() }), flags))
     }
 
     /// Lines that say where a run of `steps` steps resumes, with what, and which outputs it writes to again; nothing if it does not
@@ -207,7 +207,7 @@ mod tests {
     fn a_checkpoint_keeps_the_number_of_threads() {
         let directory = std::env::temp_dir().join(format!("distgpipe-{}-keeps-threads", std::process::id()));
         let flags = TrainFlags { checkpoint: Some(directory.clone()), ..TrainFlags::default() };
-        let (saving, given) = Saving::open(&flags, &flags).unwrap();
+        let (saving, given) = CheckpointConfig::open(&flags, &flags).unwrap();
         assert_eq!(given.threads, None);
         let saved = saving.unwrap().settings(&[1, 1], 3).unwrap();
         assert!(!directory.exists(), "nothing was saved there");

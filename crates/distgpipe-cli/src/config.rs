@@ -25,14 +25,14 @@ pub use plan::read_plan;
 
 use crate::args::TrainFlags;
 use crate::balance_options::{no_cut, BalanceOptions};
-use crate::checkpoint::Saving;
+use crate::checkpoint::CheckpointConfig;
 use crate::compute::Compute;
 use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::files::check_directory;
 use crate::report::{self, log};
 use crate::saved_model::SavedModel;
-use crate::weights::{Fitted, Missing};
+use crate::weights::{FittedWeights, MissingTensors};
 use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::protocol::REPLICAS_MAX;
@@ -64,9 +64,9 @@ pub struct RunConfig {
     /// Options of the trainer.
     pub options: TrainOptions,
     /// Initial weights from a file.
-    pub weights: Option<Fitted>,
+    pub weights: Option<FittedWeights>,
     /// Where to save checkpoints, and which one to resume from.
-    pub saving: Option<Saving>,
+    pub saving: Option<CheckpointConfig>,
     /// Directory for the tensors that `--capture` saves.
     pub capture: Option<PathBuf>,
     /// Directory of the log.
@@ -99,11 +99,11 @@ impl RunConfig {
     /// no checkpoint.
     pub fn resuming(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<Self> {
         check_directories(given)?;
-        let (saving, given) = Saving::open(given, otherwise)?;
+        let (saving, given) = CheckpointConfig::open(given, otherwise)?;
         Self::validated(saving, given)
     }
 
-    fn validated(saving: Option<Saving>, given: TrainFlags) -> anyhow::Result<Self> {
+    fn validated(saving: Option<CheckpointConfig>, given: TrainFlags) -> anyhow::Result<Self> {
         let plan = given.plan.as_deref().map(|path| plan::given(path, &given)).transpose()?;
         let mut flags = given.or_defaults()?;
         let model = model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set)?;
@@ -178,9 +178,7 @@ impl RunConfig {
 
     fn builder(&self) -> anyhow::Result<Builder> {
         let flags = &self.flags;
-        let mut builder = Pipeline::builder(self.model.clone())
-            .replicas(flags.replicas.unwrap_or(1))
-            .micro_batches(flags.chunks.unwrap_or(1))
+        let mut builder = common_builder(&self.model, flags, &self.compute)
             .schedule(flags.schedule.unwrap_or_default())
             .recompute(flags.recompute.unwrap_or_default())
             .workers(self.workers.clone())
@@ -188,20 +186,10 @@ impl RunConfig {
             .learning_rate(self.learning_rate)
             .loss(self.loss)
             .codecs(self.codecs.clone())
-            .seed(flags.seed.unwrap_or_default())
-            .device(flags.devices())
-            .threads(self.compute.threads)
-            .channels_last(flags.no_channels_last != Some(true))
-            .precision(flags.precision.unwrap_or_default())
             .trace(self.trace)
-            .timeouts(self.timeouts)
-            .on_notice(|notice| report::note(&notice.to_string()))
-            .faults(flags.faults.clone().unwrap_or_default());
+            .timeouts(self.timeouts);
         builder = self.groups.iter().fold(builder, |builder, group| builder.parameter_group(group.clone()));
         builder = frozen(flags).fold(builder, |builder, pattern| builder.freeze(pattern));
-        if let Some(place) = &flags.place {
-            builder = builder.place(place);
-        }
         if let Some(norm_max) = self.clip_norm {
             builder = builder.clip_norm(norm_max);
         }
@@ -225,6 +213,24 @@ impl RunConfig {
                 })
             }
         })
+    }
+}
+
+/// A builder with what flags say of training and inference alike.
+fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Builder {
+    let builder = Pipeline::builder(model.clone())
+        .replicas(flags.replicas.unwrap_or(1))
+        .micro_batches(flags.chunks.unwrap_or(1))
+        .seed(flags.seed.unwrap_or_default())
+        .device(flags.devices())
+        .threads(compute.threads)
+        .channels_last(flags.no_channels_last != Some(true))
+        .precision(flags.precision.unwrap_or_default())
+        .on_notice(|notice| report::note(&notice.to_string()))
+        .faults(flags.faults.clone().unwrap_or_default());
+    match &flags.place {
+        Some(place) => builder.place(place),
+        None => builder,
     }
 }
 
@@ -260,7 +266,7 @@ fn check_directories(flags: &TrainFlags) -> anyhow::Result<()> {
 /// Whether `--log` and `--trace` go together, the directories of `--log` and `--capture` can be written to, and the log directory is
 /// free. A resumed run continues its log; so does one with
 /// `--resume=if-any` that was killed before its first checkpoint.
-fn check_log(flags: &TrainFlags, saving: Option<&Saving>) -> anyhow::Result<()> {
+fn check_log(flags: &TrainFlags, saving: Option<&CheckpointConfig>) -> anyhow::Result<()> {
     if flags.trace == Some(true) && flags.log.is_none() {
         return Err(usage("--trace: add --log DIR, the directory to write the trace to"));
     }
@@ -278,13 +284,17 @@ fn check_log(flags: &TrainFlags, saving: Option<&Saving>) -> anyhow::Result<()> 
 }
 
 /// The weights of `--weights`, unless the run resumes: the checkpoint has the current ones.
-fn initial_weights(flags: &TrainFlags, model: &Model, saving: Option<&Saving>) -> anyhow::Result<Option<Fitted>> {
+fn initial_weights(
+    flags: &TrainFlags,
+    model: &Model,
+    saving: Option<&CheckpointConfig>,
+) -> anyhow::Result<Option<FittedWeights>> {
     let missing = match flags.init_missing {
         Some(true) if flags.weights.is_none() => {
             return Err(usage("--init-missing: add --weights FILE, the weights to start from"));
         }
-        Some(true) => Missing::Initialize,
-        _ => Missing::Refuse,
+        Some(true) => MissingTensors::Initialize,
+        _ => MissingTensors::Refuse,
     };
     flags.save.as_deref().map(crate::weights::check_save).transpose()?;
     let resumes = saving.is_some_and(|saving| saving.from.is_some());

@@ -174,9 +174,9 @@ pub fn open(
     let images = Images { name, input, part, layout };
     match name {
         DataName::Digits => opened(name, Digits::for_input(part, input)),
-        DataName::Cifar10 => images.of(Cifar::open(&directory()?, Edition::Ten, part)),
-        DataName::Cifar100 => images.of(Cifar::open(&directory()?, Edition::Hundred, part)),
-        DataName::Food101 => images.of(food101::open(&directory()?, part)),
+        DataName::Cifar10 => images.data_set(Cifar::open(&directory()?, Edition::Ten, part)),
+        DataName::Cifar100 => images.data_set(Cifar::open(&directory()?, Edition::Hundred, part)),
+        DataName::Food101 => images.data_set(food101::open(&directory()?, part)),
         DataName::ImageFolder if flags.data_dir.is_none() => {
             Err(usage("--data image-folder: add --data-dir DIR, the directory of the images"))
         }
@@ -185,7 +185,7 @@ pub fn open(
             if let Ok(files) = &files {
                 warn_of_skipped(files.skipped());
             }
-            images.of(files)
+            images.data_set(files)
         }
         DataName::Synthetic | DataName::Rte | DataName::Cola => {
             Err(usage(format!("--data {}: this data set has no images", name.name())))
@@ -210,7 +210,7 @@ pub fn threads(flags: &TrainFlags) -> anyhow::Result<usize> {
         Some(threads) => Err(usage(format!("--loader-threads {threads}: use 1 to {LOADER_THREADS_MAX}"))),
         None => {
             // Worker 0 runs in this process, which also loads.
-            let on_cpu = flags.devices().of(0).resolved() == Device::Cpu;
+            let on_cpu = flags.devices().for_worker(0).resolved() == Device::Cpu;
             let computing = if on_cpu { flags.threads.unwrap_or(1) } else { 0 };
             Ok(cores().saturating_sub(computing).clamp(1, LOADER_THREADS_MAX))
         }
@@ -291,7 +291,10 @@ struct Images<'a> {
 }
 
 impl Images<'_> {
-    fn of<S: ImageSource + 'static>(&self, source: Result<S, DataError>) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
+    fn data_set<S: ImageSource + 'static>(
+        &self,
+        source: Result<S, DataError>,
+    ) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
         let source = source.map_err(data_error(self.name))?;
         let takes_images = matches!(self.input, [shape] if matches!(shape.dims[..], [3, _, _]));
         if !takes_images {

@@ -9,10 +9,10 @@ use distgpipe::{Model, Pipeline};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-pub use distgpipe::train::weights::{Fitted, Missing};
+pub use distgpipe::train::weights::{FittedWeights, MissingTensors};
 
 /// Opens the file of `--weights`, whose tensors must fit the model.
-pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted> {
+pub fn fit(path: &Path, model: &Model, allow: MissingTensors) -> anyhow::Result<FittedWeights> {
     let mut fitted = weights::fit(path, model, allow).map_err(|error| match error {
         WeightsError::Mismatch { file, mismatches } => usage(format!(
             "--weights {} does not fit the model: check --model and --set, or rename the tensors; with --init-missing, tensors \
@@ -28,8 +28,8 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> anyhow::Result<Fitted>
 }
 
 /// The same for a model that is not going to be trained: it must have all of its tensors.
-pub fn fit_trained(path: &Path, model: &Model) -> anyhow::Result<Fitted> {
-    weights::fit(path, model, Missing::Refuse).map_err(|error| match error {
+pub fn fit_trained(path: &Path, model: &Model) -> anyhow::Result<FittedWeights> {
+    weights::fit(path, model, MissingTensors::Refuse).map_err(|error| match error {
         WeightsError::Mismatch { file, mismatches } => usage(format!(
             "--weights {} does not fit the model: check --model and --set, or rename the tensors:\n{mismatches}",
             file.display()

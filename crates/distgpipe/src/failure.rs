@@ -165,9 +165,9 @@ pub enum Fault {
         /// The system's error.
         source: std::io::Error,
     },
-    /// The run has failed elsewhere.
+    /// Another worker or thread failed first, and reported this.
     #[error("{0}")]
-    Elsewhere(Failure),
+    Reported(Failure),
     /// A fault that a test injected.
     #[error("injected fault: {0}")]
     Injected(String),
@@ -280,7 +280,7 @@ impl Failure {
     /// or worker keeps that failure.
     pub fn new(worker: impl Into<String>, phase: impl Into<String>, fault: Fault) -> Self {
         match fault {
-            Fault::Elsewhere(first) => first,
+            Fault::Reported(first) => first,
             Fault::Busy { .. } => Failure { worker: worker.into(), phase: BUSY.to_owned(), message: fault.to_string() },
             fault => Failure { worker: worker.into(), phase: phase.into(), message: fault.to_string() },
         }
@@ -381,8 +381,8 @@ mod tests {
     #[test]
     fn a_failure_of_another_worker_keeps_its_name() {
         let first = Failure::new("server", "1F3", Fault::Panic("oh".to_owned()));
-        assert_eq!(Failure::new("client", "2F3", Fault::Elsewhere(first.clone())), first);
-        assert_eq!(Failure::connection("client", Fault::Elsewhere(first.clone())), first);
+        assert_eq!(Failure::new("client", "2F3", Fault::Reported(first.clone())), first);
+        assert_eq!(Failure::connection("client", Fault::Reported(first.clone())), first);
     }
 
     /// An abort notice is printed on the terminals of all workers.

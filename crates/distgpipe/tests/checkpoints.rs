@@ -184,6 +184,17 @@ fn two(name: &str) -> (PathBuf, Checkpoints) {
     (folder, checkpoints)
 }
 
+/// It once ended every run of the folder, although only `--resume=best` needs it.
+#[test]
+fn a_corrupt_mark_of_the_best_checkpoint_is_removed_and_stops_no_other_run() {
+    let (folder, checkpoints) = two("mark");
+    std::fs::write(folder.join("best"), "../elsewhere").unwrap();
+    assert!(matches!(checkpoints.best(), Err(CheckpointError::Corrupt { .. })));
+    checkpoints.retire_after(4).unwrap();
+    assert_eq!((checkpoints.steps().unwrap(), checkpoints.best().unwrap().is_none()), (vec![4], true));
+    assert!(!folder.join("best").exists());
+}
+
 #[test]
 fn a_corrupt_checkpoint_is_reported_and_the_previous_one_is_used() {
     let (folder, checkpoints) = two("damaged");

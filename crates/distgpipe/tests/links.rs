@@ -48,14 +48,14 @@ fn steps(width: i64, rows: i64) -> Vec<StepLink> {
 /// The table once showed the speed of `write`, which ends in the socket's buffer: 500 MB/s on a link of 6.25 MB/s.
 #[test]
 fn the_rate_of_a_slow_link_is_reported_as_it_is_delivered() {
-    let links = steps(16_384, 32);
-    // Each direction carries 32 rows of 16,384 values, as activations or as gradients.
+    // 1.3 s in each direction, so that a tenth of a second in which the machine is busy elsewhere does not matter.
+    let links = steps(16_384, 96);
+    // Each direction carries 96 rows of 16,384 values, as activations or as gradients.
     for link in &links {
         let (from, to) = (&link.from, &link.to);
         let rate = link.delivered_bytes_per_s.unwrap_or_else(|| panic!("{from} → {to} was not measured: {links:?}"));
-        // A busy machine may read late, never early.
-        assert!((0.6..1.15).contains(&(rate / RATE)), "{from} → {to} delivers {rate} bytes a second, the link {RATE}");
-        let tensors = 32 * 16_384 * 4;
+        assert!((rate / RATE - 1.0).abs() < 0.15, "{from} → {to} delivers {rate} bytes a second, the link {RATE}");
+        let tensors = 96 * 16_384 * 4;
         assert!(link.training_bytes > tensors && link.training_bytes < tensors + 10_000, "{link:?}");
         assert!(link.waited.link_s > 0.1, "{link:?}");
     }

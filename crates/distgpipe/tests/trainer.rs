@@ -323,7 +323,7 @@ fn the_best_checkpoint_is_kept_beside_the_newest_and_survives_a_resume() {
     let saved = |run: &Run| {
         let best = run.summary.best.expect("a best epoch");
         let by = |metric: f64| if best.metric == TestMetric::Loss { -metric } else { metric };
-        let metrics: Vec<f64> = run.summary.epochs.iter().filter_map(|epoch| best.metric.of(epoch)).collect();
+        let metrics: Vec<f64> = run.summary.epochs.iter().filter_map(|epoch| best.metric.value_in(epoch)).collect();
         let largest = metrics.iter().map(|&metric| by(metric)).fold(f64::NEG_INFINITY, f64::max);
         assert_eq!(by(best.value), largest, "{metrics:?}");
         assert_eq!(metrics[best.epoch as usize], best.value);

@@ -7,8 +7,7 @@ use crate::exit::usage;
 use crate::report::progress::{bar, Pace};
 use crate::report::table::{Side, Table};
 use crate::report::{self, listed, units, NAMES_LISTED_MAX};
-use distgpipe::train::metrics::ClassCounts;
-use distgpipe::{Loader, Pipeline};
+use distgpipe::{Evaluation, Loader, Pipeline};
 use serde::Serialize;
 use std::io::IsTerminal;
 use std::time::Instant;
@@ -42,22 +41,7 @@ struct EvaluationReport {
     model: String,
     data: String,
     #[serde(flatten)]
-    scores: Scores,
-}
-
-/// The scores of a model on a data set.
-#[derive(Serialize)]
-struct Scores {
-    rows: usize,
-    /// The mean over the rows.
-    loss: f64,
-    /// The fraction of rows classified correctly; absent if the model predicts no classes. So are the next two.
-    accuracy: Option<f64>,
-    f1: Option<f64>,
-    matthews: Option<f64>,
-    /// The classes of the data.
-    classes: Option<usize>,
-    seconds: f64,
+    scores: Evaluation,
     samples_per_s: f64,
 }
 
@@ -80,6 +64,7 @@ pub fn run(args: &EvaluateArgs) -> anyhow::Result<()> {
         weights: given.weights.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         model: config.model.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
         data: data.name(),
+        samples_per_s: scores.rows as f64 / scores.seconds.max(1e-9),
         scores,
     };
     match given.json == Some(true) {
@@ -101,45 +86,26 @@ fn check_names(config: &InferenceConfig, loader: &Loader) -> anyhow::Result<()> 
     }
 }
 
-/// The scores of a model on all rows of a loader.
-fn evaluate(pipeline: &mut Pipeline, loader: &Loader) -> anyhow::Result<Scores> {
-    let start = Instant::now();
+/// The scores of a model on all rows of a loader. Shows the progress.
+fn evaluate(pipeline: &mut Pipeline, loader: &Loader) -> anyhow::Result<Evaluation> {
     let batches = loader.batches() as u64;
     let shown = std::io::stderr().is_terminal().then(|| bar(batches, "batches"));
-    let mut pace = Pace::new(batches, 0, start);
-    let (mut rows, mut loss_sum, mut correct) = (0, 0.0, None);
-    let mut counts: Option<ClassCounts> = None;
-    for (batch, number) in loader.epoch(0).zip(1..) {
-        let outcome = pipeline.evaluate(&batch?)?;
-        rows += outcome.rows;
-        loss_sum += outcome.loss * outcome.rows as f64;
-        correct = outcome.correct.map(|right| right + correct.unwrap_or(0));
-        if let Some(classes) = &outcome.classes {
-            counts.get_or_insert_default().add(classes);
-        }
+    let mut pace = Pace::new(batches, 0, Instant::now());
+    let mut number = 0;
+    let scores = pipeline.evaluate_all_with(loader, |outcome| {
+        number += 1;
         match &shown {
             Some(bar) => bar.set_position(number),
             None if pace.is_due(number, Instant::now()) && number < batches => {
-                report::note(&format!("batch {number}/{batches}: loss {:.4} so far", loss_sum / rows as f64));
+                report::note(&format!("batch {number}/{batches}: loss {:.4}", outcome.loss));
             }
             None => {}
         }
-    }
+    })?;
     if let Some(bar) = shown {
         bar.finish_and_clear();
     }
-    let classes = loader.classes();
-    let seconds = start.elapsed().as_secs_f64();
-    Ok(Scores {
-        rows,
-        loss: loss_sum / rows.max(1) as f64,
-        accuracy: correct.map(|correct| correct as f64 / rows.max(1) as f64),
-        f1: counts.as_ref().map(|counts| counts.f1(classes.unwrap_or(counts.actual.len()))),
-        matthews: counts.as_ref().map(ClassCounts::matthews),
-        classes,
-        seconds,
-        samples_per_s: rows as f64 / seconds.max(1e-9),
-    })
+    Ok(scores)
 }
 
 impl EvaluationReport {
@@ -156,7 +122,7 @@ impl EvaluationReport {
             row("F1", format!("{f1:.3}"));
             row("Matthews", format!("{matthews:.3}"));
         }
-        row("samples/s", units::rate(scores.samples_per_s));
+        row("samples/s", units::rate(self.samples_per_s));
         row("time", units::seconds(scores.seconds));
         table.render().trim_start().to_owned()
     }

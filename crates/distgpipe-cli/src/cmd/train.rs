@@ -124,7 +124,7 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
             match (event, &config.capture) {
                 (Event::StepDone(step), _) => done = step.step + 1,
                 (Event::Captured { step, tensors }, Some(directory)) => {
-                    progress.print(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
+                    report::note(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
                 }
                 _ => {}
             }

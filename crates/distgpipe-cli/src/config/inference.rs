@@ -3,13 +3,13 @@
 use super::links::{codecs, timeouts};
 use super::partitioning::{implied_placement, partitioning, placement, Partitioning};
 use super::workers::workers;
-use super::{build, model, model_of};
+use super::{build, common_builder, model, model_of};
 use crate::args::TrainFlags;
 use crate::compute::Compute;
 use crate::datasets;
 use crate::exit::usage;
 use crate::saved_model::{self, Normalisation, SavedModel};
-use crate::weights::{fit_trained, Fitted};
+use crate::weights::{fit_trained, FittedWeights};
 use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::protocol::REPLICAS_MAX;
@@ -31,7 +31,7 @@ pub struct InferenceConfig {
     pub about: Option<SavedModel>,
     /// Devices and threads of the workers.
     pub compute: Compute,
-    weights: Fitted,
+    weights: FittedWeights,
     partitioning: Partitioning,
     workers: Workers,
     codecs: CodecPolicy,
@@ -113,24 +113,11 @@ impl InferenceConfig {
 
     /// Builds the pipeline, which starts the workers, and loads the weights.
     pub fn start(&self, loss: Loss) -> anyhow::Result<Pipeline> {
-        let flags = &self.flags;
-        let mut builder = Pipeline::builder(self.model.clone())
-            .replicas(flags.replicas.unwrap_or(1))
-            .micro_batches(flags.chunks.unwrap_or(1))
+        let mut builder = common_builder(&self.model, &self.flags, &self.compute)
             .workers(self.workers.clone())
             .loss(loss)
             .codecs(self.codecs.clone())
-            .seed(flags.seed.unwrap_or_default())
-            .device(flags.devices())
-            .threads(self.compute.threads)
-            .channels_last(flags.no_channels_last != Some(true))
-            .precision(flags.precision.unwrap_or_default())
-            .timeouts(self.timeouts)
-            .on_notice(|notice| crate::report::note(&notice.to_string()))
-            .faults(flags.faults.clone().unwrap_or_default());
-        if let Some(place) = &flags.place {
-            builder = builder.place(place);
-        }
+            .timeouts(self.timeouts);
         if let Partitioning::Balance(balance) = &self.partitioning {
             builder = builder.balance(balance.sizes());
         }

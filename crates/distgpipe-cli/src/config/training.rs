@@ -49,9 +49,6 @@ pub(super) fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
 /// The metric of `--save-best`. `--patience` alone compares the loss.
 fn best(flags: &TrainFlags) -> anyhow::Result<Option<TestMetric>> {
     let flag = if flags.save_best.is_some() { "--save-best" } else { "--patience" };
-    if flags.save_best.is_some() && flags.checkpoint.is_none() {
-        return Err(usage("--save-best: add --checkpoint DIR, the directory of the checkpoints"));
-    }
     if flags.save_best.is_none() && flags.patience.is_none() {
         return Ok(None);
     }

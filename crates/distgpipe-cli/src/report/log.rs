@@ -161,7 +161,7 @@ impl Log {
                     seconds: worker.report.step_ns as f64 / 1e9,
                     phases_s: Phase::ALL
                         .iter()
-                        .map(|&phase| (phase.name(), worker.report.phases.of(phase) as f64 / 1e9))
+                        .map(|&phase| (phase.name(), worker.report.phases.time_in(phase) as f64 / 1e9))
                         .collect(),
                     peak_bytes: worker.report.peak_bytes,
                 })
@@ -191,9 +191,7 @@ impl Log {
             test_s: epoch.test_s,
         }))
     }
-}
 
-impl Log {
     /// Writes what belongs in the log of an event.
     pub fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {

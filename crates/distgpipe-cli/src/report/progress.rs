@@ -54,13 +54,6 @@ impl Progress {
         }
     }
 
-    /// Prints a line, above the bar if there is one.
-    pub fn print(&self, line: &str) {
-        note(line);
-    }
-}
-
-impl Progress {
     fn step(&mut self, done: &StepDone<'_>) {
         let (step, now) = (done.step + 1, Instant::now());
         let left = self.pace.left_s(step, now).map(|left| format!(", {} left", units::duration(left)));
@@ -70,7 +63,7 @@ impl Progress {
             bar.set_message(format!("loss {:.4}, {rate} samples/s{left}", done.outcome.loss));
             bar.set_position(step);
         } else if self.pace.is_due(step, now) && step < self.run.steps {
-            self.print(&format!(
+            note(&format!(
                 "step {step}/{}: loss {:.4}, learning rate {}{left}",
                 self.run.steps,
                 done.outcome.loss,
@@ -84,7 +77,7 @@ impl Progress {
         let text = format!("testing: batch {}/{}", self.tested, self.run.test_batches);
         match &self.bar {
             Some(bar) => bar.set_message(text),
-            None if self.pace.is_late(Instant::now()) => self.print(&text),
+            None if self.pace.is_late(Instant::now()) => note(&text),
             None => {}
         }
     }
@@ -97,7 +90,7 @@ impl Progress {
                     if !self.warned.insert((*edge, kind.clone())) {
                         continue;
                     }
-                    self.print(&format!(
+                    note(&format!(
                         "warning: {} sends some {} {} → {} raw, because the codec refuses them: {refusal}",
                         worker.name,
                         carried(edge.pass),
@@ -108,9 +101,7 @@ impl Progress {
             }
         }
     }
-}
 
-impl Progress {
     /// Prints what there is to say about an event.
     pub fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
@@ -120,16 +111,16 @@ impl Progress {
             }
             Event::TestStepDone { .. } => self.test_step(),
             Event::Saved { step, path } if self.bar.is_none() => {
-                self.print(&format!("saved step {step}: {}", path.display()))
+                note(&format!("saved step {step}: {}", path.display()))
             }
-            Event::WeightsExploding { step, largest } => self.print(&format!(
+            Event::WeightsExploding { step, largest } => note(&format!(
                 "warning: a weight has reached {largest:.1e} after step {}: the run diverges; lower --lr, or clip gradients with \
                  --clip-norm",
                 step + 1
             )),
             Event::EpochDone(epoch) => {
                 self.tested = 0;
-                self.print(&line(epoch, self.run.epochs));
+                note(&line(epoch, self.run.epochs));
             }
             _ => {}
         }

@@ -30,11 +30,11 @@ impl AbortFlag {
         first
     }
 
-    /// Returns [`Fault::Elsewhere`] with the first failure if the run has failed.
+    /// Returns [`Fault::Reported`] with the first failure if the run has failed.
     pub fn check(&self) -> Result<(), Fault> {
         if self.0.failed.load(Ordering::Acquire) {
             if let Some(first) = self.failure() {
-                return Err(Fault::Elsewhere(first));
+                return Err(Fault::Reported(first));
             }
         }
         Ok(())

@@ -73,7 +73,7 @@ impl CodecPolicy {
     }
 
     /// The codec for what partition `from` sends to partition `to`.
-    pub fn of(&self, plan: &Plan, pass: Pass, from: PartitionId, to: PartitionId) -> &CodecSpec {
+    pub fn codec(&self, plan: &Plan, pass: Pass, from: PartitionId, to: PartitionId) -> &CodecSpec {
         let link = self.links.iter().rev().find(|codecs| codecs.link.matches(plan, from, to));
         match (pass, link) {
             (Pass::Forward, Some(link)) => &link.forward,
@@ -92,8 +92,9 @@ impl CodecPolicy {
     pub fn encodes_between(&self, plan: &Plan, from: WorkerId, to: WorkerId) -> bool {
         let worker_of = |partition| plan.placement().worker_of(partition);
         crossings(plan).into_iter().any(|(a, b)| {
-            let forward = (worker_of(a), worker_of(b)) == (from, to) && !self.of(plan, Pass::Forward, a, b).is_raw();
-            let backward = (worker_of(b), worker_of(a)) == (from, to) && !self.of(plan, Pass::Backward, b, a).is_raw();
+            let forward = (worker_of(a), worker_of(b)) == (from, to) && !self.codec(plan, Pass::Forward, a, b).is_raw();
+            let backward =
+                (worker_of(b), worker_of(a)) == (from, to) && !self.codec(plan, Pass::Backward, b, a).is_raw();
             forward || backward
         })
     }
@@ -203,13 +204,13 @@ mod tests {
     fn a_link_can_override_the_codecs() {
         let (plan, p) = (plan(), PartitionId);
         let mut codecs = CodecPolicy { forward: spec("sort:8"), backward: spec("uniform:8"), ..CodecPolicy::default() };
-        assert_eq!(codecs.of(&plan, Pass::Forward, p(1), p(2)), &spec("sort:8"));
-        assert_eq!(codecs.of(&plan, Pass::Backward, p(2), p(1)), &spec("uniform:8"));
+        assert_eq!(codecs.codec(&plan, Pass::Forward, p(1), p(2)), &spec("sort:8"));
+        assert_eq!(codecs.codec(&plan, Pass::Backward, p(2), p(1)), &spec("uniform:8"));
         codecs.links = vec!["server-client=f16".parse().unwrap(), "0-1=tile:4/128,raw".parse().unwrap()];
         codecs.check(&plan).unwrap();
-        assert_eq!(codecs.of(&plan, Pass::Forward, p(0), p(1)), &spec("tile:4/128"));
-        assert_eq!(codecs.of(&plan, Pass::Backward, p(1), p(0)), &spec("raw"));
-        assert_eq!(codecs.of(&plan, Pass::Backward, p(2), p(1)), &spec("f16"));
+        assert_eq!(codecs.codec(&plan, Pass::Forward, p(0), p(1)), &spec("tile:4/128"));
+        assert_eq!(codecs.codec(&plan, Pass::Backward, p(1), p(0)), &spec("raw"));
+        assert_eq!(codecs.codec(&plan, Pass::Backward, p(2), p(1)), &spec("f16"));
     }
 
     #[test]

@@ -67,7 +67,7 @@ impl LinkCodecs {
 
     /// A new codec for an edge; `None` if the edge is raw.
     fn codec(&self, edge: PartitionEdge) -> Option<Box<dyn Codec>> {
-        let spec = self.codecs.of(&self.plan, edge.pass, edge.from, edge.to);
+        let spec = self.codecs.codec(&self.plan, edge.pass, edge.from, edge.to);
         (!spec.is_raw()).then(|| spec.codec(self.executor.clone()))
     }
 }
@@ -86,7 +86,7 @@ impl CodecCache {
     }
 
     /// The codec of an edge; `None` if the edge is raw.
-    fn of(&mut self, edge: PartitionEdge) -> Option<&mut Box<dyn Codec>> {
+    fn codec(&mut self, edge: PartitionEdge) -> Option<&mut Box<dyn Codec>> {
         let resets = self.link_codecs.resets.load(Ordering::Acquire);
         if resets != self.resets {
             self.resets = resets;

@@ -225,7 +225,7 @@ impl CutTensors {
             let ids = || (0..plan.partitions()).map(PartitionId::new);
             for (from, to) in ids().flat_map(|from| ids().map(move |to| (from, to))).filter(|(from, to)| from < to) {
                 for (a, b, pass) in [(from, to, Pass::Forward), (to, from, Pass::Backward)] {
-                    links.insert((a, b, pass), self.encoded(codecs.of(&plan, pass, a, b), pass, run.frozen_layers));
+                    links.insert((a, b, pass), self.encoded(codecs.codec(&plan, pass, a, b), pass, run.frozen_layers));
                 }
             }
         }

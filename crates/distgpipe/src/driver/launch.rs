@@ -117,7 +117,7 @@ pub(super) struct WorkerSet {
     /// Receives the workers' reports.
     pub mailbox: Arc<Mailbox>,
     /// The sending end of the driver's link to each worker.
-    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    pub outgoing: BTreeMap<WorkerId, Box<dyn Outgoing>>,
     /// The run's abort flag in this process.
     pub abort: AbortFlag,
     /// What each worker is doing, by worker number.
@@ -148,7 +148,7 @@ pub(super) fn start(
     let statuses = topology.members().map(|_| Arc::new(SharedStatus::default())).collect();
     let mut set = WorkerSet {
         mailbox,
-        ports: BTreeMap::new(),
+        outgoing: BTreeMap::new(),
         abort,
         statuses,
         notify: options.notify,
@@ -185,7 +185,7 @@ impl Launch<'_> {
         let encodes = |(from, to)| self.job.codecs.encodes_between(self.topology.plan(), from, to);
         let link: Box<dyn Outgoing> = if self.topology.roles_within(from, to).is_some_and(encodes) {
             Box::new(Loopback::start(LoopbackOptions {
-                here: sender.worker.name(),
+                local: sender.worker.name(),
                 to: mailbox,
                 queue: self.topology.queue_capacity(from, to),
                 meter: receiver.worker.meter.clone(),
@@ -322,7 +322,7 @@ impl WorkerSet {
             mailboxes: launch.locals.iter().map(|(&id, local)| (id, local.worker.mailbox.clone())).collect(),
             driver: Some(self.mailbox.clone()),
             heartbeat: Box::new(String::new),
-            alive: Box::new(move |text| {
+            on_heartbeat: Box::new(move |text| {
                 if let Ok(state) = text.parse() {
                     status.set(state);
                 }
@@ -340,11 +340,11 @@ impl WorkerSet {
             self.threads.push(thread.map_err(failed_in("starting a worker thread"))?);
         }
         for (&worker, local) in &launch.locals {
-            self.ports.insert(worker, Box::new(Memory::new(local.worker.mailbox.clone(), Counters::default())));
+            self.outgoing.insert(worker, Box::new(Memory::new(local.worker.mailbox.clone(), Counters::default())));
         }
         for (&worker, connection) in &self.connections {
-            if let Some(port) = connection.port() {
-                self.ports.insert(worker, Box::new(port));
+            if let Some(outgoing) = connection.outgoing() {
+                self.outgoing.insert(worker, Box::new(outgoing));
             }
         }
         Ok(())
@@ -356,8 +356,8 @@ impl WorkerSet {
         let mut links = Links::new(Box::new(Memory::new(self.mailbox.clone(), Counters::default())));
         for other in topology.members().filter(|&w| topology.linked(worker, w)) {
             if launch.locals.contains_key(&other) {
-                let (port, counters) = launch.link(worker, other, &self.abort)?;
-                links.add(other, port, counters);
+                let (outgoing, counters) = launch.link(worker, other, &self.abort)?;
+                links.add(other, outgoing, counters);
             } else if let Some(connection) = self.connections.get(&other) {
                 links.add_connection(other, connection)?;
             }
@@ -411,7 +411,7 @@ impl WorkerSet {
 
     /// Ends threads, connections and processes. Kills processes that do not end in time.
     fn end(&mut self) {
-        self.ports.clear();
+        self.outgoing.clear();
         let deadline = Instant::now() + SHUTDOWN_LIMIT;
         for thread in self.threads.drain(..) {
             join_until(thread, deadline);

@@ -123,7 +123,7 @@ impl Pipeline {
         let Setup { topology, balance, auto_balanced, model, job, groups, learning_rate, clip_norm, notify } = setup;
         // A worker of another host opens its device there.
         let on_this_host = |worker: WorkerId| worker == WorkerId(0) || !matches!(workers, Workers::Remote { .. });
-        let device = |worker: WorkerId| match job.devices.of(worker.index()) {
+        let device = |worker: WorkerId| match job.devices.for_worker(worker.index()) {
             device if on_this_host(worker) => device.resolved(),
             device => device,
         };
@@ -266,7 +266,7 @@ impl Pipeline {
 
     /// Forward pass, backward pass and update with one batch.
     pub fn train_step(&mut self, batch: &Batch) -> Result<StepOutcome, StepError> {
-        self.train_part(batch, AccumulationStep::WHOLE)
+        self.train_part(batch, AccumulationStep::SINGLE)
     }
 
     /// Forward and backward pass with one of the batches of an update, and the update after the last of them. The
@@ -308,7 +308,7 @@ impl Pipeline {
     }
 
     fn whole(&self, purpose: Purpose) -> StepRequest {
-        StepRequest { purpose, part: AccumulationStep::WHOLE, learning_rate: self.learning_rate }
+        StepRequest { purpose, part: AccumulationStep::SINGLE, learning_rate: self.learning_rate }
     }
 
     /// Copies of all parameters and buffers, by name. All of them must fit this process's memory; see

@@ -221,7 +221,7 @@ impl Server {
         for peer in topology.members().filter(|&w| topology.linked(id, w)) {
             match session.worker.job.addresses.get(peer.index()).and_then(Option::as_deref) {
                 Some(address) if peer > id => {
-                    let failed = |fault| Fault::Elsewhere(Failure::new(topology.name(peer), "joining the run", fault));
+                    let failed = |fault| Fault::Reported(Failure::new(topology.name(peer), "joining the run", fault));
                     let stream = handshake::dial(address, Role::Worker(id), &credentials, limit).map_err(failed)?;
                     session.connect(stream, Peer::Worker(peer))?;
                 }
@@ -354,7 +354,7 @@ impl<'a> Session<'a> {
             mailboxes: BTreeMap::from([(self.worker.id(), self.worker.mailbox.clone())]),
             driver: None,
             heartbeat: Box::new(move || status.read().to_string()),
-            alive: Box::new(|_| {}),
+            on_heartbeat: Box::new(|_| {}),
             notify: self.notify.clone(),
         };
         self.connections.insert(other, self.worker.connect(stream, remote)?);
@@ -362,7 +362,7 @@ impl<'a> Session<'a> {
     }
 
     fn start_stage(&self, model: Model) -> Result<JoinHandle<()>, Fault> {
-        let driver = self.connections.get(&WorkerId(0)).and_then(Connection::port).ok_or(Fault::Lost)?;
+        let driver = self.connections.get(&WorkerId(0)).and_then(Connection::outgoing).ok_or(Fault::Lost)?;
         let mut links = Links::new(Box::new(driver));
         for (&worker, connection) in &self.connections {
             links.add_connection(worker, connection)?;

@@ -47,7 +47,7 @@ pub(super) struct Remote {
     /// What this end's heartbeats say.
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Receives the text of the peer's heartbeats.
-    pub alive: Box<dyn FnMut(&str) + Send>,
+    pub on_heartbeat: Box<dyn FnMut(&str) + Send>,
     /// Receives notices about the peer.
     pub notify: Notify,
 }
@@ -55,7 +55,7 @@ pub(super) struct Remote {
 /// A worker's outgoing links.
 pub(super) struct Links {
     /// The sending end of each link to another worker.
-    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    pub outgoing: BTreeMap<WorkerId, Box<dyn Outgoing>>,
     /// The counters of each link that the worker reports.
     pub counters: Vec<(WorkerId, Counters)>,
     /// The sending end of the link to the driver.
@@ -65,16 +65,16 @@ pub(super) struct Links {
 impl Links {
     /// No links but the one to the driver.
     pub fn new(driver: Box<dyn Outgoing>) -> Self {
-        Links { ports: BTreeMap::new(), counters: Vec::new(), driver }
+        Links { outgoing: BTreeMap::new(), counters: Vec::new(), driver }
     }
 
-    pub fn add(&mut self, to: WorkerId, port: Box<dyn Outgoing>, counters: Counters) {
-        self.ports.insert(to, port);
+    pub fn add(&mut self, to: WorkerId, outgoing: Box<dyn Outgoing>, counters: Counters) {
+        self.outgoing.insert(to, outgoing);
         self.counters.push((to, counters));
     }
 
     pub fn add_connection(&mut self, to: WorkerId, connection: &Connection) -> Result<(), Fault> {
-        self.add(to, Box::new(connection.port().ok_or(Fault::Lost)?), connection.counters().clone());
+        self.add(to, Box::new(connection.outgoing().ok_or(Fault::Lost)?), connection.counters().clone());
         Ok(())
     }
 }
@@ -110,11 +110,11 @@ impl LocalWorker {
             workers: remote.mailboxes,
             driver: remote.driver,
         });
-        let (here, there, admission) = (self.name(), self.topology.name(other), delivery.clone());
-        let wrap = self.scenario.wrap_tcp(&here, &there, &self.abort, &stream, &self.link_codecs)?;
+        let (local, peer, admission) = (self.name(), self.topology.name(other), delivery.clone());
+        let wrap = self.scenario.wrap_tcp(&local, &peer, &self.abort, &stream, &self.link_codecs)?;
         let options = TcpOptions {
-            here,
-            peer: there,
+            local,
+            peer,
             abort: self.abort.clone(),
             timeouts: self.job.timeouts,
             queue: self.topology.queue_capacity(self.id(), other),
@@ -124,7 +124,7 @@ impl LocalWorker {
             wrap,
             admit: Box::new(move |header| admission.admit(header)),
             deliver: Box::new(move |message| delivery.deliver(message)),
-            alive: remote.alive,
+            on_heartbeat: remote.on_heartbeat,
             notify: remote.notify,
         };
         Connection::start(stream, options)
@@ -137,7 +137,7 @@ impl LocalWorker {
             topology: self.topology.clone(),
             model,
             mailbox: self.mailbox.clone(),
-            ports: links.ports,
+            outgoing: links.outgoing,
             driver: links.driver,
             links: links.counters,
             link_codecs: self.link_codecs.clone(),

@@ -117,7 +117,7 @@ pub struct Devices(Vec<Device>);
 
 impl Devices {
     /// The device of the worker with this number.
-    pub fn of(&self, worker: usize) -> Device {
+    pub fn for_worker(&self, worker: usize) -> Device {
         self.0.get(worker % self.0.len().max(1)).copied().unwrap_or_default()
     }
 
@@ -201,10 +201,10 @@ mod tests {
     #[test]
     fn workers_take_devices_in_turn() {
         let devices: Devices = "cuda:1, cpu,cuda".parse().unwrap();
-        let taken: Vec<Device> = (0..5).map(|worker| devices.of(worker)).collect();
+        let taken: Vec<Device> = (0..5).map(|worker| devices.for_worker(worker)).collect();
         assert_eq!(taken, [Device::Cuda(1), Device::Cpu, Device::Cuda(0), Device::Cuda(1), Device::Cpu]);
         assert_eq!(devices.to_string(), "cuda:1,cpu,cuda:0");
-        assert_eq!(Devices::default().of(3), Device::Cpu);
+        assert_eq!(Devices::default().for_worker(3), Device::Cpu);
         for wrong in ["", "cpu,", "cuda:0;cuda:1", "tpu"] {
             assert!(wrong.parse::<Devices>().is_err(), "{wrong}");
         }

@@ -17,7 +17,7 @@ pub struct AccumulationStep {
 
 impl AccumulationStep {
     /// The only batch of its update.
-    pub const WHOLE: AccumulationStep = AccumulationStep { index: 0, of: 1 };
+    pub const SINGLE: AccumulationStep = AccumulationStep { index: 0, of: 1 };
 
     /// Whether the gradients of earlier batches are cleared before this one.
     pub fn is_first(self) -> bool {
@@ -53,7 +53,7 @@ impl Accumulation {
 
     /// The position of a step in its update. It does not depend on the length of the run, so a longer run has the same
     /// updates.
-    pub fn part(self, step: u64) -> AccumulationStep {
+    pub fn position_of(self, step: u64) -> AccumulationStep {
         let epoch = step / self.epoch_steps.max(1) * self.epoch_steps;
         let end = epoch.saturating_add(self.epoch_steps);
         let first = epoch + (step - epoch) / self.every() * self.every();
@@ -63,7 +63,7 @@ impl Accumulation {
     /// The number of steps until the update that the last of `steps` steps belongs to is finished.
     pub fn whole_updates(self, steps: u64) -> u64 {
         steps.checked_sub(1).map_or(0, |last| {
-            let AccumulationStep { index, of } = self.part(last);
+            let AccumulationStep { index, of } = self.position_of(last);
             last.saturating_add(of - index)
         })
     }
@@ -90,7 +90,7 @@ mod tests {
         let parts = |every, epoch_steps, steps| {
             let accumulation = Accumulation { every, epoch_steps, steps };
             let of = |step| {
-                let AccumulationStep { index, of } = accumulation.part(step);
+                let AccumulationStep { index, of } = accumulation.position_of(step);
                 (accumulation.update(step), index, of)
             };
             ((0..steps).map(of).collect::<Vec<_>>(), accumulation.updates())

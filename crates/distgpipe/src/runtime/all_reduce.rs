@@ -153,16 +153,16 @@ impl Exchange<'_> {
             from: from.0,
             to: to.0,
         };
-        let (outgoing, incoming) = (tag(member, next), tag(previous, member));
+        let (sent, received) = (tag(member, next), tag(previous, member));
         let start = now_ns();
-        let port = self.stage.ports.get_mut(&next);
-        let port = port.ok_or_else(|| Fault::internal("a link to the next replica", "none"))?;
-        let message = Message::tensors(outgoing, vec![Some(share.shallow_clone())]);
-        port.send(Message { encoding: self.encoding.clone(), ..message })?;
+        let outgoing = self.stage.outgoing.get_mut(&next);
+        let outgoing = outgoing.ok_or_else(|| Fault::internal("a link to the next replica", "none"))?;
+        let message = Message::tensors(sent, vec![Some(share.shallow_clone())]);
+        outgoing.send(Message { encoding: self.encoding.clone(), ..message })?;
         self.record(Phase::Send, start);
         let start = now_ns();
         self.stage.status.begin(Activity::AllReduce, self.shares);
-        let mut message = self.stage.take_from(previous, &incoming)?;
+        let mut message = self.stage.take_from(previous, &received)?;
         let arrived = message.tensors.pop().flatten();
         let arrived = arrived.ok_or_else(|| Fault::protocol("a share of gradients", "a message without one"))?;
         if arrived.size() != like.size() || arrived.kind() != like.kind() {

@@ -39,7 +39,7 @@ pub struct Stage {
     /// Receives every message to this worker.
     pub mailbox: Arc<Mailbox>,
     /// The links to the other workers.
-    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    pub outgoing: BTreeMap<WorkerId, Box<dyn Outgoing>>,
     /// The counters of the links, which record what this worker waits for.
     pub links: Vec<(WorkerId, Counters)>,
     /// The link to the driver.
@@ -323,8 +323,8 @@ impl StepRun<'_> {
         };
         let topology = &self.stage.topology;
         let receiver = topology.member(topology.replica_of(self.stage.id), plan.placement().worker_of(to));
-        let port = self.stage.ports.get_mut(&receiver).ok_or_else(|| missing(action))?;
-        port.send(Message { encoding, ..Message::tensors(tag, tensors) })?;
+        let outgoing = self.stage.outgoing.get_mut(&receiver).ok_or_else(|| missing(action))?;
+        outgoing.send(Message { encoding, ..Message::tensors(tag, tensors) })?;
         self.record(Phase::Send, action, start);
         Ok(())
     }

@@ -79,7 +79,7 @@ impl PhaseTimes {
     }
 
     /// Nanoseconds in a phase.
-    pub fn of(&self, phase: Phase) -> u64 {
+    pub fn time_in(&self, phase: Phase) -> u64 {
         self.0.get(phase as usize).copied().unwrap_or(0)
     }
 

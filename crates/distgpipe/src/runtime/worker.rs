@@ -41,7 +41,7 @@ pub struct Worker {
     /// Receives every message to this worker.
     pub mailbox: Arc<Mailbox>,
     /// The links to the other workers.
-    pub ports: BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    pub outgoing: BTreeMap<WorkerId, Box<dyn Outgoing>>,
     /// The link to the driver.
     pub driver: Box<dyn Outgoing>,
     /// The traffic counters of its outgoing links, for its reports.
@@ -121,7 +121,8 @@ struct BuiltWorker {
 
 impl BuiltWorker {
     fn build(worker: Worker) -> Result<Self, Fault> {
-        let Worker { job, topology, model, mailbox, ports, driver, links, link_codecs, meter, abort, status } = worker;
+        let Worker { job, topology, model, mailbox, outgoing, driver, links, link_codecs, meter, abort, status } =
+            worker;
         let ring = RingAllReduce::new(&topology, job.worker);
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
@@ -145,7 +146,7 @@ impl BuiltWorker {
             topology,
             partitions,
             mailbox,
-            ports,
+            outgoing,
             links,
             driver,
             abort,

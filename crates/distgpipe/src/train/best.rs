@@ -31,7 +31,7 @@ impl TestMetric {
     }
 
     /// The metric of an epoch, if its test has it.
-    pub fn of(self, epoch: &EpochSummary) -> Option<f64> {
+    pub fn value_in(self, epoch: &EpochSummary) -> Option<f64> {
         match self {
             TestMetric::Loss => epoch.test_loss,
             TestMetric::Accuracy => epoch.test_accuracy,
@@ -69,7 +69,7 @@ impl BestEpoch {
     pub(super) fn of(metric: TestMetric, epochs: &[EpochSummary], epoch_batches: u64) -> Option<Self> {
         let mut best: Option<BestEpoch> = None;
         for epoch in epochs.iter().filter(|epoch| epoch.steps == epoch_batches) {
-            let Some(value) = metric.of(epoch).filter(|value| !value.is_nan()) else { continue };
+            let Some(value) = metric.value_in(epoch).filter(|value| !value.is_nan()) else { continue };
             if best.is_none_or(|best| metric.is_better(value, best.value)) {
                 let step = (epoch.epoch + 1).saturating_mul(epoch_batches);
                 best = Some(BestEpoch { epoch: epoch.epoch, step, metric, value });

@@ -14,7 +14,23 @@ impl Pipeline {
     /// # Errors
     /// If a batch cannot be loaded, or a step fails.
     pub fn evaluate_all(&mut self, loader: &Loader) -> Result<Evaluation, TrainError> {
-        Ok(evaluate_all(self, loader, |_, _| Ok(ControlFlow::Continue(())))?.evaluation())
+        self.evaluate_all_with(loader, |_| {})
+    }
+
+    /// [`evaluate_all`](Self::evaluate_all), with a call of `each` after every batch, for progress.
+    ///
+    /// # Errors
+    /// If a batch cannot be loaded, or a step fails.
+    pub fn evaluate_all_with(
+        &mut self,
+        loader: &Loader,
+        mut each: impl FnMut(&StepOutcome),
+    ) -> Result<Evaluation, TrainError> {
+        let totals = evaluate_all(self, loader, |_, outcome| {
+            each(outcome);
+            Ok(ControlFlow::Continue(()))
+        })?;
+        Ok(totals.evaluation())
     }
 }
 

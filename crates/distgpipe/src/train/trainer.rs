@@ -107,7 +107,7 @@ pub struct Trainer<'a> {
     capture: Option<u64>,
     progress: Progress,
     resumed_at: Option<u64>,
-    saving: Option<Saving<'a>>,
+    saving: Option<CheckpointSchedule<'a>>,
     explosion: ExplosionWarning,
     /// Whether an observer wants the run to end.
     stop: bool,
@@ -136,7 +136,7 @@ impl Progress {
 }
 
 /// Where and when to write checkpoints.
-struct Saving<'a> {
+struct CheckpointSchedule<'a> {
     checkpoints: &'a Checkpoints,
     every: SaveEvery,
     settings: serde_json::Value,
@@ -195,7 +195,7 @@ impl<'a> Trainer<'a> {
             });
         }
         // Only if that run had another number of batches per update.
-        if saved.step < self.steps && !self.accumulation().part(saved.step).is_first() {
+        if saved.step < self.steps && !self.accumulation().position_of(saved.step).is_first() {
             return Err(CheckpointError::WithinUpdate { step: saved.step });
         }
         checkpoint.load(self.pipeline)?;
@@ -209,7 +209,7 @@ impl<'a> Trainer<'a> {
 
     /// Writes checkpoints into a folder. Each keeps a copy of `settings` for the caller; the trainer does not read it.
     pub fn save_to(mut self, checkpoints: &'a Checkpoints, every: SaveEvery, settings: serde_json::Value) -> Self {
-        self.saving = Some(Saving { checkpoints, every, settings, last: self.progress.step });
+        self.saving = Some(CheckpointSchedule { checkpoints, every, settings, last: self.progress.step });
         self
     }
 
@@ -294,7 +294,7 @@ impl<'a> Trainer<'a> {
             self.progress.step += 1;
             self.progress.batch += 1;
             // Gradients of an update in progress are not saved.
-            if !self.accumulation().part(step).is_last() {
+            if !self.accumulation().position_of(step).is_last() {
                 continue;
             }
             // A whole epoch is saved after its test. One that the end of the run cuts short is saved as it is, so that a
@@ -322,7 +322,7 @@ impl<'a> Trainer<'a> {
         if capture {
             self.pipeline.capture_next();
         }
-        let outcome = self.pipeline.train_part_at(&timed.batch, accumulation.part(step), learning_rate)?;
+        let outcome = self.pipeline.train_part_at(&timed.batch, accumulation.position_of(step), learning_rate)?;
         if capture {
             let tensors = self.pipeline.captured()?;
             self.notify(observer, &Event::Captured { step, tensors: &tensors })?;
@@ -366,7 +366,7 @@ impl<'a> Trainer<'a> {
             return Err(TrainError::Diverged { step: self.progress.step.saturating_sub(1), loss });
         }
         let epoch = self.progress.totals.summary(self.progress.epoch, test);
-        if let Some(metric) = self.options.best.filter(|metric| metric.of(&epoch).is_none()) {
+        if let Some(metric) = self.options.best.filter(|metric| metric.value_in(&epoch).is_none()) {
             return Err(no_metric(metric));
         }
         self.notify(observer, &Event::EpochDone(&epoch))?;

@@ -18,7 +18,7 @@ pub(super) fn memory(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     // A GPU's allocator counts all threads of a process together: each worker on the GPU reports the same figure.
     let threads = ran.flags.workers.as_deref().unwrap_or("threads") == "threads";
     let devices = ran.flags.devices();
-    let shared = |worker: usize| match devices.of(worker).resolved() {
+    let shared = |worker: usize| match devices.for_worker(worker).resolved() {
         Device::Cuda(gpu) if threads => Some(gpu),
         _ => None,
     };

@@ -92,7 +92,7 @@ impl Decoder {
             return Ok(&mut self.raw);
         }
         let codecs = tag.edge().zip(self.codecs.as_mut());
-        match codecs.and_then(|(edge, codecs)| codecs.of(edge)) {
+        match codecs.and_then(|(edge, codecs)| codecs.codec(edge)) {
             Some(codec) if codec.id() == id => Ok(codec.as_mut()),
             Some(codec) => Err(Fault::protocol(format!("{tag} in codec {} or raw", codec.id()), id.to_string())),
             None => Err(Fault::protocol(format!("{tag} raw"), format!("codec {id}"))),

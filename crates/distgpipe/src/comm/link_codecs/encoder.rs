@@ -73,7 +73,7 @@ impl Encoder {
             if encoded.is_some() {
                 return Ok(encoded);
             }
-            if self.codecs.of(edge).is_some() {
+            if self.codecs.codec(edge).is_some() {
                 self.counters.count_sent_raw(edge);
             }
         }
@@ -92,7 +92,7 @@ impl Encoder {
         index: usize,
         view: TensorView<'_>,
     ) -> Result<Option<CodecId>, Fault> {
-        let Some(codec) = self.codecs.of(edge) else { return Ok(None) };
+        let Some(codec) = self.codecs.codec(edge) else { return Ok(None) };
         let options = &message.encoding;
         let context = CodecContext {
             slot: u64::from(message.tag.micro_batch) << 16 | index as u64,

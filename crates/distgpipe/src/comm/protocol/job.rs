@@ -63,7 +63,7 @@ pub struct Job {
 impl Job {
     /// The device of this worker.
     pub fn device(&self) -> Device {
-        self.devices.of(self.worker.0 as usize)
+        self.devices.for_worker(self.worker.0 as usize)
     }
 
     /// Checks the settings, which may come from another process, and returns the members of the run with their plan.

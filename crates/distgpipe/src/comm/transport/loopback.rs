@@ -26,7 +26,7 @@ use std::thread::JoinHandle;
 /// What [`Loopback::start`] needs.
 pub struct LoopbackOptions {
     /// The name of the sending worker, for failures.
-    pub here: String,
+    pub local: String,
     /// The mailbox of the receiving worker.
     pub to: Arc<Mailbox>,
     /// The most messages that may wait to be encoded.
@@ -62,14 +62,14 @@ impl Loopback {
         let thread_abandoned = abandoned.clone();
         let body = move || {
             engine::attach_thread(1, options.meter.number());
-            let (here, abort) = (options.here.clone(), options.abort.clone());
+            let (local, abort) = (options.local.clone(), options.abort.clone());
             let result = std::panic::catch_unwind(AssertUnwindSafe(|| pump(options, &queued, &thread_abandoned)));
             let fault = match result {
                 Ok(Ok(())) => return,
                 Ok(Err(fault)) => fault,
                 Err(_) => Fault::Panic("the panic message is on standard error".to_owned()),
             };
-            abort.fail(Failure::new(here, "encoding what it sends", fault));
+            abort.fail(Failure::new(local, "encoding what it sends", fault));
         };
         let thread = engine::spawn("codec", body)?;
         Ok(Loopback { queue: Some(Queue::new(queue, abort, counters)), thread: Some(thread), abandoned })

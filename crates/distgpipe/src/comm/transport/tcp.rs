@@ -60,7 +60,7 @@ pub type Admit = Box<dyn Fn(&Header) -> Result<(), Fault> + Send>;
 pub type Deliver = Box<dyn FnMut(Message) -> Result<(), Fault> + Send>;
 
 /// Takes the texts of the peer's heartbeats.
-pub type Alive = Box<dyn FnMut(&str) + Send>;
+pub type OnHeartbeat = Box<dyn FnMut(&str) + Send>;
 
 /// The limits that both ends of a connection hold each other to.
 pub fn limits() -> Limits {
@@ -71,7 +71,7 @@ pub fn limits() -> Limits {
 /// What [`Connection::start`] needs besides the socket.
 pub struct TcpOptions {
     /// The name of this end, for failures of its own.
-    pub here: String,
+    pub local: String,
     /// The name of the other end.
     pub peer: String,
     /// The abort flag of the run in this process.
@@ -93,7 +93,7 @@ pub struct TcpOptions {
     /// Takes the messages that arrive.
     pub deliver: Deliver,
     /// Takes the texts of the peer's heartbeats.
-    pub alive: Alive,
+    pub on_heartbeat: OnHeartbeat,
     /// Takes notices about the peer.
     pub notify: Notify,
 }
@@ -120,7 +120,7 @@ impl Connection {
         let counters = Counters::default();
         let closing = Arc::new(AtomicBool::new(false));
         let mid_frame = Arc::new(AtomicBool::new(false));
-        let (here, peer, abort, meter) = (options.here, options.peer, options.abort, options.meter);
+        let (local, peer, abort, meter) = (options.local, options.peer, options.abort, options.meter);
         let silence = options.timeouts.silence();
         let socket = Socket {
             stream: sending,
@@ -131,7 +131,7 @@ impl Connection {
             mid_frame: mid_frame.clone(),
         };
         let writer = Writer {
-            here: here.clone(),
+            local: local.clone(),
             peer: peer.clone(),
             abort: abort.clone(),
             heartbeat: options.heartbeat,
@@ -143,7 +143,7 @@ impl Connection {
         };
         let reader = Reader {
             stream: Incoming::new(stream, counters.clone(), peer.clone(), silence, options.notify),
-            here: here.clone(),
+            local: local.clone(),
             peer: peer.clone(),
             abort: abort.clone(),
             silence,
@@ -151,10 +151,10 @@ impl Connection {
             decoder: Decoder::new(options.link_codecs, counters.clone()),
             admit: options.admit,
             deliver: options.deliver,
-            alive: options.alive,
+            on_heartbeat: options.on_heartbeat,
         };
-        let writer = spawn(format!("to {peer}"), &here, &abort, move || writer.run(queued))?;
-        let reader = spawn(format!("from {peer}"), &here, &abort, move || {
+        let writer = spawn(format!("to {peer}"), &local, &abort, move || writer.run(queued))?;
+        let reader = spawn(format!("from {peer}"), &local, &abort, move || {
             engine::attach_thread(1, meter.number());
             reader.run();
         })?;
@@ -162,7 +162,7 @@ impl Connection {
     }
 
     /// A sending end; any number of them share the connection. `None` once the connection is closed.
-    pub fn port(&self) -> Option<Queue> {
+    pub fn outgoing(&self) -> Option<Queue> {
         self.queue.clone().map(|queue| Queue::new(queue, self.abort.clone(), self.counters.clone()))
     }
 
@@ -184,26 +184,26 @@ impl Connection {
 /// Starts a thread whose panic is a failure of this end.
 fn spawn(
     name: String,
-    here: &str,
+    local: &str,
     abort: &AbortFlag,
     body: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, Fault> {
-    let (here, abort) = (here.to_owned(), abort.clone());
+    let (local, abort) = (local.to_owned(), abort.clone());
     let guarded = move || {
         if std::panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
             let fault = Fault::Panic("the panic message is on standard error".to_owned());
-            abort.fail(Failure::new(here, "sending or receiving", fault));
+            abort.fail(Failure::new(local, "sending or receiving", fault));
         }
     };
     Ok(engine::spawn(name, guarded)?)
 }
 
-/// The failure of the connection to `peer`, as the worker `here` sees it. If this process did not run for so long that the
+/// The failure of the connection to `peer`, as the worker `local` sees it. If this process did not run for so long that the
 /// peer must have given it up, that is the cause.
-fn connection_failure(here: &str, peer: &str, fault: Fault, silence: Duration) -> Failure {
+fn connection_failure(local: &str, peer: &str, fault: Fault, silence: Duration) -> Failure {
     let given_up = match &fault {
         Fault::Lost | Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. } => true,
-        Fault::Elsewhere(failure) => failure.is_lost_connection(),
+        Fault::Reported(failure) => failure.is_lost_connection(),
         _ => false,
     };
     let missed = suspension::last().filter(|last| {
@@ -211,7 +211,7 @@ fn connection_failure(here: &str, peer: &str, fault: Fault, silence: Duration) -
         given_up && last.duration + 2 * HEARTBEAT >= silence && last.ended.elapsed() < silence
     });
     match missed {
-        Some(last) => Failure::suspended(here, last.duration, silence),
+        Some(last) => Failure::suspended(local, last.duration, silence),
         None => Failure::connection(peer, fault),
     }
 }

@@ -20,8 +20,8 @@ impl Pipeline {
     }
 
     pub(super) fn send(&mut self, worker: WorkerId, message: Message) -> Result<(), Failure> {
-        let sent = match self.workers.ports.get_mut(&worker) {
-            Some(port) => port.send(message),
+        let sent = match self.workers.outgoing.get_mut(&worker) {
+            Some(outgoing) => outgoing.send(message),
             None => Err(Fault::Lost),
         };
         sent.map_err(|fault| self.fail_at(worker, "receiving from the driver", fault))

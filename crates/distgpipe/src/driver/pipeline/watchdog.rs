@@ -25,7 +25,7 @@ impl Pipeline {
                 let plan = self.forward_plan.as_ref().unwrap_or(self.plan());
                 let (worker, phase) = blame(&self.topology, plan, &seen);
                 let fault = Fault::Stalled { limit_s: self.timeouts.stall_s };
-                return Err(Fault::Elsewhere(Failure::new(worker, phase, fault)));
+                return Err(Fault::Reported(Failure::new(worker, phase, fault)));
             }
             Ok(())
         };

@@ -123,6 +123,14 @@ impl Checkpoints {
         })
     }
 
+    /// The same. A mark that names no checkpoint protects none, so it is removed.
+    fn best_step_or_unmark(&self) -> Result<Option<u64>, CheckpointError> {
+        match self.best_step() {
+            Err(CheckpointError::Corrupt { .. }) => self.unmark_best().map(|()| None),
+            other => other,
+        }
+    }
+
     /// Marks a checkpoint as the best, so that it is kept, and removes the one that was the best before if it is beyond
     /// those to keep.
     pub fn mark_best(&self, step: u64) -> Result<(), CheckpointError> {
@@ -146,7 +154,7 @@ impl Checkpoints {
 
     /// Removes the oldest checkpoints beyond those to keep, of which `newest` is one. The best one stays.
     fn prune(&self, newest: u64) -> Result<(), CheckpointError> {
-        let best = self.best_step()?;
+        let best = self.best_step_or_unmark()?;
         let beyond = self.steps()?.into_iter().filter(|&step| step <= newest).skip(self.keep);
         for step in beyond.filter(|step| Some(*step) != best) {
             remove_if_there(&self.path(step))?;
@@ -162,15 +170,14 @@ impl Checkpoints {
             remove_if_there(&aside)?;
             fs::rename(&path, &aside).map_err(on_disk("moving", &path))?;
         }
-        if self.best_step()?.is_some_and(|best| best > step) {
+        if self.best_step_or_unmark()?.is_some_and(|best| best > step) {
             self.unmark_best()?;
         }
         Ok(())
     }
 
     /// Saves a pipeline and the progress of its run, then removes the oldest checkpoints beyond those to keep, except for
-    /// the [best](Self::best). Resets the
-    /// pipeline's codecs; see [`Pipeline::reset_codecs`]. Returns the checkpoint's folder.
+    /// the [best](Self::best). Resets the pipeline's codecs; see [`Pipeline::reset_codecs`]. Returns the checkpoint's folder.
     ///
     /// Fails without harm to earlier checkpoints if a parameter is not finite, or if an update is in progress.
     pub fn save(

@@ -213,7 +213,7 @@ impl SummaryBuilder {
         let decode_ns = decoded.iter().find(|(other, _)| *other == edge).map_or(0, |(_, ns)| *ns);
         EdgeSummary {
             edge,
-            codec: self.codecs.of(&self.plan, edge.pass, edge.from, edge.to).to_string(),
+            codec: self.codecs.codec(&self.plan, edge.pass, edge.from, edge.to).to_string(),
             tensors: sent.tensors,
             raw_bytes: sent.raw_bytes,
             wire_bytes: sent.wire_bytes,
@@ -228,7 +228,8 @@ impl SummaryBuilder {
     pub fn finish(mut self, seconds: f64) -> RunSummary {
         self.summary.seconds = seconds;
         for (worker, phases) in self.summary.workers.iter_mut().zip(&self.phases) {
-            worker.phases_s = Phase::ALL.iter().map(|&phase| (phase.name(), phases.of(phase) as f64 / 1e9)).collect();
+            worker.phases_s =
+                Phase::ALL.iter().map(|&phase| (phase.name(), phases.time_in(phase) as f64 / 1e9)).collect();
         }
         for link in &mut self.summary.links {
             let waited = self.waited.get(&(link.from.clone(), link.to.clone())).copied().unwrap_or_default();

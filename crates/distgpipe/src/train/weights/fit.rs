@@ -19,7 +19,7 @@ const LISTED_MAX: usize = 50;
 
 /// What to do about tensors of the model that the file does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Missing {
+pub enum MissingTensors {
     /// Report them as an error.
     Refuse,
     /// Let them keep their initial values, and also those of the last layer that have another shape: a new classifier on a
@@ -28,7 +28,7 @@ pub enum Missing {
 }
 
 /// A file that fits the model.
-pub struct Fitted {
+pub struct FittedWeights {
     path: PathBuf,
     source: Mutex<Box<dyn TensorSource>>,
     /// By the model's name: the tensor's number in the file, and its type in the model.
@@ -37,7 +37,7 @@ pub struct Fitted {
     pub notes: Vec<String>,
 }
 
-impl Fitted {
+impl FittedWeights {
     /// Loads the tensors into the workers that hold them. Fails on values that are not finite.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), StepError> {
         let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
@@ -59,8 +59,8 @@ impl Fitted {
 }
 
 /// Opens a file whose tensors fit the model. It must have all of the model's tensors, or some of them with
-/// [`Missing::Initialize`], and no unknown ones.
-pub fn fit(path: &Path, model: &Model, allow: Missing) -> Result<Fitted, WeightsError> {
+/// [`MissingTensors::Initialize`], and no unknown ones.
+pub fn fit(path: &Path, model: &Model, allow: MissingTensors) -> Result<FittedWeights, WeightsError> {
     let source = open(path)?;
     let mut matches = Matches::new(source.entries(), model, allow);
     let mut notes = Vec::new();
@@ -70,7 +70,7 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> Result<Fitted, Weights
         }
     };
     note(&matches.ignored, "unused, because the model has no such part");
-    if allow == Missing::Initialize && !matches.found.is_empty() {
+    if allow == MissingTensors::Initialize && !matches.found.is_empty() {
         note(&matches.missing, "missing: these tensors keep their initial values");
         note(&matches.reinitialized, "with another shape in the last layer: these tensors keep their initial values");
         matches.missing.clear();
@@ -79,7 +79,7 @@ pub fn fit(path: &Path, model: &Model, allow: Missing) -> Result<Fitted, Weights
     }
     let mismatches = matches.mismatches();
     if mismatches.is_empty() {
-        return Ok(Fitted { path: path.to_owned(), source: Mutex::new(source), found: matches.found, notes });
+        return Ok(FittedWeights { path: path.to_owned(), source: Mutex::new(source), found: matches.found, notes });
     }
     Err(WeightsError::Mismatch { file: path.to_owned(), mismatches: mismatches.join("\n") })
 }
@@ -107,7 +107,7 @@ struct Matches {
 }
 
 impl Matches {
-    fn new(entries: &[Entry], model: &Model, allow: Missing) -> Self {
+    fn new(entries: &[Entry], model: &Model, allow: MissingTensors) -> Self {
         let last: BTreeSet<String> =
             model.layers.last().iter().flat_map(|layer| layer.tensors()).map(|spec| spec.name).collect();
         let specs: BTreeMap<String, TensorSpec> =
@@ -133,7 +133,7 @@ impl Matches {
                 matches.found.insert(spec.name.clone(), (index, spec.kind));
             } else {
                 let shapes = format!("{name} is {:?}, the model expects {:?}", entry.dims, spec.dims);
-                let new = allow == Missing::Initialize && last.contains(&spec.name);
+                let new = allow == MissingTensors::Initialize && last.contains(&spec.name);
                 if new { &mut matches.reinitialized } else { &mut matches.misshaped }.push(shapes);
             }
         }
@@ -212,16 +212,16 @@ mod tests {
             ("layers.1.bias", &[10]),
         ];
         let path = write("whole", &file(&whole));
-        assert_eq!(fit(&path, &model(), Missing::Refuse).unwrap().found.len(), 4);
+        assert_eq!(fit(&path, &model(), MissingTensors::Refuse).unwrap().found.len(), 4);
         let body = write("body", &file(&whole[..2]));
-        let refused = fit(&body, &model(), Missing::Refuse).err().unwrap().to_string();
+        let refused = fit(&body, &model(), MissingTensors::Refuse).err().unwrap().to_string();
         assert!(refused.contains("2 missing") && refused.contains("`Pipeline::load_partial`"), "{refused}");
-        assert_eq!(fit(&body, &model(), Missing::Initialize).unwrap().found.len(), 2);
+        assert_eq!(fit(&body, &model(), MissingTensors::Initialize).unwrap().found.len(), 2);
         let strange = write("strange", &file(&[("other", &[1])]));
-        assert!(fit(&strange, &model(), Missing::Initialize).is_err(), "the file has no tensor of the model");
+        assert!(fit(&strange, &model(), MissingTensors::Initialize).is_err(), "the file has no tensor of the model");
         let broken: [(&str, &[i64]); 4] =
             [("layers.0.weight", &[4, 65]), ("layers.0.bias", &[4]), ("other", &[1]), ("x.num_batches_tracked", &[1])];
-        let text = fit(&write("broken", &file(&broken)), &model(), Missing::Refuse).err().unwrap().to_string();
+        let text = fit(&write("broken", &file(&broken)), &model(), MissingTensors::Refuse).err().unwrap().to_string();
         assert!(text.contains("2 missing: layers.1.bias, layers.1.weight"), "{text}");
         assert!(text.contains("1 unknown to the model: other"), "{text}");
         assert!(text.contains("layers.0.weight is [4, 65], the model expects [4, 64]"), "{text}");
@@ -252,7 +252,7 @@ mod tests {
         assert!(classifier.iter().any(|(name, _)| name == "classifier.out_proj.weight"));
         let parallel = renamed(&|name| format!("module.{}", public_name(&model, name)));
         for (label, tensors) in [("ours", &ours), ("classifier", &classifier), ("parallel", &parallel)] {
-            let fitted = fit(&written(label, tensors), &model, Missing::Refuse).unwrap();
+            let fitted = fit(&written(label, tensors), &model, MissingTensors::Refuse).unwrap();
             assert_eq!((fitted.found.len(), fitted.notes.len()), (ours.len(), 0), "{label}");
         }
         let mut base: Vec<_> = ours.iter().filter(|(name, _)| !head(name)).cloned().collect();
@@ -272,32 +272,32 @@ mod tests {
         );
         for (label, tensors) in [("base", &base), ("masked", &masked)] {
             let path = written(label, tensors);
-            let text = fit(&path, &model, Missing::Refuse).err().unwrap().to_string();
+            let text = fit(&path, &model, MissingTensors::Refuse).err().unwrap().to_string();
             assert!(
                 text.contains("4 missing: classifier.dense.bias") && !text.contains("unknown to the model"),
                 "{text}"
             );
-            let fitted = fit(&path, &model, Missing::Initialize).unwrap();
+            let fitted = fit(&path, &model, MissingTensors::Initialize).unwrap();
             assert_eq!(fitted.found.len(), body, "{label}");
             assert!(fitted.notes[0].contains("3 unused"), "{:?}", fitted.notes);
             assert!(fitted.notes[1].contains("4 missing"), "{:?}", fitted.notes);
         }
         let mut both = classifier.clone();
         both.push(ours[0].clone());
-        let text = fit(&written("both", &both), &model, Missing::Initialize).err().unwrap().to_string();
+        let text = fit(&written("both", &both), &model, MissingTensors::Initialize).err().unwrap().to_string();
         assert!(text.contains("1 names for one tensor: "), "{text}");
     }
 
     #[test]
     fn another_number_of_classes_gives_a_new_classifier_and_another_body_is_an_error() {
         let path = written("classes", &names(&Mlp { hidden: vec![4], classes: 7, ..Mlp::default() }.model().unwrap()));
-        let text = fit(&path, &model(), Missing::Refuse).err().unwrap().to_string();
+        let text = fit(&path, &model(), MissingTensors::Refuse).err().unwrap().to_string();
         assert!(text.contains("2 of the wrong shape") && text.contains("`Pipeline::load_partial`"), "{text}");
-        let fitted = fit(&path, &model(), Missing::Initialize).unwrap();
+        let fitted = fit(&path, &model(), MissingTensors::Initialize).unwrap();
         assert_eq!(fitted.found.keys().collect::<Vec<_>>(), ["layers.0.bias", "layers.0.weight"]);
         assert!(fitted.notes[0].contains("layers.1.weight is [7, 4], the model expects [10, 4]"), "{:?}", fitted.notes);
         let path = written("body", &names(&Mlp { hidden: vec![5], ..Mlp::default() }.model().unwrap()));
-        assert!(fit(&path, &model(), Missing::Initialize).is_err());
+        assert!(fit(&path, &model(), MissingTensors::Initialize).is_err());
     }
 
     /// ResNet files from 2017 have no batch counters.
@@ -308,7 +308,7 @@ mod tests {
         let mut tensors = names(&model);
         tensors.retain(|(name, _)| !name.ends_with(COUNTER));
         let path = written("counters", &tensors);
-        assert_eq!(fit(&path, &model, Missing::Refuse).unwrap().found.len(), tensors.len());
+        assert_eq!(fit(&path, &model, MissingTensors::Refuse).unwrap().found.len(), tensors.len());
     }
 
     #[test]
@@ -323,7 +323,7 @@ mod tests {
         let path = write("any", &[]);
         for bytes in cases {
             std::fs::write(&*path, bytes).unwrap();
-            assert!(fit(&path, &model(), Missing::Refuse).is_err());
+            assert!(fit(&path, &model(), MissingTensors::Refuse).is_err());
         }
     }
 }

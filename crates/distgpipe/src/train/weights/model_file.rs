@@ -1,7 +1,7 @@
 //! The weights of a pipeline from and to a file, tensor by tensor.
 
 use super::names::public_name;
-use super::{fit, is_finite, Entry, Missing, SafetensorsWriter, WeightsError};
+use super::{fit, is_finite, Entry, MissingTensors, SafetensorsWriter, WeightsError};
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::model::layer::TensorSpec;
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ impl Pipeline {
     /// # Errors
     /// If the file cannot be read, does not fit the model, or has values that are not finite.
     pub fn load(&mut self, path: impl AsRef<Path>) -> Result<(), StepError> {
-        fit(path.as_ref(), self.model(), Missing::Refuse)?.load(self)
+        fit(path.as_ref(), self.model(), MissingTensors::Refuse)?.load(self)
     }
 
     /// Loads the tensors that the file has. Those of the model that are missing keep their values, and so do tensors of the
@@ -36,7 +36,7 @@ impl Pipeline {
     /// # Errors
     /// As [`load`](Self::load), and if the file has no tensor of the model.
     pub fn load_partial(&mut self, path: impl AsRef<Path>) -> Result<Vec<String>, StepError> {
-        let fitted = fit(path.as_ref(), self.model(), Missing::Initialize)?;
+        let fitted = fit(path.as_ref(), self.model(), MissingTensors::Initialize)?;
         fitted.load(self)?;
         Ok(fitted.notes)
     }

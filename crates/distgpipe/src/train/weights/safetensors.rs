@@ -2,6 +2,7 @@
 
 use super::{dtype, Entry, OpenFile, TensorSource, WeightsError};
 use crate::engine::{self, Layout};
+use crate::files::description;
 use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, metadata, LENGTH_BYTES};
 use distgpipe_core::weights::TensorType;
 use std::collections::{BTreeMap, HashSet};
@@ -102,8 +103,8 @@ impl SafetensorsWriter {
         })?;
         // A symbolic link is written through, not replaced.
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        if path.exists() && !path.is_file() {
-            let got = "expected a regular file, got a directory, pipe or device";
+        if let Some(kind) = path.metadata().ok().map(|about| about.file_type()).filter(|kind| !kind.is_file()) {
+            let got = format!("expected a regular file, got {}", description(kind));
             return Err(io(&path, "creating it", Error::other(got)));
         }
         let mut name = OsString::from(".");

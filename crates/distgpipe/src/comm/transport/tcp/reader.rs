@@ -2,7 +2,7 @@
 
 use super::frames::{read_frame, Assembler};
 use super::incoming::Incoming;
-use super::{connection_failure, limits, Admit, Alive, Deadline, Deliver, FINISH_FRAME};
+use super::{connection_failure, limits, Admit, Deadline, Deliver, OnHeartbeat, FINISH_FRAME};
 use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::Decoder;
 use crate::failure::Fault;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 pub(super) struct Reader {
     pub stream: Incoming,
-    pub here: String,
+    pub local: String,
     pub peer: String,
     pub abort: AbortFlag,
     pub silence: Duration,
@@ -23,7 +23,7 @@ pub(super) struct Reader {
     pub decoder: Decoder,
     pub admit: Admit,
     pub deliver: Deliver,
-    pub alive: Alive,
+    pub on_heartbeat: OnHeartbeat,
 }
 
 impl Reader {
@@ -33,7 +33,7 @@ impl Reader {
             if self.closing.load(Ordering::Acquire) && matches!(fault, Fault::Lost) {
                 return;
             }
-            self.abort.fail(connection_failure(&self.here, &self.peer, fault, self.silence));
+            self.abort.fail(connection_failure(&self.local, &self.peer, fault, self.silence));
             self.drain();
         }
     }
@@ -48,11 +48,11 @@ impl Reader {
             let frame = read_frame(&mut self.stream, &limits, &deadline, &mut self.decoder, &self.admit)?;
             match frame.header.kind {
                 Kind::Goodbye => return Ok(()),
-                Kind::Ping => (self.alive)(frame.text()?),
+                Kind::Ping => (self.on_heartbeat)(frame.text()?),
                 Kind::Abort => {
                     let notice =
                         AbortNotice::decode(&frame.body).map_err(|e| Fault::malformed("an abort notice", e))?;
-                    return Err(Fault::Elsewhere(notice.into()));
+                    return Err(Fault::Reported(notice.into()));
                 }
                 _ => {
                     if let Some(message) = assembler.add(frame)? {

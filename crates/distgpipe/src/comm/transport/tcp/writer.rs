@@ -39,7 +39,7 @@ impl Outgoing for Socket {
 }
 
 pub(super) struct Writer {
-    pub here: String,
+    pub local: String,
     pub peer: String,
     pub abort: AbortFlag,
     pub heartbeat: Box<dyn Fn() -> String + Send>,
@@ -88,13 +88,13 @@ impl Writer {
     /// moment for the reader to find its abort notice, which is the first failure then.
     fn failure(&self, fault: Fault) -> Failure {
         if !matches!(fault, Fault::Lost | Fault::NotReading { .. }) {
-            return Failure::new(&self.here, "sending", fault);
+            return Failure::new(&self.local, "sending", fault);
         }
         let deadline = Instant::now() + 4 * POLL;
         while self.abort.failure().is_none() && Instant::now() < deadline {
             std::thread::sleep(POLL / 10);
         }
-        connection_failure(&self.here, &self.peer, fault, self.silence)
+        connection_failure(&self.local, &self.peer, fault, self.silence)
     }
 
     /// Sends the last frame, if the peer is still there, and closes this direction.
