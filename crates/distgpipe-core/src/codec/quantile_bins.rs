@@ -136,7 +136,7 @@ impl QuantileBins {
     fn decoding(&mut self, level: Level, elements: usize) -> Decoding<'_> {
         let width = self.width();
         let few = width <= 4;
-        if !few && self.bin_bits <= 4 && (level.has_wide_registers() || elements < 1 << width) {
+        if !few && self.bin_bits <= 4 && (level.has_register_tables() || elements < 1 << width) {
             let (mut los, mut steps) = ([0.0; FEW], [0.0; FEW]);
             for (bin, grid) in self.grids.iter().enumerate() {
                 (los[bin], steps[bin]) = (grid.lo as f32, grid.step as f32);

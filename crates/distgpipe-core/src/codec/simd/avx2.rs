@@ -1,62 +1,588 @@
-//! The kernels for AVX2: mostly the portable ones, compiled for it.
+//! The kernels for AVX2: 8 values at a time, as two vectors of 4 where they are computed in `f64`.
 
-use super::super::grid::Quantizer;
+use super::super::grid::{self, Quantizer};
 use super::super::order_statistics::Pivots;
 use super::super::quantile_bins::QuantileBins;
-use super::super::tile::{Grids, Ranges};
+use super::super::tile::{power_of_two, Grids, Ranges, TILES};
 use super::{portable, Extremes, Noise, Tally, Transposition};
-use std::arch::x86_64::{_pdep_u64, _pext_u64};
+use std::arch::x86_64::*;
 
-macro_rules! compiled_for_avx2 {
-    ($(fn $name:ident $(<const $constant:ident: $kind:ty>)? ($($argument:ident: $type:ty),*) $(-> $result:ty)?;)*) => {$(
+/// Enables the instructions of this level for functions.
+macro_rules! with_avx2 {
+    ($($(#[$attribute:meta])* $visible:vis fn $name:ident $(<const $constant:ident: $kind:ty>)?
+        ($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block)*) => {$(
+        $(#[$attribute])*
         #[target_feature(enable = "avx2,f16c,bmi1,bmi2,popcnt")]
-        pub fn $name $(<const $constant: $kind>)? ($($argument: $type),*) $(-> $result)? {
-            portable::$name $(::<$constant>)? ($($argument),*)
-        }
+        $visible fn $name $(<const $constant: $kind>)? ($($argument: $type),*) $(-> $result)? $body
     )*};
 }
 
-compiled_for_avx2! {
-    fn extremes(bytes: &[u8]) -> Extremes;
-    fn codes(bytes: &[u8], quantizer: Quantizer, out: &mut [u16]);
-    fn values(codes: &[u16], lo: f64, step: f64, out: &mut [u8]);
-    fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]);
-    fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]);
-    fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]);
-    fn look_up_few(symbols: &[u16], table: &[f32; 16], out: &mut [u8]);
-    fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]);
-    fn f16s(bytes: &[u8], out: &mut [u8]);
-    fn values_of_f16s(bytes: &[u8], out: &mut [u8]);
-    fn bf16s(bytes: &[u8], out: &mut [u8]);
-    fn values_of_bf16s(bytes: &[u8], out: &mut [u8]);
-    fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize;
-    fn transpose(from: &[u8], to: &mut [u8], shape: Transposition);
-    fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges);
-    fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges);
-    fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]);
-    fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]);
-    fn tile_values(codes: &[u16], tile: usize, grids: &Grids, out: &mut [u8]);
-    fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids);
+mod memory;
+mod packing;
+
+use memory::*;
+use packing::narrow_codes;
+pub use packing::{pack, unpack};
+
+// The kernels that the compiler vectorizes.
+with_avx2! {
+    pub fn extremes(bytes: &[u8]) -> Extremes {
+        portable::extremes(bytes)
+    }
+
+    pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
+        portable::symbols_of_many(bytes, bins, bin_bits, code_bits, out);
+    }
+
+    pub fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]) {
+        portable::look_up(symbols, table, out);
+    }
+
+    pub fn bf16s(bytes: &[u8], out: &mut [u8]) {
+        portable::bf16s(bytes, out);
+    }
+
+    pub fn values_of_bf16s(bytes: &[u8], out: &mut [u8]) {
+        portable::values_of_bf16s(bytes, out);
+    }
+
+    pub fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids) {
+        portable::tile_grids(table, exponent, grids);
+    }
 }
 
-/// A mask of the lowest `W` bits of each of four 16-bit numbers.
-const fn lowest<const W: usize>() -> u64 {
-    portable::mask(W) as u64 * 0x0001_0001_0001_0001
+/// 8 numbers in `f64`.
+type Wide = [__m256d; 2];
+
+with_avx2! {
+    #[inline]
+    fn widen(values: __m256) -> Wide {
+        [_mm256_cvtps_pd(_mm256_castps256_ps128(values)), _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(values))]
+    }
+
+    #[inline]
+    fn widen_integers(numbers: __m256i) -> Wide {
+        let high = _mm256_extracti128_si256::<1>(numbers);
+        [_mm256_cvtepi32_pd(_mm256_castsi256_si128(numbers)), _mm256_cvtepi32_pd(high)]
+    }
+
+    #[inline]
+    fn both(value: f64) -> Wide {
+        [_mm256_set1_pd(value); 2]
+    }
+
+    /// The distances of 8 values from `lo`, in steps.
+    #[inline]
+    fn steps(values: Wide, lo: Wide, per_step: Wide) -> Wide {
+        [0, 1].map(|half| _mm256_mul_pd(_mm256_sub_pd(values[half], lo[half]), per_step[half]))
+    }
+
+    /// The values of 8 codes.
+    #[inline]
+    fn place(codes: __m256i, lo: Wide, step: Wide) -> __m256 {
+        let codes = widen_integers(codes);
+        let [low, high] =
+            [0, 1].map(|half| _mm256_cvtpd_ps(_mm256_add_pd(_mm256_mul_pd(codes[half], step[half]), lo[half])));
+        _mm256_set_m128(high, low)
+    }
+
+    /// Applies `code`, which returns 16-bit codes, to all values.
+    #[inline]
+    fn each_code(bytes: &[u8], out: &mut [u16], code: impl Fn(__m256) -> __m128i) {
+        let (vectors, rest) = bytes.as_chunks();
+        let (rooms, room) = out.as_chunks_mut();
+        for (room, vector) in rooms.iter_mut().zip(vectors) {
+            store_codes(code(load_values(vector)), room);
+        }
+        if !rest.is_empty() {
+            let mut codes = [0; 8];
+            store_codes(code(load_values_front(rest, [0; 4])), &mut codes);
+            room.copy_from_slice(&codes[..room.len()]);
+        }
+    }
+
+    /// Applies `value`, which takes codes in 32-bit lanes, to all codes.
+    #[inline]
+    fn each_value(codes: &[u16], out: &mut [u8], value: impl Fn(__m256i) -> __m256) {
+        let (vectors, rest) = codes.as_chunks();
+        let (rooms, room) = out.as_chunks_mut();
+        for (room, vector) in rooms.iter_mut().zip(vectors) {
+            store_values(value(load_codes(vector)), room);
+        }
+        if !rest.is_empty() {
+            let (mut codes, mut values) = ([0; 8], [0; 32]);
+            codes[..rest.len()].copy_from_slice(rest);
+            store_values(value(load_codes(&codes)), &mut values);
+            room.copy_from_slice(&values[..room.len()]);
+        }
+    }
+
+    #[inline]
+    pub fn codes(bytes: &[u8], quantizer: Quantizer, out: &mut [u16]) {
+        let (lo, per_step) = (both(quantizer.lo), both(quantizer.per_step));
+        let code_max = _mm_set1_epi16(quantizer.code_max as i16);
+        each_code(bytes, out, |values| {
+            let [low, high] = steps(widen(values), lo, per_step).map(|steps| _mm256_cvtpd_epi32(steps));
+            _mm_min_epu16(_mm_packus_epi32(low, high), code_max)
+        });
+    }
+
+    pub fn values(codes: &[u16], lo: f64, step: f64, out: &mut [u8]) {
+        let (lo, step) = (both(lo), both(step));
+        each_value(codes, out, |codes| place(codes, lo, step));
+    }
+
+    /// Looks up 8 entries of a table of 16.
+    #[inline]
+    fn look_up_16(table: [__m256; 2], at: __m256i) -> __m256 {
+        let [low, high] = table.map(|half| _mm256_permutevar8x32_ps(half, at));
+        // The selector is the sign: bit 3 of the index.
+        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(at)))
+    }
+
+    #[inline]
+    fn load_table(table: &[f32; 16]) -> [__m256; 2] {
+        let halves = table.as_chunks().0;
+        [load_f32s(&halves[0]), load_f32s(&halves[1])]
+    }
+
+    pub fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]) {
+        let begins: &[f32; 16] = bins.begins.first_chunk().expect("16 at least");
+        let levels: [__m256; 4] = std::array::from_fn(|level| load_f32s(&level_of(begins, S, level as u32)));
+        let begins = load_table(begins);
+        let (least, most) = (_mm256_set1_ps(bins.begins[0]), _mm256_set1_ps(bins.end));
+        let per_steps: &[f64; 16] = bins.per_steps.first_chunk().expect("16 at least");
+        let half = |shift: u32| load_table(&per_steps.map(|per_step| f32::from_bits((per_step.to_bits() >> shift) as u32)));
+        let (lower, upper) = (half(0), half(32));
+        let table = |table: [__m256; 2], at: __m256i| match S {
+            0..=3 => _mm256_permutevar8x32_ps(table[0], at),
+            _ => look_up_16(table, at),
+        };
+        let code_max = _mm_set1_epi16(grid::code_max(code_bits) as i16);
+        let shift = _mm_cvtsi32_si128(code_bits as i32);
+        each_code(bytes, out, |values| {
+            let values = _mm256_max_ps(_mm256_min_ps(values, most), least);
+            let mut bin = _mm256_setzero_si256();
+            for level in &levels[..S as usize] {
+                let begun = _mm256_cmp_ps::<_CMP_GE_OQ>(values, _mm256_permutevar8x32_ps(*level, bin));
+                bin = _mm256_sub_epi32(_mm256_add_epi32(bin, bin), _mm256_castps_si256(begun));
+            }
+            // The halves of the reciprocals are interleaved within 128 bits, so values and lower ends are put into the
+            // same order: 0, 1, 4, 5 and 2, 3, 6, 7.
+            let (lower, upper) = (table(lower, bin), table(upper, bin));
+            let per_step = [_mm256_unpacklo_ps(lower, upper), _mm256_unpackhi_ps(lower, upper)];
+            let per_step = per_step.map(|per_step| _mm256_castps_pd(per_step));
+            let [values, lo] = [values, table(begins, bin)]
+                .map(|numbers| _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(numbers)))
+                .map(|numbers| widen(_mm256_castpd_ps(numbers)));
+            let [low, high] = steps(values, lo, per_step).map(|steps| _mm256_cvtpd_epi32(steps));
+            let codes = _mm_packus_epi32(_mm_unpacklo_epi64(low, high), _mm_unpackhi_epi64(low, high));
+            _mm_or_si128(_mm_min_epu16(codes, code_max), _mm_sll_epi16(narrow_codes(bin), shift))
+        });
+    }
+
+    pub fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]) {
+        let (los, steps) = (load_table(los), load_table(steps));
+        let shift = _mm_cvtsi32_si128(code_bits as i32);
+        let mask = _mm256_set1_epi32(grid::code_max(code_bits).into());
+        each_value(symbols, out, |symbols| {
+            let bin = _mm256_srl_epi32(symbols, shift);
+            place(_mm256_and_si256(symbols, mask), widen(look_up_16(los, bin)), widen(look_up_16(steps, bin)))
+        });
+    }
+
+    pub fn look_up_few(symbols: &[u16], table: &[f32; 16], out: &mut [u8]) {
+        let table = load_table(table);
+        each_value(symbols, out, |symbols| look_up_16(table, symbols));
+    }
+
+    pub fn f16s(bytes: &[u8], out: &mut [u8]) {
+        let (rooms, room) = out.as_chunks_mut();
+        // A half is a code of 16 bits here.
+        let halves = |values| _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
+        let (vectors, rest) = bytes.as_chunks();
+        for (room, vector) in rooms.iter_mut().zip(vectors) {
+            store_sixteen_bytes(halves(load_values(vector)), room);
+        }
+        if !rest.is_empty() {
+            let mut last = [0; 16];
+            store_sixteen_bytes(halves(load_values_front(rest, [0; 4])), &mut last);
+            room.copy_from_slice(&last[..room.len()]);
+        }
+    }
+
+    pub fn values_of_f16s(bytes: &[u8], out: &mut [u8]) {
+        let (vectors, rest) = bytes.as_chunks();
+        let (rooms, room) = out.as_chunks_mut();
+        for (room, vector) in rooms.iter_mut().zip(vectors) {
+            store_values(_mm256_cvtph_ps(load_sixteen_bytes(vector)), room);
+        }
+        if !rest.is_empty() {
+            let (mut halves, mut values) = ([0; 16], [0; 32]);
+            halves[..rest.len()].copy_from_slice(rest);
+            store_values(_mm256_cvtph_ps(load_sixteen_bytes(&halves)), &mut values);
+            room.copy_from_slice(&values[..room.len()]);
+        }
+    }
 }
 
-#[target_feature(enable = "avx2,bmi1,bmi2")]
-pub fn pack<const W: usize>(codes: &[u16], out: &mut [u8]) {
-    portable::pack_by::<W>(codes, out, |group| {
-        let four = |at: usize| (0..4).fold(0, |four, code| four | u64::from(group[at + code]) << (16 * code));
-        let [low, high] = [0, 4].map(|at| _pext_u64(four(at), lowest::<W>()));
-        u128::from(low) | u128::from(high) << (4 * W)
-    });
+/// One level of a binary search in a sorted table of `2^bits` entries: for every result of the levels before it, the
+/// entry to compare with.
+fn level_of<T: Copy, const N: usize, const L: usize>(table: &[T; N], bits: u32, level: u32) -> [T; L] {
+    std::array::from_fn(|before| {
+        let entry = if level < bits { (before << (bits - level)) | 1 << (bits - level - 1) } else { 0 };
+        table[entry % N]
+    })
 }
 
-#[target_feature(enable = "avx2,bmi1,bmi2")]
-pub fn unpack<const W: usize>(bytes: &[u8], out: &mut [u16]) {
-    portable::unpack_by::<W>(bytes, out, |word| {
-        let [low, high] = [word as u64, (word >> (4 * W)) as u64].map(|four| _pdep_u64(four, lowest::<W>()));
-        std::array::from_fn(|at| (if at < 4 { low } else { high } >> (16 * (at % 4))) as u16)
-    });
+with_avx2! {
+    /// Reduces 8 vectors: element `i` of the result is the smallest element of vector `i`.
+    #[inline]
+    fn least_of_each(vectors: [__m256; 8]) -> __m256 {
+        let pair = |at: usize| {
+            let (a, b) = (vectors[at], vectors[at + 1]);
+            _mm256_castps_pd(_mm256_min_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)))
+        };
+        let four = |at: usize| {
+            let (a, b) = (pair(at), pair(at + 2));
+            let (a, b) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+            _mm256_min_ps(_mm256_castpd_ps(a), _mm256_castpd_ps(b))
+        };
+        let (a, b) = (four(0), four(4));
+        _mm256_min_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+    }
+
+    /// The minima of a tile over its vectors of 8 values, and its negated maxima, lane by lane.
+    #[inline]
+    fn tile_extremes(tile: &[u8]) -> (__m256, __m256) {
+        let filler = *tile.first_chunk().unwrap_or(&[0; 4]);
+        let first = _mm256_set1_ps(f32::from_ne_bytes(filler));
+        let (mut lo, mut hi) = (first, first);
+        let (vectors, rest) = tile.as_chunks();
+        for vector in vectors {
+            let values = load_values(vector);
+            (lo, hi) = (_mm256_min_ps(values, lo), _mm256_max_ps(values, hi));
+        }
+        if !rest.is_empty() {
+            let values = load_values_front(rest, filler);
+            (lo, hi) = (_mm256_min_ps(values, lo), _mm256_max_ps(values, hi));
+        }
+        (lo, _mm256_sub_ps(_mm256_setzero_ps(), hi))
+    }
+
+    pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
+        ranges.count = bytes.len().div_ceil(4 * tile).min(TILES);
+        let rooms = ranges.lo.as_chunks_mut().0.iter_mut().zip(ranges.hi.as_chunks_mut().0);
+        for (bytes, (lo, hi)) in bytes.chunks(4 * 8 * tile).zip(rooms) {
+            let (mut los, mut his) = ([_mm256_setzero_ps(); 8], [_mm256_setzero_ps(); 8]);
+            for (at, tile) in bytes.chunks(4 * tile).enumerate() {
+                (los[at], his[at]) = tile_extremes(tile);
+            }
+            // Adding 0.0 turns −0.0 into 0.0.
+            let zero = _mm256_setzero_ps();
+            store_f32s(_mm256_add_ps(least_of_each(los), zero), lo);
+            store_f32s(_mm256_sub_ps(zero, least_of_each(his)), hi);
+        }
+    }
+
+    pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
+        let scale = _mm256_set1_pd(power_of_two(-exponent));
+        let unscale = _mm256_set1_pd(power_of_two(exponent));
+        let code_max = _mm256_set1_pd(code_max.into());
+        for four in 0..ranges.count.div_ceil(4) {
+            let lo = load_four_f32s(&ranges.lo.as_chunks().0[four]);
+            let hi = load_four_f32s(&ranges.hi.as_chunks().0[four]);
+            let scaled_lo = _mm256_mul_pd(_mm256_cvtps_pd(lo), scale);
+            let scaled_hi = _mm256_mul_pd(_mm256_cvtps_pd(hi), scale);
+            let lo = halves_below(scaled_lo);
+            let distance = _mm256_sub_pd(scaled_hi, values_of_halves(lo));
+            let nearest = halves(_mm256_div_pd(distance, code_max));
+            let grid_lo = _mm256_mul_pd(values_of_halves(lo), unscale);
+            // The smallest of three candidates whose grid reaches `hi` when the other end decodes it.
+            let below = _mm_subs_epu16(nearest, _mm_set1_epi16(1));
+            let above = _mm_add_epi16(nearest, _mm_set1_epi16(1));
+            let reaches = |step: __m128i| {
+                let step = _mm256_mul_pd(values_of_halves(step), unscale);
+                let end = _mm256_cvtpd_ps(_mm256_add_pd(_mm256_mul_pd(step, code_max), grid_lo));
+                let end = _mm_min_ps(end, _mm_set1_ps(f32::MAX));
+                let end = _mm_max_ps(end, _mm_set1_ps(f32::MIN));
+                let reached = _mm_castps_si128(_mm_cmpge_ps(end, hi));
+                _mm_packs_epi32(reached, reached)
+            };
+            let step = _mm_blendv_epi8(above, nearest, reaches(nearest));
+            let step = _mm_blendv_epi8(step, below, reaches(below));
+            let grid_step = _mm256_mul_pd(values_of_halves(step), unscale);
+            let positive = _mm256_cmp_pd::<_CMP_GT_OQ>(grid_step, _mm256_setzero_pd());
+            let per_step = _mm256_and_pd(positive, _mm256_div_pd(_mm256_set1_pd(1.0), grid_step));
+            ranges.wire_lo.as_chunks_mut().0[four] = four_halves(lo);
+            ranges.wire_step.as_chunks_mut().0[four] = four_halves(step);
+            store_f64s(grid_lo, &mut ranges.grid_lo.as_chunks_mut().0[four]);
+            store_f64s(per_step, &mut ranges.per_step.as_chunks_mut().0[four]);
+        }
+    }
+
+    #[inline]
+    fn four_halves(halves: __m128i) -> [u16; 4] {
+        let bits = _mm_cvtsi128_si64(halves) as u64;
+        std::array::from_fn(|at| (bits >> (16 * at)) as u16)
+    }
+
+    /// The nearest 16-bit floats, rounded via `f32`, in the lower half of the vector.
+    #[inline]
+    fn halves(values: __m256d) -> __m128i {
+        _mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_cvtpd_ps(values))
+    }
+
+    #[inline]
+    fn values_of_halves(halves: __m128i) -> __m256d {
+        _mm256_cvtps_pd(_mm_cvtph_ps(halves))
+    }
+
+    /// The largest 16-bit floats that do not exceed these values.
+    #[inline]
+    fn halves_below(values: __m256d) -> __m128i {
+        let nearest = halves(values);
+        // The bits are one less for a positive number, and one more for a negative one.
+        let negative = _mm_srai_epi16::<15>(nearest);
+        let next = _mm_sub_epi16(_mm_sub_epi16(nearest, _mm_set1_epi16(1)), _mm_slli_epi16::<1>(negative));
+        let magnitude = _mm_and_si128(nearest, _mm_set1_epi16(0x7fff));
+        let zero = _mm_cmpeq_epi16(magnitude, _mm_setzero_si128());
+        let next = _mm_blendv_epi8(next, _mm_set1_epi16(0x8001u16 as i16), zero);
+        let below = _mm256_castpd_ps(_mm256_cmp_pd::<_CMP_LE_OQ>(values_of_halves(nearest), values));
+        // Every second of the 32-bit masks, and then masks of 16 bits.
+        let (first, second) = (_mm256_castps256_ps128(below), _mm256_extractf128_ps::<1>(below));
+        let below = _mm_castps_si128(_mm_shuffle_ps::<0b10_00_10_00>(first, second));
+        _mm_blendv_epi8(next, nearest, _mm_packs_epi32(below, below))
+    }
+
+    pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]) {
+        for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
+            codes(bytes, Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
+        }
+    }
+
+    pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
+        let key = _mm256_set1_epi32(noise.key as i32);
+        let mut number = noise.first;
+        for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
+            let (lo, per_step) = (both(ranges.grid_lo[at]), both(ranges.per_step[at]));
+            let elements = _mm256_add_epi32(_mm256_set1_epi32(number as i32), eight_numbers());
+            let elements = std::cell::Cell::new(elements);
+            each_code(bytes, out, |values| {
+                let random = widen_integers(random(_mm256_xor_si256(elements.get(), key)));
+                elements.set(_mm256_add_epi32(elements.get(), _mm256_set1_epi32(8)));
+                let steps = steps(widen(values), lo, per_step);
+                let [low, high] = [0, 1].map(|half| round_stochastic(steps[half], random[half], noise.code_max));
+                _mm_packus_epi32(low, high)
+            });
+            number = number.wrapping_add(tile as u32);
+        }
+    }
+
+    #[inline]
+    fn eight_numbers() -> __m256i {
+        _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0)
+    }
+
+    /// The random number of each element, in 24 bits.
+    #[inline]
+    fn random(mixed: __m256i) -> __m256i {
+        let mixed = _mm256_xor_si256(mixed, _mm256_srli_epi32::<16>(mixed));
+        let mixed = _mm256_mullo_epi32(mixed, _mm256_set1_epi32(grid::MIX[0] as i32));
+        let mixed = _mm256_xor_si256(mixed, _mm256_srli_epi32::<15>(mixed));
+        let mixed = _mm256_mullo_epi32(mixed, _mm256_set1_epi32(grid::MIX[1] as i32));
+        _mm256_srli_epi32::<8>(_mm256_xor_si256(mixed, _mm256_srli_epi32::<16>(mixed)))
+    }
+
+    #[inline]
+    fn round_stochastic(steps: __m256d, random: __m256d, code_max: u16) -> __m128i {
+        let one = _mm256_set1_pd(1.0);
+        let steps = _mm256_max_pd(_mm256_min_pd(steps, _mm256_set1_pd(code_max.into())), _mm256_setzero_pd());
+        let below = _mm256_floor_pd(steps);
+        let above = _mm256_sub_pd(steps, below);
+        let sum = _mm256_add_pd(above, _mm256_mul_pd(random, _mm256_set1_pd(grid::RANDOM_UNIT)));
+        let chance = _mm256_cmp_pd::<_CMP_GE_OQ>(sum, one);
+        let almost = _mm256_cmp_pd::<_CMP_GE_OQ>(above, _mm256_set1_pd(1.0 - grid::NEAR));
+        let away = _mm256_cmp_pd::<_CMP_GT_OQ>(above, _mm256_set1_pd(grid::NEAR));
+        let up = _mm256_and_pd(away, _mm256_or_pd(chance, almost));
+        _mm256_cvtpd_epi32(_mm256_add_pd(below, _mm256_and_pd(up, one)))
+    }
+
+    pub fn tile_values(codes: &[u16], tile: usize, grids: &Grids, out: &mut [u8]) {
+        let (least, most) = (_mm256_set1_ps(f32::MIN), _mm256_set1_ps(f32::MAX));
+        for (at, (codes, out)) in codes.chunks(tile).zip(out.chunks_mut(4 * tile)).enumerate() {
+            let (lo, step) = (both(grids.lo[at]), both(grids.step[at]));
+            let value = |codes: __m256i| _mm256_max_ps(_mm256_min_ps(place(codes, lo, step), most), least);
+            if grids.code_bits <= 3 {
+                let table = value(eight_numbers());
+                each_value(codes, out, |codes| _mm256_permutevar8x32_ps(table, codes));
+            } else if grids.code_bits == 4 {
+                let upper = _mm256_add_epi32(eight_numbers(), _mm256_set1_epi32(8));
+                let table = [value(eight_numbers()), value(upper)];
+                each_value(codes, out, |codes| look_up_16(table, codes));
+            } else {
+                each_value(codes, out, value);
+            }
+        }
+    }
+}
+
+/// The segments of four vectors of values are bytes of one vector. This many of these vectors are counted together, so
+/// that a count fits a byte.
+const FOURS: usize = 64;
+
+/// For every set of eight elements, their numbers, followed by anything.
+static CHOSEN: [[u8; 8]; 256] = {
+    let mut chosen = [[0; 8]; 256];
+    let mut set = 0;
+    while set < 256 {
+        let (mut element, mut count) = (0, 0);
+        while element < 8 {
+            if set >> element & 1 == 1 {
+                chosen[set][count] = element as u8;
+                count += 1;
+            }
+            element += 1;
+        }
+        set += 1;
+    }
+    chosen
+};
+
+/// The pivots, level by level of a binary search. The last level has 16 of them.
+struct PivotLevels {
+    first: [__m256i; 4],
+    last: [__m256; 2],
+}
+
+with_avx2! {
+    #[inline]
+    fn pivot_levels(pivots: &Pivots) -> PivotLevels {
+        // `key >= pivot` is `key > pivot - 1`; no pivot is the smallest number.
+        let table = pivots.table.map(|pivot| pivot.wrapping_sub(1));
+        let last: [i32; 16] = level_of(&table, 5, 4);
+        PivotLevels {
+            first: std::array::from_fn(|level| load_i32s(&level_of(&table, 5, level as u32))),
+            last: load_table(&last.map(|pivot| f32::from_bits(pivot as u32))),
+        }
+    }
+
+    /// The segments of 8 keys.
+    #[inline]
+    fn segments(keys: __m256i, levels: &PivotLevels) -> __m256i {
+        let mut segment = _mm256_setzero_si256();
+        let descend = |segment: &mut __m256i, pivots: __m256i| {
+            *segment = _mm256_sub_epi32(_mm256_add_epi32(*segment, *segment), _mm256_cmpgt_epi32(keys, pivots));
+        };
+        for level in &levels.first {
+            let pivots = _mm256_permutevar8x32_epi32(*level, segment);
+            descend(&mut segment, pivots);
+        }
+        let pivots = _mm256_castps_si256(look_up_16(levels.last, segment));
+        descend(&mut segment, pivots);
+        segment
+    }
+
+    /// The number of bytes in at most [`FOURS`] vectors that are at least `least`. The bytes are below 128.
+    #[inline]
+    fn count_at_least(least: u8, vectors: &[__m256i]) -> u64 {
+        let less = _mm256_set1_epi8(least as i8 - 1);
+        let mut counts = _mm256_setzero_si256();
+        for vector in vectors {
+            counts = _mm256_sub_epi8(counts, _mm256_cmpgt_epi8(*vector, less));
+        }
+        let sums = _mm256_sad_epu8(counts, _mm256_setzero_si256());
+        let sums = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256::<1>(sums));
+        (_mm_cvtsi128_si64(sums) + _mm_extract_epi64::<1>(sums)) as u64
+    }
+
+    pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize {
+        let levels = pivot_levels(pivots);
+        let wanted = _mm256_set1_epi32(pivots.kept as i32);
+        let (mut key_min, mut key_max) = (_mm256_set1_epi32(i32::MAX), _mm256_set1_epi32(i32::MIN));
+        let mut length = 0;
+        let (fours, rest) = bytes.as_chunks::<128>();
+        for fours in fours.chunks(FOURS) {
+            let mut segments_of = [_mm256_setzero_si256(); FOURS];
+            for (together, four) in segments_of.iter_mut().zip(fours) {
+                for vector in four.as_chunks().0 {
+                    let bits = load(vector);
+                    let keys = _mm256_xor_si256(bits, _mm256_srli_epi32::<1>(_mm256_srai_epi32::<31>(bits)));
+                    (key_min, key_max) = (_mm256_min_epi32(key_min, keys), _mm256_max_epi32(key_max, keys));
+                    let segment = segments(keys, &levels);
+                    *together = _mm256_or_si256(_mm256_slli_epi32::<8>(*together), segment);
+                    // The bit of the segment becomes the sign.
+                    let keep = _mm256_slli_epi32::<31>(_mm256_srlv_epi32(wanted, segment));
+                    let keep = _mm256_movemask_ps(_mm256_castsi256_ps(keep)) as u32;
+                    let chosen = _mm_cvtsi64_si128(i64::from_le_bytes(CHOSEN[keep as usize & 255]));
+                    let room = kept[4 * length..].first_chunk_mut().expect("room for 16 more than values");
+                    store(_mm256_permutevar8x32_epi32(bits, _mm256_cvtepu8_epi32(chosen)), room);
+                    length += keep.count_ones() as usize;
+                }
+            }
+            for segment in 0..=pivots.count {
+                tally.at_least[segment] += count_at_least(segment as u8, &segments_of[..fours.len()]);
+            }
+        }
+        for (min, max) in each_i32(key_min).into_iter().zip(each_i32(key_max)) {
+            tally.key_min = tally.key_min.min(min);
+            tally.key_max = tally.key_max.max(max);
+        }
+        length + portable::narrow(rest, pivots, tally, &mut kept[4 * length..])
+    }
+
+    #[inline]
+    fn each_i32(vector: __m256i) -> [i32; 8] {
+        let mut bytes = [0; 32];
+        store(vector, &mut bytes);
+        std::array::from_fn(|at| i32::from_ne_bytes(*bytes[4 * at..].first_chunk().expect("4 bytes")))
+    }
+}
+
+with_avx2! {
+    pub fn transpose(from: &[u8], to: &mut [u8], shape: Transposition) {
+        let Transposition { rows, columns, from_stride, to_stride } = shape;
+        if rows < 8 || columns < 8 {
+            return portable::transpose(from, to, shape);
+        }
+        for row in (0..rows).step_by(8) {
+            // The last squares overlap the ones before them.
+            let row = row.min(rows - 8);
+            for column in (0..columns).step_by(8) {
+                let column = column.min(columns - 8);
+                let from = &from[4 * (row * from_stride + column)..];
+                let to = &mut to[4 * (column * to_stride + row)..];
+                let mut square = [_mm256_setzero_ps(); 8];
+                for (line, from) in square.iter_mut().zip(from.chunks(4 * from_stride)) {
+                    *line = load_values(from.first_chunk().expect("a row of 8"));
+                }
+                for (line, to) in transpose_square(square).iter().zip(to.chunks_mut(4 * to_stride)) {
+                    store_values(*line, to.first_chunk_mut().expect("a row of 8"));
+                }
+            }
+        }
+    }
+
+    #[inline]
+    fn transpose_square(rows: [__m256; 8]) -> [__m256; 8] {
+        let mut pairs = [_mm256_setzero_pd(); 8];
+        for at in (0..8).step_by(2) {
+            pairs[at] = _mm256_castps_pd(_mm256_unpacklo_ps(rows[at], rows[at + 1]));
+            pairs[at + 1] = _mm256_castps_pd(_mm256_unpackhi_ps(rows[at], rows[at + 1]));
+        }
+        let mut fours = [_mm256_setzero_ps(); 8];
+        for at in (0..8).step_by(4) {
+            fours[at] = _mm256_castpd_ps(_mm256_unpacklo_pd(pairs[at], pairs[at + 2]));
+            fours[at + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(pairs[at], pairs[at + 2]));
+            fours[at + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(pairs[at + 1], pairs[at + 3]));
+            fours[at + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(pairs[at + 1], pairs[at + 3]));
+        }
+        // Half `h` of `fours[4 i + j]` is column `4 h + j` of the rows `4 i` to `4 i + 3`.
+        let mut columns = [_mm256_setzero_ps(); 8];
+        for at in 0..4 {
+            columns[at] = _mm256_permute2f128_ps::<0x20>(fours[at], fours[at + 4]);
+            columns[at + 4] = _mm256_permute2f128_ps::<0x31>(fours[at], fours[at + 4]);
+        }
+        columns
+    }
 }

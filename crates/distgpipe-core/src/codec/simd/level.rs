@@ -96,9 +96,9 @@ impl Level {
         self.0
     }
 
-    /// Whether a vector register holds 16 `f32`, so that a table of 16 is looked up faster than memory.
-    pub fn has_wide_registers(self) -> bool {
-        self.0 == SimdLevel::Avx512
+    /// Whether kernels keep tables of 16 `f32` in registers, where they are looked up faster than in memory.
+    pub fn has_register_tables(self) -> bool {
+        self.0 != SimdLevel::Portable
     }
 }
 
