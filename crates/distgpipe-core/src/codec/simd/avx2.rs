@@ -60,6 +60,12 @@ with_avx2! {
         [_mm256_cvtps_pd(_mm256_castps256_ps128(values)), _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(values))]
     }
 
+    /// Widens numbers in the order 0, 1, 4, 5 and 2, 3, 6, 7.
+    #[inline]
+    fn widen_interleaved(values: __m256) -> Wide {
+        widen(_mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(values))))
+    }
+
     #[inline]
     fn widen_integers(numbers: __m256i) -> Wide {
         let high = _mm256_extracti128_si256::<1>(numbers);
@@ -74,15 +80,18 @@ with_avx2! {
     /// The distances of 8 values from `lo`, in steps.
     #[inline]
     fn steps(values: Wide, lo: Wide, per_step: Wide) -> Wide {
-        [0, 1].map(|half| _mm256_mul_pd(_mm256_sub_pd(values[half], lo[half]), per_step[half]))
+        [
+            _mm256_mul_pd(_mm256_sub_pd(values[0], lo[0]), per_step[0]),
+            _mm256_mul_pd(_mm256_sub_pd(values[1], lo[1]), per_step[1]),
+        ]
     }
 
     /// The values of 8 codes.
     #[inline]
     fn place(codes: __m256i, lo: Wide, step: Wide) -> __m256 {
-        let codes = widen_integers(codes);
-        let [low, high] =
-            [0, 1].map(|half| _mm256_cvtpd_ps(_mm256_add_pd(_mm256_mul_pd(codes[half], step[half]), lo[half])));
+        let [low, high] = widen_integers(codes);
+        let low = _mm256_cvtpd_ps(_mm256_add_pd(_mm256_mul_pd(low, step[0]), lo[0]));
+        let high = _mm256_cvtpd_ps(_mm256_add_pd(_mm256_mul_pd(high, step[1]), lo[1]));
         _mm256_set_m128(high, low)
     }
 
@@ -122,8 +131,8 @@ with_avx2! {
         let (lo, per_step) = (both(quantizer.lo), both(quantizer.per_step));
         let code_max = _mm_set1_epi16(quantizer.code_max as i16);
         each_code(bytes, out, |values| {
-            let [low, high] = steps(widen(values), lo, per_step).map(|steps| _mm256_cvtpd_epi32(steps));
-            _mm_min_epu16(_mm_packus_epi32(low, high), code_max)
+            let [low, high] = steps(widen(values), lo, per_step);
+            _mm_min_epu16(_mm_packus_epi32(_mm256_cvtpd_epi32(low), _mm256_cvtpd_epi32(high)), code_max)
         });
     }
 
@@ -135,7 +144,7 @@ with_avx2! {
     /// Looks up 8 entries of a table of 16.
     #[inline]
     fn look_up_16(table: [__m256; 2], at: __m256i) -> __m256 {
-        let [low, high] = table.map(|half| _mm256_permutevar8x32_ps(half, at));
+        let (low, high) = (_mm256_permutevar8x32_ps(table[0], at), _mm256_permutevar8x32_ps(table[1], at));
         // The selector is the sign: bit 3 of the index.
         _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(at)))
     }
@@ -167,15 +176,14 @@ with_avx2! {
                 let begun = _mm256_cmp_ps::<_CMP_GE_OQ>(values, _mm256_permutevar8x32_ps(*level, bin));
                 bin = _mm256_sub_epi32(_mm256_add_epi32(bin, bin), _mm256_castps_si256(begun));
             }
-            // The halves of the reciprocals are interleaved within 128 bits, so values and lower ends are put into the
-            // same order: 0, 1, 4, 5 and 2, 3, 6, 7.
+            // Each reciprocal is put together from its two halves, in the order of `widen_interleaved`.
             let (lower, upper) = (table(lower, bin), table(upper, bin));
-            let per_step = [_mm256_unpacklo_ps(lower, upper), _mm256_unpackhi_ps(lower, upper)];
-            let per_step = per_step.map(|per_step| _mm256_castps_pd(per_step));
-            let [values, lo] = [values, table(begins, bin)]
-                .map(|numbers| _mm256_permute4x64_pd::<0b11_01_10_00>(_mm256_castps_pd(numbers)))
-                .map(|numbers| widen(_mm256_castpd_ps(numbers)));
-            let [low, high] = steps(values, lo, per_step).map(|steps| _mm256_cvtpd_epi32(steps));
+            let per_step = [
+                _mm256_castps_pd(_mm256_unpacklo_ps(lower, upper)),
+                _mm256_castps_pd(_mm256_unpackhi_ps(lower, upper)),
+            ];
+            let [low, high] = steps(widen_interleaved(values), widen_interleaved(table(begins, bin)), per_step);
+            let (low, high) = (_mm256_cvtpd_epi32(low), _mm256_cvtpd_epi32(high));
             let codes = _mm_packus_epi32(_mm_unpacklo_epi64(low, high), _mm_unpackhi_epi64(low, high));
             _mm_or_si128(_mm_min_epu16(codes, code_max), _mm_sll_epi16(narrow_codes(bin), shift))
         });
@@ -372,8 +380,8 @@ with_avx2! {
                 let random = widen_integers(random(_mm256_xor_si256(elements.get(), key)));
                 elements.set(_mm256_add_epi32(elements.get(), _mm256_set1_epi32(8)));
                 let steps = steps(widen(values), lo, per_step);
-                let [low, high] = [0, 1].map(|half| round_stochastic(steps[half], random[half], noise.code_max));
-                _mm_packus_epi32(low, high)
+                let low = round_stochastic(steps[0], random[0], noise.code_max);
+                _mm_packus_epi32(low, round_stochastic(steps[1], random[1], noise.code_max))
             });
             number = number.wrapping_add(tile as u32);
         }
