@@ -1,4 +1,4 @@
-//! Trains a model of own layers on own data, cut into three partitions on two workers, `client` and `server`.
+//! Trains a model of your own layers on your own data, cut into three partitions on two workers, `client` and `server`.
 //!
 //! ```text
 //! cargo run                    `server` is a thread of this process

@@ -69,6 +69,7 @@ fn what_cannot_be_a_project_is_refused_before_anything_is_written() {
         (vec![text(&new("größe"))], &["`größe`", "--name NAME"]),
         (vec![text(&new("distgpipe"))], &["uses this name", "--name NAME"]),
         (vec![text(&new("good")), "--name", "fn"], &["--name fn", "uses this name"]),
+        (vec![text(&new("none/../good"))], &["there is no folder", "without `..`"]),
         (vec![text(&new("good")), "--path", text(&root)], &["--path", "expected a checkout of distgpipe"]),
     ] {
         let said = refused(2, &[&["new"], &arguments[..]].concat());
@@ -85,5 +86,8 @@ fn what_cannot_be_a_project_is_refused_before_anything_is_written() {
     let empty = new("7");
     std::fs::create_dir(&empty).unwrap();
     ended(0, &["new", text(&empty), "--name", "seven"]);
+    let spaced = new("with spaces");
+    let (said, _) = ended(0, &["new", text(&spaced), "--name", "good"]);
+    assert!(said.contains(&format!("\ncd '{}'\n", spaced.display())), "{said}");
     assert!(read(&empty.join("Cargo.toml")).contains("name = \"seven\""));
 }

@@ -1,5 +1,6 @@
 //! `distgpipe new`: a project that trains with the library, and builds and runs with plain `cargo run`.
 
+use crate::args::quoted as quoted_for_shell;
 use crate::exit::usage;
 use crate::report;
 use anyhow::Context;
@@ -52,6 +53,7 @@ pub struct NewArgs {
 /// Creates the project.
 pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     let name = name(args)?;
+    check_parents(&args.directory)?;
     check_empty(&args.directory)?;
     let checkout = match &args.path {
         Some(path) => Some(checkout(path)?),
@@ -82,11 +84,12 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     std::os::unix::fs::symlink(&libtorch, &link).with_context(|| format!("creating {}", link.display()))?;
     report::print(&format!(
         "created {name} in {directory}, with {dependency} and libtorch at {libtorch}\n\n\
-         cd {directory}\n\
+         cd {folder}\n\
          cargo run                     # trains; the first build takes some minutes\n\
          cargo run -- processes        # the same with a worker process\n\
          cargo run -- worker --help    # a worker on another machine\n",
         directory = args.directory.display(),
+        folder = quoted_for_shell(&args.directory.display().to_string()),
         libtorch = libtorch.display(),
     ))
 }
@@ -114,6 +117,19 @@ fn name(args: &NewArgs) -> anyhow::Result<String> {
         )));
     }
     Ok(name)
+}
+
+/// Whether every folder that the path leads through and out of again exists. To create such a folder would leave it empty.
+fn check_parents(directory: &Path) -> anyhow::Result<()> {
+    let through = directory.ancestors().filter(|path| path.ends_with("..")).filter_map(Path::parent);
+    match through.filter(|path| !path.as_os_str().is_empty() && !path.exists()).last() {
+        Some(missing) => Err(usage(format!(
+            "{}: there is no folder {}: name the project's folder without `..`",
+            directory.display(),
+            missing.display()
+        ))),
+        None => Ok(()),
+    }
 }
 
 fn check_empty(directory: &Path) -> anyhow::Result<()> {
