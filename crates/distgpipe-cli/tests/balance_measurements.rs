@@ -100,6 +100,31 @@ fn measurements_are_kept_until_something_they_depend_on_changes() {
     assert_eq!(anew["costs"]["source"], "measured");
 }
 
+/// `train --auto-balance` measures the same layers with the same rows.
+#[test]
+fn training_and_balance_share_their_measurements() {
+    let cache = directory("shared-costs");
+    let model = ["--set", "hidden=[1024,1024,1024]", "--threads", "1"];
+    let train = |more: &[&str]| {
+        let run = ["train", "--auto-balance", "2", "--batch", "16", "--chunks", "4", "--steps", "1", "--no-evaluate"];
+        let (status, _, said) = run_with(&cache, &[&run[..], &model, more].concat());
+        assert_eq!(status, 0, "{said}");
+        said
+    };
+    let said = train(&[]);
+    let file = kept_files(&cache);
+    assert_eq!(file.len(), 1, "{said}");
+    let kept =
+        format!("layers measured with 4 rows in fp32 on cpu with 1 thread in 5 rounds, kept in {}", file[0].display());
+    assert!(said.contains(&kept), "expected `{kept}` in: {said}");
+    let read = format!("read from {}", file[0].display());
+    assert!(train(&["--link-rate", "1gbit"]).contains(&read));
+    let balance = [&["balance", "mlp"], &model[..], &ENOUGH, &["--rows", "4", "--device", "cpu"]].concat();
+    assert_eq!(json_with(&cache, &balance)["costs"]["source"], "kept");
+    train(&["--no-channels-last"]);
+    assert_eq!(kept_files(&cache).len(), 2, "another layout has other costs");
+}
+
 #[test]
 fn a_damaged_file_of_kept_costs_is_reported_and_replaced() {
     let cache = directory("damaged-costs");

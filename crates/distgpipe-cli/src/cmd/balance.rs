@@ -6,6 +6,8 @@ mod output;
 mod ranking;
 mod search;
 
+pub use search::kept_or_measured;
+
 use super::models::SampleArgs;
 use crate::args::OptimizerName;
 use crate::balance_options::BalanceFlags;
@@ -27,6 +29,9 @@ use ranking::Clock;
 use search::CutSearch;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// The default of `--time-limit`, which is also the limit of `train --auto-balance`.
+pub const TIME_LIMIT_S: f64 = 60.0;
 
 /// Flags of `distgpipe balance`.
 #[derive(Debug, clap::Args)]
@@ -70,7 +75,7 @@ pub struct BalanceArgs {
     measure_again: bool,
     /// End measuring and searching after this many seconds, counting the measurements kept from earlier calls; the result is
     /// then the best cut found so far
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, help_heading = "Measurement")]
+    #[arg(long, value_name = "SECONDS", default_value_t = TIME_LIMIT_S, help_heading = "Measurement")]
     time_limit: f64,
     #[command(flatten)]
     sample: SampleArgs,

@@ -1,5 +1,6 @@
 //! `distgpipe models`: lists models and their layers, and measures layers.
 
+use crate::args::TrainFlags;
 use crate::compute;
 use crate::config::model;
 use crate::exit::usage;
@@ -56,9 +57,23 @@ pub struct SampleArgs {
     /// Precision to measure in: fp32 or bf16
     #[arg(long, value_name = "fp32|bf16", default_value_t = Precision::Fp32, help_heading = "Measurement")]
     pub precision: Precision,
+    /// Whether images are stored channels-last.
+    #[arg(skip = true)]
+    pub channels_last: bool,
 }
 
 impl SampleArgs {
+    /// Measures as a run with these flags computes, of which a micro-batch has so many rows.
+    pub fn of_run(flags: &TrainFlags, threads: usize, rows: usize) -> Self {
+        SampleArgs {
+            rows,
+            threads: Some(threads),
+            device: flags.devices().iter().next().unwrap_or(Device::Auto),
+            precision: flags.precision.unwrap_or_default(),
+            channels_last: flags.no_channels_last != Some(true),
+        }
+    }
+
     /// The libtorch threads that each of `workers` workers on this host would have.
     pub fn threads(&self, workers: usize) -> anyhow::Result<usize> {
         compute::threads(self.threads, workers)
@@ -105,7 +120,7 @@ impl SampleArgs {
         let options = profile::ProfileOptions {
             device: self.device,
             threads,
-            channels_last: true,
+            channels_last: self.channels_last,
             precision: self.precision,
             rounds: ROUNDS,
         };

@@ -21,6 +21,7 @@ use distgpipe_core::wire::DType;
 use distgpipe_core::PartitionId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The most bytes of a tensor. The search computes in 64-bit floats, which are exact up to this number.
 const BYTES_MAX: u64 = 1 << 53;
@@ -62,12 +63,24 @@ pub struct AutoBalance {
     pub link: Option<Link>,
     /// The most bytes that any worker may hold.
     pub memory_limit_bytes: Option<u64>,
+    /// The costs of the layers on such a sample, if they were measured before; `None` to measure them.
+    pub profile: Option<Vec<LayerProfile>>,
+    /// After how long the search ends with the best cut found so far; `None` to search to the end.
+    pub search_limit: Option<Duration>,
 }
 
 impl AutoBalance {
     /// Minimizes the time of a step, with free links and unlimited memory.
     pub fn new(partitions: usize, sample: Batch) -> Self {
-        AutoBalance { partitions, sample, objective: Objective::Time, link: None, memory_limit_bytes: None }
+        AutoBalance {
+            partitions,
+            sample,
+            objective: Objective::Time,
+            link: None,
+            memory_limit_bytes: None,
+            profile: None,
+            search_limit: None,
+        }
     }
 
     /// The search problem, for a profile of the sample.

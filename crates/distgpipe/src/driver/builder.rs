@@ -25,6 +25,7 @@ use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The learning rate of a pipeline whose builder sets none.
 const LEARNING_RATE: f64 = 0.01;
@@ -552,9 +553,19 @@ impl Builder {
             let placement = run.placement.partitions();
             return Err(BuildError::PartitionCount { placement, balance: options.partitions });
         }
-        let profile = profile::measure(&self.model, &options.sample, &profile::ProfileOptions::of(&self.job))?;
-        let problem = options.problem(&self.model, &profile, run)?;
-        Ok(problem.search().map_err(Box::new)?)
+        let measured = match &options.profile {
+            Some(_) => None,
+            None => Some(profile::measure(&self.model, &options.sample, &profile::ProfileOptions::of(&self.job))?),
+        };
+        let profile = measured.as_ref().or(options.profile.as_ref()).map_or(&[][..], Vec::as_slice);
+        let (expected, got) = (self.model.layers.len(), profile.len());
+        if got != expected {
+            let wrong = format!("expected the costs of {expected} layers, got those of {got}: measure this model");
+            return Err(BuildError::CutTensor(Fault::invalid_job("the profile", wrong)));
+        }
+        let (problem, start) = (options.problem(&self.model, profile, run)?, Instant::now());
+        let mut go_on = |_| options.search_limit.is_none_or(|limit| start.elapsed() < limit);
+        Ok(problem.search_while(&mut go_on).map_err(Box::new)?)
     }
 
     /// The given plan, checked, or that of the schedule.

@@ -47,7 +47,10 @@ impl Cache {
             "distgpipe": env!("CARGO_PKG_VERSION"),
             "libtorch": LIBTORCH,
         });
-        let Value::Object(key) = key else { return Ok(None) };
+        let Value::Object(mut key) = key else { return Ok(None) };
+        if !sample.channels_last {
+            key.insert("channels_last".to_owned(), false.into());
+        }
         let hash = md5(serde_json::to_string(&key)?.as_bytes())?;
         let path = directory.join("distgpipe/layer-costs").join(format!("{}-{}.json", spec.name, &hash[..16]));
         Ok(Some(Cache { path, key }))

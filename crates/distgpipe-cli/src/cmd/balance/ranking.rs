@@ -9,7 +9,7 @@ use distgpipe_core::partition::Balance;
 use std::time::{Duration, Instant};
 
 /// Rounds before a cut is chosen.
-const CHOOSING_ROUNDS: usize = 5;
+pub const CHOOSING_ROUNDS: usize = 5;
 /// Bounds on the number of rounds. The second one keeps files of costs small.
 const ROUNDS_MAX: usize = 1000;
 const ROUND_LAYERS_MAX: usize = 1 << 20;

@@ -2,17 +2,21 @@
 
 use super::cache::{Cache, Kept};
 use super::costs::{LayerCosts, Round};
-use super::ranking::{Clock, Ranked, Ranking};
-use super::BalanceArgs;
+use super::ranking::{Clock, Ranked, Ranking, CHOOSING_ROUNDS};
+use super::{BalanceArgs, TIME_LIMIT_S};
 use crate::balance_options::{no_cut, BalanceOptions};
+use crate::cmd::models::SampleArgs;
 use crate::exit::usage;
+use crate::report;
 use crate::report::activity::Activity;
+use crate::report::units;
 use distgpipe::driver::auto_balance::{problem, RunShape};
-use distgpipe::driver::profile::{LayerProfile, ProfileProgress};
+use distgpipe::driver::profile::{keep_fastest, LayerProfile, ProfileProgress};
 use distgpipe::{BuildError, Model};
 use distgpipe_core::balance::{BalanceError, Objective, Problem};
 use distgpipe_core::partition::Balance;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Where the costs of the layers come from.
 pub enum CostSource {
@@ -178,6 +182,41 @@ impl<'a> CutSearch<'a> {
         let BalanceOptions { by, link, memory_limit_bytes } = self.options;
         Ok(Problem { objective: by, link, memory_limit_bytes, ..problem })
     }
+}
+
+/// The costs of the layers for a run that chooses its cut without comparing it with another: those that an earlier call kept, or
+/// else measured now and kept. Also returns the time that is left to search. Says which it was.
+pub fn kept_or_measured(model: &Model, sample: &SampleArgs) -> anyhow::Result<(Vec<LayerProfile>, Duration)> {
+    let limit = Duration::from_secs_f64(TIME_LIMIT_S);
+    let (clock, cache) = (Clock::start(limit), Cache::new(model, sample, 1)?);
+    let kept = cache.as_ref().and_then(|cache| cache.read(model, sample));
+    if let (Some(kept), Some(cache)) = (kept.filter(|kept| kept.costs.rounds.len() >= CHOOSING_ROUNDS), &cache) {
+        let described = format!("layer costs with {} read from {}", sample.describe(1)?, cache.path().display());
+        report::note(&format!("{described}; `distgpipe balance --measure-again` measures them again"));
+        return Ok((kept.costs.layers, limit));
+    }
+    let (mut activity, mut layers, mut rounds) = (Activity::new(), Vec::new(), Vec::new());
+    sample.measure_while(model, 1, &mut |progress| {
+        match progress {
+            ProfileProgress::Layer { round, layer } => activity.show(|| {
+                format!("measuring layer {} of {}, round {round} of {CHOOSING_ROUNDS}", layer + 1, model.layers.len())
+            }),
+            ProfileProgress::Round(costs) => {
+                keep_fastest(&mut layers, costs);
+                rounds.push(Round::new(costs));
+            }
+        }
+        // Without any costs, there is no run.
+        rounds.is_empty() || (rounds.len() < CHOOSING_ROUNDS && clock.may_measure())
+    })?;
+    drop(activity);
+    let counted = units::plural(rounds.len(), "round");
+    let costs = LayerCosts { layers, rounds, rows: sample.rows, precision: sample.precision, memory_known: true };
+    let kept = Kept { costs, measured_s: clock.elapsed().as_secs_f64() };
+    let written = cache.filter(|cache| cache.write(&kept)).map(|cache| format!(", kept in {}", cache.path().display()));
+    report::note(&format!("layers measured with {} in {counted}{}", sample.describe(1)?, written.unwrap_or_default()));
+    // The rest of the time is for searching, as in `distgpipe balance`.
+    Ok((kept.costs.layers, limit.saturating_sub(clock.elapsed()).max(limit / 4)))
 }
 
 fn no_cut_found(error: BalanceError) -> anyhow::Error {
