@@ -87,8 +87,9 @@ impl fmt::Display for Compute {
 fn open_devices(devices: &Devices, worker_count: usize, remote: bool) -> anyhow::Result<Vec<String>> {
     if devices.count() > worker_count {
         return Err(usage(format!(
-            "--device {devices}: there are {} devices and {worker_count} worker(s): name fewer devices, or use more partitions",
-            devices.count()
+            "--device {devices}: there are {} devices and {}: name fewer devices, or use more partitions",
+            devices.count(),
+            plural(worker_count, "worker")
         )));
     }
     let here = if remote { 1 } else { devices.count() };

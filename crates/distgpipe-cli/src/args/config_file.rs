@@ -50,10 +50,25 @@ pub fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
         let value = normalized(&key, value).map_err(|why| wrong(format!("`{written}`: {why}")))?;
         // Parsed one by one, so that the error names the key.
         let alone = toml::Table::from_iter([(key.clone(), value.clone())]);
-        alone.try_into::<TrainFlags>().map_err(|e| wrong(format!("`{written}`: {}", e.message())))?;
+        alone.try_into::<TrainFlags>().map_err(|e| wrong(format!("`{written}`: {}", plain(e.message()))))?;
         flags.insert(key, value);
     }
-    flags.try_into().map_err(|e: toml::de::Error| wrong(e.message().to_owned()))
+    flags.try_into().map_err(|e: toml::de::Error| wrong(plain(e.message())))
+}
+
+/// The message of the parser in the words of the command line, without the names of Rust's types.
+fn plain(message: &str) -> String {
+    let rest = message.strip_prefix("invalid type: ").or_else(|| message.strip_prefix("invalid value: "));
+    let Some((got, expected)) = rest.and_then(|rest| rest.split_once(", expected ")) else {
+        return message.to_owned();
+    };
+    let expected = match expected {
+        "u32" | "u64" | "usize" => "a whole number of at least 0",
+        "f32" | "f64" => "a number",
+        "path string" => "a path",
+        other => other,
+    };
+    format!("expected {expected}, got {got}")
 }
 
 /// Brings a value into the form that the command line has: a file may write comma-separated lists as arrays, and model settings
@@ -91,7 +106,15 @@ mod tests {
     fn errors_in_a_file_name_the_key_and_the_nearest_one() {
         let error = |text| parse(text).unwrap_err().to_string();
         assert!(error("shedule = 'gpipe'").contains("unknown key `shedule`: did you mean `schedule`?"));
-        assert!(error("batch = 'many'").contains("`batch`: invalid type"), "{}", error("batch = 'many'"));
+        for (text, expected) in [
+            ("batch = 'many'", "`batch`: expected a whole number of at least 0, got string \"many\""),
+            ("seed = -1", "`seed`: expected a whole number of at least 0, got integer `-1`"),
+            ("quant = 1.5", "`quant`: expected a whole number of at least 0, got floating point `1.5`"),
+            ("lr = 'low'", "`lr`: expected a number, got string \"low\""),
+            ("log = 7", "`log`: expected a path, got integer `7`"),
+        ] {
+            assert!(error(text).ends_with(expected), "{}", error(text));
+        }
         assert!(error("config = 'other.toml'").contains("unknown key"));
         assert!(error("batch = ").contains("--config run.toml"));
     }

@@ -227,11 +227,12 @@ fn speed(args: &SpeedArgs) -> anyhow::Result<()> {
         }));
     }
     report::print(&format!(
-        "{} at {}×{}: {} images/s with {threads} thread(s), {} per thread\n",
+        "{} at {}×{}: {} images/s with {}, {} per thread\n",
         args.data.name(),
         args.image,
         args.image,
         units::rate(rate),
+        units::plural(threads, "thread"),
         units::rate(rate / threads as f64)
     ))
 }

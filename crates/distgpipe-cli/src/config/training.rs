@@ -77,7 +77,7 @@ fn group(text: &str) -> Result<ParameterGroup, String> {
     let mut group = ParameterGroup::new(pattern.trim());
     for setting in settings.split(',') {
         let (key, value) = setting.split_once('=').ok_or(form)?;
-        let number: f64 = value.trim().parse().map_err(|_| format!("`{setting}`: expected a number from 0 on"))?;
+        let number: f64 = value.trim().parse().map_err(|_| format!("`{setting}`: expected a number of at least 0"))?;
         group = match key.trim() {
             "lr-factor" => group.rate_factor(number),
             "weight-decay" => group.weight_decay(number),

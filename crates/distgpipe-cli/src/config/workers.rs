@@ -31,8 +31,10 @@ pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Worker
     }
     if addresses.len() + 1 != count {
         return Err(usage(format!(
-            "--workers: expected {} address(es) for {count} workers, because the first is this process; got {}: see --place and --replicas",
+            "--workers: expected {} address{} for {count} workers, because the first is this process; got {}: see --place and \
+             --replicas",
             count.saturating_sub(1),
+            if count == 2 { "" } else { "es" },
             addresses.len()
         )));
     }

@@ -4,6 +4,7 @@
 use super::Recipe;
 use crate::args::TrainFlags;
 use crate::compute::cores;
+use crate::report::units::plural;
 
 /// Flags that do not change the experiment, and flags with a sentence of their own.
 const UNREPORTED_FLAGS: [&str; 24] = [
@@ -58,9 +59,10 @@ fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
         addresses => format!("workers are this process and {addresses}"),
     };
     format!(
-        "Hardware: published on {}; this run on {cores} core(s), {compute} with {} libtorch thread(s), {workers}.",
+        "Hardware: published on {}; this run on {}, {compute} with {}, {workers}.",
         recipe.published.hardware,
-        run.threads.unwrap_or(1)
+        plural(cores, "core"),
+        plural(run.threads.unwrap_or(1), "libtorch thread")
     )
 }
 
@@ -194,7 +196,7 @@ mod tests {
             "--balance 2,16,2, which is not in the recipe.",
             "this run starts from mine.safetensors.",
             "--steps 3, which is not in the recipe.",
-            "with 2 libtorch thread(s)",
+            "with 2 libtorch threads",
         ] {
             assert!(said.contains(part), "{part} is not in: {said}");
         }

@@ -13,9 +13,10 @@ pub fn count(number: u64) -> String {
     text
 }
 
-/// `1 thread`, `2 threads`.
-pub fn plural(count: usize, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+/// `1 thread`, `2 threads`, `1,797 rows`.
+pub fn plural(number: impl TryInto<u64>, noun: &str) -> String {
+    let number = number.try_into().unwrap_or(u64::MAX);
+    format!("{} {noun}{}", count(number), if number == 1 { "" } else { "s" })
 }
 
 /// `12.3 MB`, in powers of 1000.
@@ -26,7 +27,7 @@ pub fn bytes(bytes: f64) -> String {
 /// `12.3 ms`.
 pub fn seconds(seconds: f64) -> String {
     match seconds {
-        s if s >= 100.0 => format!("{s:.0} s"),
+        s if s >= 100.0 => format!("{} s", count(s.round() as u64)),
         s if s >= 1.0 => format!("{s:.2} s"),
         s if s >= 1e-3 => format!("{:.2} ms", s * 1e3),
         s => format!("{:.1} µs", s * 1e6),
@@ -76,6 +77,7 @@ mod tests {
     #[test]
     fn numbers_are_formatted_with_separators_and_units() {
         assert_eq!((count(7), count(1234), count(1_234_567)), ("7".into(), "1,234".into(), "1,234,567".into()));
+        assert_eq!((plural(1_u64, "step"), plural(1234_usize, "step")), ("1 step".into(), "1,234 steps".into()));
         assert_eq!((bytes(999.0), bytes(56_900_000.0)), ("999 B".into(), "56.9 MB".into()));
         assert_eq!(
             (seconds(0.0123), seconds(3.0), seconds(2e-6)),

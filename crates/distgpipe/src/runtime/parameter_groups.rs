@@ -30,13 +30,13 @@ impl ParameterGroup {
         ParameterGroup { pattern: pattern.into(), rate_factor: None, weight_decay: None }
     }
 
-    /// Multiplies the learning rate of each update by this factor: a number from 0 on.
+    /// Multiplies the learning rate of each update by this factor, at least 0.
     pub fn rate_factor(mut self, factor: f64) -> Self {
         self.rate_factor = Some(factor);
         self
     }
 
-    /// Replaces the optimizer's weight decay: a number from 0 on.
+    /// Replaces the optimizer's weight decay: at least 0.
     pub fn weight_decay(mut self, decay: f64) -> Self {
         self.weight_decay = Some(decay);
         self
@@ -80,7 +80,7 @@ pub enum ParameterGroupError {
         parameters: usize,
     },
     /// A factor or a weight decay is out of range.
-    #[error("`Builder::parameter_group`: `{pattern}`: expected a {what} from 0 on, got {got}")]
+    #[error("`Builder::parameter_group`: `{pattern}`: expected a {what} of at least 0, got {got}")]
     Range {
         /// The pattern of the group.
         pattern: String,
