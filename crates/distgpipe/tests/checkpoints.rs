@@ -326,7 +326,7 @@ fn a_folder_that_was_created_and_got_no_checkpoint_is_removed() {
     let opened = Checkpoints::open(&inner, 1).unwrap();
     std::fs::write(inner.join("notes"), "mine").unwrap();
     drop(opened);
-    assert!(inner.join("notes").is_file());
+    assert!(inner.join("notes").is_file() && !inner.join("lock").exists());
     let saved = root.join("saved");
     let checkpoints = Checkpoints::open(&saved, 1).unwrap();
     let options = TrainOptions { steps_max: Some(1), ..TrainOptions::default() };

@@ -313,6 +313,29 @@ fn a_checkpoint_beyond_the_end_of_the_run_leaves_nothing_to_do() {
     assert_eq!((nothing.summary.end, nothing.summary.steps), (RunEnd::Complete, 0));
 }
 
+/// The checkpoint of a run that ends inside an epoch is written before the test, and marked after it.
+#[test]
+fn a_run_has_ended_when_its_last_epoch_is_tested() {
+    let checkpoints = Checkpoints::open(&folder("ended"), 2).unwrap();
+    let options = |steps| options(2, steps);
+    let progress = || checkpoints.newest().unwrap().0.unwrap().manifest().progress.clone();
+    let mut steps = 0;
+    run(options(Some(18)), Some((&checkpoints, SaveEvery::Epoch)), None, |event, run| {
+        steps += u64::from(matches!(event, Event::StepDone(_)));
+        if steps == 18 && matches!(event, Event::TestStepDone { .. }) {
+            run.stop();
+        }
+        Ok(())
+    });
+    assert_eq!((progress().step, progress().end(&options(Some(18)))), (18, None));
+    let newest = checkpoints.newest().unwrap().0.unwrap();
+    let rest = run(options(Some(18)), Some((&checkpoints, SaveEvery::Epoch)), Some(&newest), |_, _| Ok(()));
+    assert_eq!((rest.summary.steps, rest.summary.epochs.len()), (0, 2), "only the test was left");
+    for (steps, end) in [(Some(18), Some(RunEnd::Complete)), (Some(17), Some(RunEnd::Complete)), (Some(19), None)] {
+        assert_eq!(progress().end(&options(steps)), end, "{steps:?}");
+    }
+}
+
 /// The accuracy rises in this run; the loss on few rows of an easy test then rises again, but that takes long. So the tests
 /// compare with what the summary says, and force a worst epoch by the metric's own figures.
 #[test]
@@ -371,6 +394,8 @@ fn a_run_without_improvement_ends_when_patience_does() {
     let newest = checkpoints.newest().unwrap().0.unwrap();
     let nothing = unsound_run(options(2), &checkpoints, SaveEvery::Steps(100), Some(&newest));
     assert_eq!((nothing.summary.end, nothing.summary.steps), (RunEnd::OutOfPatience, 0));
+    let progress = &newest.manifest().progress;
+    assert_eq!((progress.end(&options(2)), progress.end(&options(3))), (Some(RunEnd::OutOfPatience), None));
     let longer = unsound_run(options(3), &checkpoints, SaveEvery::Steps(100), Some(&newest));
     assert_eq!((longer.summary.end, longer.summary.steps), (RunEnd::OutOfPatience, 14));
 }

@@ -38,7 +38,7 @@
 
 mod folder;
 
-pub use folder::Checkpoints;
+pub use folder::{Checkpoints, Created};
 
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::files::open_regular;

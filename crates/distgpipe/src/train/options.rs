@@ -1,5 +1,6 @@
 //! How long and how to train.
 
+use crate::runtime::accumulation::Accumulation;
 use crate::train::best::TestMetric;
 use crate::train::learning_rate::RateSchedule;
 
@@ -42,6 +43,15 @@ impl Default for TrainOptions {
             best: None,
             patience: None,
         }
+    }
+}
+
+impl TrainOptions {
+    /// Training steps of a whole run with epochs of so many batches: whole updates.
+    pub(super) fn steps(&self, epoch_batches: u64) -> u64 {
+        let updates = Accumulation { every: self.accumulate, epoch_steps: epoch_batches, steps: 0 };
+        let steps_max = self.steps_max.map_or(u64::MAX, |steps| updates.whole_updates(steps));
+        self.epochs.saturating_mul(epoch_batches).min(steps_max)
     }
 }
 

@@ -126,9 +126,34 @@ pub struct Progress {
     pub epoch_batches: u64,
     totals: EpochTotals,
     epochs: Vec<EpochSummary>,
+    /// Whether the last epoch, which the end of the run cut short, has been tested. It is not among `epochs`, because a longer
+    /// run continues it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    cut_short_tested: bool,
 }
 
 impl Progress {
+    /// How a run with these options has ended, if it has nothing left to do.
+    pub fn end(&self, options: &TrainOptions) -> Option<RunEnd> {
+        let steps = options.steps(self.epoch_batches);
+        // A run that is killed in the test of an epoch cut short has saved all of its steps, and has the test left to do.
+        if self.step > steps || (self.step == steps && (self.batch == 0 || self.cut_short_tested)) {
+            return Some(RunEnd::Complete);
+        }
+        self.is_out_of_patience(options).then_some(RunEnd::OutOfPatience)
+    }
+
+    /// The best epoch so far.
+    fn best(&self, options: &TrainOptions) -> Option<BestEpoch> {
+        BestEpoch::of(options.best?, &self.epochs, self.epoch_batches)
+    }
+
+    /// Whether the last epochs were not better than one before them for too long.
+    fn is_out_of_patience(&self, options: &TrainOptions) -> bool {
+        let since_best = |best: BestEpoch| self.epoch.saturating_sub(best.epoch + 1);
+        options.patience.zip(self.best(options)).is_some_and(|(patience, best)| since_best(best) >= patience)
+    }
+
     /// The start of the next epoch.
     fn next_epoch(&self) -> Progress {
         Progress { epoch: self.epoch + 1, batch: 0, totals: EpochTotals::default(), ..self.clone() }
@@ -157,10 +182,7 @@ impl<'a> Trainer<'a> {
             return Err(TrainError::TooFewRows { micro_batches, rows });
         }
         check_best(&options, test.is_some())?;
-        let (every, epoch_steps) = (options.accumulate, train.batches() as u64);
-        let updates = Accumulation { every, epoch_steps, steps: 0 };
-        let steps_max = options.steps_max.map_or(u64::MAX, |steps| updates.whole_updates(steps));
-        let steps = options.epochs.saturating_mul(epoch_steps).min(steps_max);
+        let steps = options.steps(train.batches() as u64);
         let capture = match options.capture {
             Capture::Nothing => None,
             Capture::LastStep => steps.checked_sub(1),
@@ -200,7 +222,8 @@ impl<'a> Trainer<'a> {
         }
         checkpoint.load(self.pipeline)?;
         self.resumed_at = Some(saved.step);
-        self.progress = saved.clone();
+        // The trainer repeats the test for its summary, and a longer run tests the whole epoch.
+        self.progress = Progress { cut_short_tested: false, ..saved.clone() };
         if let Some(saving) = &mut self.saving {
             saving.last = saved.step;
         }
@@ -228,6 +251,7 @@ impl<'a> Trainer<'a> {
         mut observer: impl FnMut(&Event<'_>, &mut RunControl<'_>) -> Result<(), TrainError>,
     ) -> Result<RunSummary, TrainError> {
         let (start, observer): (_, &mut Observer<'_>) = (Instant::now(), &mut observer);
+        let finished = self.progress.end(&self.options) == Some(RunEnd::Complete);
         if let (Some(saving), Some(step)) = (&self.saving, self.resumed_at) {
             saving.checkpoints.retire_after(step)?;
             // The run may have been killed between saving a checkpoint and marking it, or had another metric.
@@ -241,13 +265,10 @@ impl<'a> Trainer<'a> {
         }
         let left = self.steps.saturating_sub(self.progress.step);
         let mut summary = SummaryBuilder::new(self.pipeline, self.resumed_at, self.options.warm_up_steps.min(left));
-        // A run that ended inside an epoch saved that epoch without its test: test it again. A checkpoint beyond the end of
-        // this run leaves nothing to do.
-        let unfinished = left > 0 || (self.progress.batch > 0 && self.progress.step == self.steps);
-        let mut batches = unfinished.then(|| self.batches(&self.progress));
+        let mut batches = (!finished).then(|| self.batches(&self.progress));
         let end = loop {
             let Some(epoch) = batches.take() else { break RunEnd::Complete };
-            if self.is_out_of_patience() {
+            if self.progress.is_out_of_patience(&self.options) {
                 break RunEnd::OutOfPatience;
             }
             self.train_epoch(epoch, &mut summary, observer)?;
@@ -371,6 +392,11 @@ impl<'a> Trainer<'a> {
         }
         self.notify(observer, &Event::EpochDone(&epoch))?;
         let whole = self.progress.batch == self.progress.epoch_batches;
+        if let Some(saving) = self.saving.as_ref().filter(|_| !whole) {
+            let tested = Progress { cut_short_tested: true, ..self.progress.clone() };
+            // Without it, a run that resumes here repeats the test.
+            let _ = saving.checkpoints.replace_progress(&tested);
+        }
         self.progress = next;
         self.progress.epochs.push(epoch);
         if whole && self.best().is_some_and(|best| best.step == self.progress.step) {
@@ -391,13 +417,7 @@ impl<'a> Trainer<'a> {
 
     /// The best epoch so far.
     fn best(&self) -> Option<BestEpoch> {
-        BestEpoch::of(self.options.best?, &self.progress.epochs, self.progress.epoch_batches)
-    }
-
-    /// Whether the last epochs were not better than one before them for too long.
-    fn is_out_of_patience(&self) -> bool {
-        let since_best = |best: BestEpoch| self.progress.epoch.saturating_sub(best.epoch + 1);
-        self.options.patience.zip(self.best()).is_some_and(|(patience, best)| since_best(best) >= patience)
+        self.progress.best(&self.options)
     }
 
     fn save_if_due(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {

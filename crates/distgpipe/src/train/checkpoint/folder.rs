@@ -35,12 +35,28 @@ const OLD: &str = ".old";
 pub struct Checkpoints {
     directory: PathBuf,
     keep: usize,
-    /// The folders that [`open`](Self::open) created, the innermost first.
-    created: Vec<PathBuf>,
+    created: Created,
     /// Whether nothing was saved.
     empty: AtomicBool,
     /// The system releases the lock when the process ends, however it ends.
     _lock: File,
+}
+
+/// What [`Checkpoints::open`] created, of which nothing is needed if nothing is saved.
+#[derive(Clone, Debug)]
+pub struct Created {
+    /// The file that is locked, unless an earlier run left it.
+    lock: Option<PathBuf>,
+    /// The folders, the innermost first.
+    folders: Vec<PathBuf>,
+}
+
+impl Created {
+    /// Removes it all. A folder that has got other content stays.
+    pub fn remove(&self) {
+        self.lock.iter().for_each(|lock| drop(fs::remove_file(lock)));
+        self.folders.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+    }
 }
 
 impl Checkpoints {
@@ -48,9 +64,10 @@ impl Checkpoints {
     /// [`save`](Self::save) keeps the newest `keep` checkpoints, at least one.
     pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
         let missing = directory.ancestors().filter(|folder| !folder.as_os_str().is_empty());
-        let created: Vec<PathBuf> = missing.take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
+        let folders: Vec<PathBuf> = missing.take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
         fs::create_dir_all(directory).map_err(on_disk("creating", directory))?;
         let path = directory.join(LOCK);
+        let created = Created { lock: (!path.exists()).then(|| path.clone()), folders };
         let lock = File::options().create(true).append(true).open(&path).map_err(on_disk("opening", &path))?;
         match lock.try_lock() {
             Ok(()) => {}
@@ -77,6 +94,12 @@ impl Checkpoints {
     /// Changes how many checkpoints [`save`](Self::save) keeps, at least one.
     pub fn set_keep(&mut self, keep: usize) {
         self.keep = keep.max(1);
+    }
+
+    /// What [`open`](Self::open) created. A process that ends without dropping this value can remove it, if it has saved
+    /// nothing.
+    pub fn created(&self) -> Created {
+        self.created.clone()
     }
 
     /// The path of the folder.
@@ -204,6 +227,22 @@ impl Checkpoints {
         Ok(path)
     }
 
+    /// Replaces the progress in the checkpoint of the same step, if there is one.
+    pub(in crate::train) fn replace_progress(&self, progress: &Progress) -> Result<(), CheckpointError> {
+        let path = self.path(progress.step).join(MANIFEST);
+        if !path.exists() {
+            return Ok(());
+        }
+        let partial = path.with_extension("json.partial");
+        let manifest = Manifest { progress: progress.clone(), ..Manifest::read(&path)? };
+        let written = write_manifest(&partial, &manifest)
+            .and_then(|()| fs::rename(&partial, &path).map_err(on_disk("renaming", &path)));
+        if written.is_err() {
+            let _ = fs::remove_file(&partial);
+        }
+        written
+    }
+
     /// Gives a complete checkpoint its name. One of the same step, which may be corrupt, is replaced.
     fn publish(&self, partial: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
         let (path, old) = (self.path(step), self.directory.join(format!(".{}{OLD}", name_of(step))));
@@ -224,10 +263,8 @@ impl Checkpoints {
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {
-        if self.empty.load(Ordering::Relaxed) && !self.created.is_empty() {
-            let _ = fs::remove_file(self.directory.join(LOCK));
-            // Fails, as it should, on a folder that has got other content.
-            self.created.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+        if self.empty.load(Ordering::Relaxed) {
+            self.created.remove();
         }
     }
 }
@@ -241,7 +278,8 @@ fn write_checkpoint(
 ) -> Result<(), CheckpointError> {
     fs::create_dir(folder).map_err(on_disk("creating", folder))?;
     write_tensors(folder, pipeline)?;
-    write_manifest(folder, pipeline, progress, settings)?;
+    let manifest = manifest(folder, pipeline, progress, settings)?;
+    write_manifest(&folder.join(MANIFEST), &manifest)?;
     sync_directory(folder)
 }
 
@@ -263,15 +301,15 @@ fn write_tensors(folder: &Path, pipeline: &mut Pipeline) -> Result<(), Checkpoin
     Ok(optimizer.finish()?)
 }
 
-fn write_manifest(
+/// The manifest of a checkpoint whose other files are written.
+fn manifest(
     folder: &Path,
     pipeline: &Pipeline,
     progress: &Progress,
     settings: &serde_json::Value,
-) -> Result<(), CheckpointError> {
-    let path = folder.join(MANIFEST);
+) -> Result<Manifest, CheckpointError> {
     let digest = |name: &str| Ok((name.to_owned(), FileDigest::of(&folder.join(name))?));
-    let mut manifest = serde_json::to_value(Manifest {
+    Ok(Manifest {
         format: FORMAT,
         model: pipeline.model().spec.clone(),
         seed: pipeline.seed(),
@@ -284,9 +322,12 @@ fn write_manifest(
         settings: settings.clone(),
         files: [MODEL, OPTIMIZER].into_iter().map(digest).collect::<Result<_, CheckpointError>>()?,
     })
-    .map_err(|e| on_disk("writing", &path)(e.into()))?;
+}
+
+fn write_manifest(path: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
+    let mut manifest = serde_json::to_value(manifest).map_err(|e| on_disk("writing", path)(e.into()))?;
     manifest[CHECKSUM] = checksum(&manifest).into();
-    write_durably(&path, &manifest)
+    write_durably(path, &manifest)
 }
 
 fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, WeightsError> {
