@@ -18,7 +18,7 @@ mod inference;
 mod precedence;
 
 pub use choices::{DataName, DecayName, MetricName, OptimizerName, ResumeName};
-pub use command_line::{explain_numbers, quoted, show_defaults};
+pub use command_line::{explain_numbers, quoted, show_defaults, with_value};
 pub use config_file::from_toml;
 pub use inference::for_inference;
 
@@ -352,6 +352,30 @@ pub struct TrainFlags {
 }
 
 impl TrainFlags {
+    /// The flags that name files and directories.
+    fn paths_mut(&mut self) -> [(&'static str, &mut Option<PathBuf>); 9] {
+        [
+            ("--weights", &mut self.weights),
+            ("--data-dir", &mut self.data_dir),
+            ("--tokenizer", &mut self.tokenizer),
+            ("--token-file", &mut self.token_file),
+            ("--plan", &mut self.plan),
+            ("--capture", &mut self.capture),
+            ("--checkpoint", &mut self.checkpoint),
+            ("--save", &mut self.save),
+            ("--log", &mut self.log),
+        ]
+    }
+
+    /// These flags with paths that mean the same in every working directory.
+    pub fn with_absolute_paths(mut self) -> Self {
+        for path in self.paths_mut().into_iter().filter_map(|(_, path)| path.as_mut()) {
+            // Fails for an empty path, which is refused later.
+            *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
+        }
+        self
+    }
+
     /// Replaces `--auto-balance` and its options by the cut that the search found.
     pub fn keep_cut(&mut self, balance: &[usize]) {
         if self.auto_balance.take().is_some() {

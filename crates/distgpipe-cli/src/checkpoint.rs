@@ -1,18 +1,23 @@
 //! The flags of checkpoints: where a run is saved, and what it resumes from.
 
-use crate::args::{quoted, ResumeName, TrainFlags};
+use crate::args::{with_value, DataName, ResumeName, TrainFlags};
 use crate::exit::usage;
 use crate::report::note;
+use crate::signals;
 use anyhow::Context;
 use distgpipe::engine::Device;
 use distgpipe::train::checkpoint::{Checkpoint, Checkpoints};
-use distgpipe::train::SaveEvery;
+use distgpipe::train::{RunEnd, SaveEvery, TrainOptions};
+use distgpipe::{Model, Optim, ParameterGroup};
 
 /// The default of `--keep`.
 const KEEP: usize = 2;
 
 /// Flags that decide which rows are in which step, and so cannot change when a run resumes.
 const DATA: [&str; 5] = ["data", "limit", "samples", "batch", "accumulate"];
+
+/// Flags that say what to resume from, not how to train.
+const WHERE_FROM: [&str; 2] = ["resume", "checkpoint"];
 
 /// Where a run saves its checkpoints.
 pub struct CheckpointConfig {
@@ -24,9 +29,17 @@ pub struct CheckpointConfig {
     pub from: Option<Checkpoint>,
     /// Whether `--resume` was given, even if there was no checkpoint.
     pub resumes: bool,
-    /// The flags that differ from those of the checkpoint, for the user.
-    changed: Vec<String>,
+    /// The flags that differ from those of the checkpoint.
+    changed: Vec<Change>,
     flags: TrainFlags,
+}
+
+/// A flag that differs from that of the checkpoint.
+struct Change {
+    /// The flag's name, without dashes.
+    name: String,
+    /// Both values, for the user.
+    text: String,
 }
 
 impl CheckpointConfig {
@@ -52,6 +65,8 @@ impl CheckpointConfig {
             return Err(usage(format!("{}: no such directory: check the name, or start without --resume", flag())));
         }
         let mut checkpoints = Checkpoints::open(directory, KEEP).with_context(flag)?;
+        let created = checkpoints.created();
+        signals::if_never_begun(move || created.remove());
         let (newest, damaged) = match given.resume {
             Some(ResumeName::Best) => (checkpoints.best().with_context(flag)?, Vec::new()),
             _ => checkpoints.newest().with_context(flag)?,
@@ -105,16 +120,43 @@ impl CheckpointConfig {
         Ok((Some(CheckpointConfig { checkpoints, every, from, resumes, changed, flags: flags.clone() }), flags))
     }
 
-    /// Lines that say where a run of `steps` steps resumes, with what, and which outputs it writes to again; nothing if it does not
-    /// resume.
-    pub fn resume_notes(&self, steps: u64) -> Vec<String> {
+    /// The checkpoint to resume from and how its run ended, if that run has nothing left to do.
+    pub fn ended(&self, options: &TrainOptions) -> Option<(&Checkpoint, RunEnd)> {
+        let checkpoint = self.from.as_ref()?;
+        Some((checkpoint, checkpoint.manifest().progress.end(options)?))
+    }
+
+    /// Checks that the run to resume has this model, seed and optimizer. The error names the flag that changed.
+    pub fn check_same(
+        &self,
+        model: &Model,
+        seed: u64,
+        optim: Optim,
+        groups: &[ParameterGroup],
+        frozen: &[&str],
+    ) -> anyhow::Result<()> {
+        let Some(checkpoint) = &self.from else { return Ok(()) };
+        let manifest = checkpoint.manifest();
+        let kept: [(bool, &[&str]); 5] = [
+            (manifest.model == model.spec, &["model", "set"]),
+            (manifest.seed == seed, &["seed"]),
+            (manifest.optim == optim, &["optimizer", "momentum", "nesterov", "weight-decay"]),
+            (manifest.groups == groups, &["group"]),
+            (manifest.frozen == frozen, &["freeze"]),
+        ];
+        let names = kept.iter().filter(|(same, _)| !same).flat_map(|(_, names)| *names);
+        match names.filter_map(|name| self.changed.iter().find(|change| change.name == *name)).next() {
+            Some(change) => Err(cannot_change(checkpoint, &change.text, "its model, seed and optimizer")),
+            None => Ok(()),
+        }
+    }
+
+    /// Lines that say where the run resumes, with what, and which outputs it writes to again; nothing if it does not resume.
+    pub fn resume_notes(&self) -> Vec<String> {
         let Some(checkpoint) = &self.from else { return Vec::new() };
-        let step = checkpoint.manifest().progress.step;
-        let with = if self.changed.is_empty() { String::new() } else { format!(", with {}", self.changed.join(", ")) };
-        let mut notes = vec![match step >= steps {
-            true => format!("already finished after step {step}{with}; to train further, raise --epochs or --steps"),
-            false => format!("resuming after step {step}{with}"),
-        }];
+        let changes: Vec<&str> = self.changed.iter().map(|change| &change.text[..]).collect();
+        let with = if changes.is_empty() { String::new() } else { format!(", with {}", changes.join(", ")) };
+        let mut notes = vec![format!("resuming after step {}{with}", checkpoint.manifest().progress.step)];
         let outputs = [
             ("save", "replaces", &self.flags.save),
             ("log", "continues", &self.flags.log),
@@ -135,28 +177,37 @@ impl CheckpointConfig {
     pub fn resume_command(&self, command: &str) -> Option<String> {
         let directory = self.checkpoints.directory().display().to_string();
         let any = self.checkpoints.steps().is_ok_and(|steps| !steps.is_empty());
-        any.then(|| format!("{command} --checkpoint {} --resume", quoted(&directory)))
+        any.then(|| format!("{command} {} --resume", with_value("--checkpoint", &directory)))
     }
 
     /// The flags to save in checkpoints. They have the cut that `--auto-balance` found: a second search might find another one, and
-    /// codecs at other places would change the results. They have the number of threads for the same reason.
+    /// codecs at other places would change the results. They have the number of threads for the same reason. Paths are absolute,
+    /// because the run may be resumed in another working directory.
     pub fn settings(&self, balance: &[usize], threads: usize) -> serde_json::Result<serde_json::Value> {
-        let mut flags = self.flags.clone();
+        let mut flags = self.flags.clone().with_absolute_paths();
         flags.keep_cut(balance);
         flags.threads = Some(threads);
         serde_json::to_value(flags)
     }
 }
 
-/// The checkpoint's flags, overridden by the given ones, and a text for each change. A change of [`DATA`] or of the weights is an
-/// error.
-fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<(TrainFlags, Vec<String>)> {
+/// The error of a flag that differs from that of the checkpoint. `kept` is what the flag would change.
+fn cannot_change(checkpoint: &Checkpoint, change: &str, kept: &str) -> anyhow::Error {
+    usage(format!(
+        "--resume: {}: {change}: a resumed run keeps {kept}: remove the flag, or start a new run in another directory",
+        checkpoint.path().display()
+    ))
+}
+
+/// The checkpoint's flags, overridden by the given ones, and the changes. A change of [`DATA`] or of the weights is an error.
+fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<(TrainFlags, Vec<Change>)> {
     let named = || format!("--resume: {}", checkpoint.path().display());
     let table = |flags: &TrainFlags| toml::Table::try_from(flags);
     let saved: TrainFlags = serde_json::from_value(checkpoint.manifest().settings.clone())
         .with_context(|| format!("{}: its flags do not belong to this version of `distgpipe train`", named()))?;
-    let saved = with_former_defaults(saved);
-    let mut given = given.clone();
+    // Paths of earlier versions may be relative.
+    let saved = with_former_defaults(saved).with_absolute_paths();
+    let mut given = given.clone().with_absolute_paths();
     if let Some(weights) = given.weights.take_if(|weights| saved.weights.as_ref() != Some(weights)) {
         return Err(usage(format!(
             "{}: --weights {}: the checkpoint has the tensors, and a resumed run uses those: remove the flag, or start a new run in another directory",
@@ -167,28 +218,35 @@ fn resumed(checkpoint: &Checkpoint, given: &TrainFlags) -> anyhow::Result<(Train
     (given.weights, given.init_missing) = (None, None);
     let flags = saved.clone().overlaid(&given)?;
     let (before, now) = (table(&saved.or_defaults()?)?, table(&flags.or_defaults()?)?);
-    let text = |value: Option<&toml::Value>| value.map_or_else(|| "not given".to_owned(), ToString::to_string);
     let mut changed = Vec::new();
     for name in before.keys().chain(now.keys().filter(|name| !before.contains_key(*name))) {
         let (was, is) = (before.get(name), now.get(name));
-        if was == is || name == "resume" {
+        if was == is || WHERE_FROM.contains(&name.as_str()) {
             continue;
         }
-        let change = format!("--{name} {} (was {})", text(is), text(was));
+        let text = format!("--{name} {} (was {})", plain(is), plain(was));
         if DATA.contains(&name.as_str()) {
-            return Err(usage(format!(
-                "{}: {change}: a resumed run keeps its data and updates: remove the flag, or start a new run in another directory",
-                named()
-            )));
+            return Err(cannot_change(checkpoint, &text, "its data and updates"));
         }
-        changed.push(change);
+        changed.push(Change { name: name.clone(), text });
     }
     Ok((flags, changed))
 }
 
+/// The value of a flag as on the command line.
+fn plain(value: Option<&toml::Value>) -> String {
+    match value {
+        None => "not given".to_owned(),
+        Some(toml::Value::String(text)) => text.clone(),
+        Some(toml::Value::Array(values)) => values.iter().map(|value| plain(Some(value))).collect::<Vec<_>>().join(" "),
+        Some(other) => other.to_string(),
+    }
+}
+
 /// The flags of a checkpoint. Earlier versions left `--threads` and `--device` out where they had their defaults, which were one
-/// thread and the CPU; this version always saves the number of threads.
-fn with_former_defaults(saved: TrainFlags) -> TrainFlags {
+/// thread and the CPU; this version always saves the number of threads. They also ignored `--data-dir` where it has no effect.
+fn with_former_defaults(mut saved: TrainFlags) -> TrainFlags {
+    saved.data_dir.take_if(|_| !saved.data.is_some_and(DataName::has_files));
     match saved.threads {
         Some(_) => saved,
         None => {

@@ -26,6 +26,7 @@ pub use plan::read_plan;
 use crate::args::TrainFlags;
 use crate::balance_options::{no_cut, BalanceOptions};
 use crate::checkpoint::CheckpointConfig;
+use crate::cmd::models::SampleArgs;
 use crate::compute::Compute;
 use crate::datasets::loaders;
 use crate::exit::usage;
@@ -39,6 +40,7 @@ use distgpipe::comm::protocol::REPLICAS_MAX;
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::data::Loader;
 use distgpipe::driver::builder::{BuildError, Builder};
+use distgpipe::driver::profile::LayerProfile;
 use distgpipe::files::description;
 use distgpipe::train::TrainOptions;
 use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
@@ -47,6 +49,7 @@ use distgpipe_core::schedule::Plan;
 use links::{codecs, timeouts};
 use partitioning::{balance_options, implied_placement, partitioning, placement, Partitioning};
 use std::path::PathBuf;
+use std::time::Duration;
 use training::{clip_norm, frozen, groups, optimizer, smoothed};
 use workers::workers;
 
@@ -123,6 +126,11 @@ impl RunConfig {
         plan::check_batch(&flags, plan.as_ref())?;
         check_log(&flags, saving.as_ref())?;
         let (optim, learning_rate) = optimizer(&flags)?;
+        let groups = groups(&flags)?;
+        if let Some(saving) = &saving {
+            let frozen: Vec<&str> = frozen(&flags).collect();
+            saving.check_same(&model, flags.seed.unwrap_or_default(), optim, &groups, &frozen)?;
+        }
         Ok(RunConfig {
             train,
             test,
@@ -140,7 +148,7 @@ impl RunConfig {
             workers,
             compute,
             optim,
-            groups: groups(&flags)?,
+            groups,
             learning_rate,
             clip_norm: clip_norm(&flags)?,
             loss: smoothed(loss, &flags)?,
@@ -166,9 +174,22 @@ impl RunConfig {
         !(self.codecs.forward.is_raw() && self.codecs.backward.is_raw())
     }
 
-    /// Builds the pipeline, which starts the workers, and loads initial weights.
-    pub fn start(&self) -> anyhow::Result<Pipeline> {
-        let mut pipeline = build(self.builder()?)?;
+    /// What `--auto-balance` measures the layers with; `None` without it.
+    pub fn balance_sample(&self) -> Option<SampleArgs> {
+        let measures = matches!(self.partitioning, Partitioning::AutoBalance { .. });
+        measures.then(|| SampleArgs::of_run(&self.flags, self.compute.threads, self.micro_batch_rows()))
+    }
+
+    fn micro_batch_rows(&self) -> usize {
+        let micro_batches = plan::micro_batches(&self.flags, self.plan.as_ref());
+        let all = micro_batches.saturating_mul(self.flags.replicas.unwrap_or(1)).max(1);
+        (self.flags.batch.unwrap_or(1) / all).max(1)
+    }
+
+    /// Builds the pipeline, which starts the workers, and loads initial weights. `measured` are the costs of the layers and the
+    /// time to search, for `--auto-balance`.
+    pub fn start(&self, measured: Option<(Vec<LayerProfile>, Duration)>) -> anyhow::Result<Pipeline> {
+        let mut pipeline = build(self.builder(measured)?)?;
         if let Some(weights) = &self.weights {
             weights.notes.iter().for_each(|note| report::note(note));
             weights.load(&mut pipeline).context("--weights")?;
@@ -176,7 +197,7 @@ impl RunConfig {
         Ok(pipeline)
     }
 
-    fn builder(&self) -> anyhow::Result<Builder> {
+    fn builder(&self, measured: Option<(Vec<LayerProfile>, Duration)>) -> anyhow::Result<Builder> {
         let flags = &self.flags;
         let mut builder = common_builder(&self.model, flags, &self.compute)
             .schedule(flags.schedule.unwrap_or_default())
@@ -199,17 +220,15 @@ impl RunConfig {
         Ok(match &self.partitioning {
             Partitioning::Balance(balance) => builder.balance(balance.sizes()),
             Partitioning::AutoBalance { partitions } => {
-                // The sample has the size of a micro-batch.
-                let micro_batches = plan::micro_batches(flags, self.plan.as_ref());
-                let all = micro_batches.saturating_mul(flags.replicas.unwrap_or(1)).max(1);
-                let rows = (flags.batch.unwrap_or(1) / all).max(1);
-                let sample = self.train.sample(rows)?;
                 let BalanceOptions { by, memory_limit_bytes, link } = self.balance_options;
+                let (profile, search_limit) = measured.unzip();
                 builder.auto_balance_with(AutoBalance {
                     objective: by,
                     link,
                     memory_limit_bytes,
-                    ..AutoBalance::new(*partitions, sample)
+                    profile,
+                    search_limit,
+                    ..AutoBalance::new(*partitions, self.train.sample(self.micro_batch_rows())?)
                 })
             }
         })

@@ -38,6 +38,9 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     let train = limited(source.open(Split::Train)?, "--limit", flags.limit)?;
     source.check_classes(train.as_ref())?;
     let batch_rows = flags.batch.unwrap_or_default();
+    if batch_rows == 0 {
+        return Err(usage("--batch 0: expected at least 1 row"));
+    }
     let threads = threads(flags)?;
     let options = LoaderOptions { threads, ..LoaderOptions::training(batch_rows, flags.seed.unwrap_or_default()) };
     let samples = flags.samples.map(|samples| format!("--samples {samples}, ")).unwrap_or_default();
@@ -114,6 +117,12 @@ impl<'a> Source<'a> {
         if flags.samples.is_some() && name != DataName::Synthetic {
             return Err(usage(format!(
                 "--samples: it applies to --data synthetic only; use --limit to train on fewer rows of {}",
+                name.name()
+            )));
+        }
+        if flags.data_dir.is_some() && !name.has_files() {
+            return Err(usage(format!(
+                "--data-dir: --data {} reads no files: remove it, or name a data set that has some with --data",
                 name.name()
             )));
         }

@@ -58,7 +58,8 @@ fn status(result: anyhow::Result<()>) -> i32 {
     }
     report::note(&format!("error: {}", full_text(&error)));
     if let Some(ResumeCommand(command)) = error.downcast_ref() {
-        report::note(&format!("to go on from the newest checkpoint: {command}"));
+        let first = if error.chain().any(is_full_disk) { ", once there is space on the disk" } else { "" };
+        report::note(&format!("to go on from the newest checkpoint{first}: {command}"));
     }
     if error.is::<Usage>() {
         2
@@ -67,6 +68,12 @@ fn status(result: anyhow::Result<()>) -> i32 {
     } else {
         1
     }
+}
+
+/// Whether a file could not be written for lack of space.
+fn is_full_disk(cause: &(dyn std::error::Error + 'static)) -> bool {
+    let kind = cause.downcast_ref().map(io::Error::kind);
+    matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
 }
 
 /// Whether a worker could not be joined because it is in another run: a script may try again later.
@@ -88,7 +95,19 @@ fn full_text(error: &anyhow::Error) -> String {
 mod tests {
     use super::*;
     use distgpipe::data::DataError;
+    use distgpipe::train::weights::WeightsError;
     use distgpipe::train::TrainError;
+
+    #[test]
+    fn a_full_disk_is_found_among_the_causes() {
+        let error = |kind: io::ErrorKind| {
+            let source = io::Error::from(kind);
+            let written = WeightsError::Io { file: "model.safetensors".into(), doing: "writing it", source };
+            anyhow::Error::from(TrainError::Checkpoint(written.into())).context(ResumeCommand("distgpipe".to_owned()))
+        };
+        assert!(error(io::ErrorKind::StorageFull).chain().any(is_full_disk));
+        assert!(!error(io::ErrorKind::PermissionDenied).chain().any(is_full_disk));
+    }
 
     #[test]
     fn every_cause_is_printed_once() {

@@ -1,5 +1,6 @@
 //! Ctrl-C (SIGINT) and SIGTERM. The first one ends a training run as its last step would: the step in progress is finished, the
-//! checkpoint and the log are written, and the report is printed. A second one ends the process at once.
+//! checkpoint and the log are written, and the report is printed. One that comes after the last step lets the run write its results.
+//! A second one ends the process at once.
 
 use crate::report::note;
 use anyhow::Context;
@@ -9,7 +10,7 @@ use signal_hook::flag;
 use signal_hook::iterator::Signals;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 /// After how long the user is told why the run has not ended yet.
@@ -18,10 +19,31 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// What this process does about signals.
 #[derive(Default)]
 struct State {
-    /// Whether there is something to finish.
-    training: AtomicBool,
+    phase: Mutex<Phase>,
     /// The signal that asked the run to stop, or 0.
     received: AtomicI32,
+}
+
+impl State {
+    fn phase(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// How far the run is.
+enum Phase {
+    /// No step has been made. What was created so far is useless without one, and this removes it.
+    Starting(Vec<Box<dyn FnOnce() + Send>>),
+    /// Steps and tests are made.
+    Training,
+    /// The last step and test are done, and the results are written.
+    Finishing,
+}
+
+impl Default for Phase {
+    fn default() -> Self {
+        Phase::Starting(Vec::new())
+    }
 }
 
 static STATE: OnceLock<Arc<State>> = OnceLock::new();
@@ -36,32 +58,52 @@ pub fn watch() -> anyhow::Result<()> {
     spawn("signals", move || {
         for signal in signals.forever() {
             let again = state.received.swap(signal, Ordering::SeqCst) != 0;
-            if again || !state.training.load(Ordering::SeqCst) {
-                note(&format!("{}: ended at once{}", name(signal), if again { "" } else { ", before the first step" }));
+            if let Phase::Starting(leftovers) = &mut *state.phase() {
+                leftovers.drain(..).for_each(|remove| remove());
+                note(&format!("{}: ended at once, before the first step", name(signal)));
+                exit_at_once(status(signal));
+            }
+            if again {
+                note(&format!("{}: ended at once", name(signal)));
                 exit_at_once(status(signal));
             }
             let state = state.clone();
             // Without this thread, the line is missing, and the run ends as it does with it.
             let _ = spawn("signals", move || {
                 std::thread::sleep(PATIENCE);
-                if state.training.load(Ordering::SeqCst) {
-                    note(&format!("{}: finishing the step; a second one ends the run at once", name(signal)));
-                }
+                let doing = match *state.phase() {
+                    Phase::Finishing => "writing the results",
+                    _ => "finishing the step",
+                };
+                note(&format!("{}: {doing}; a second one ends the run at once", name(signal)));
             });
         }
     })?;
     Ok(())
 }
 
-/// From now on there is something to finish, until the guard is dropped.
-pub fn begin() -> Training {
+/// Removes something if a signal ends the process before the first step.
+pub fn if_never_begun(remove: impl FnOnce() + Send + 'static) {
     if let Some(state) = STATE.get() {
-        state.training.store(true, Ordering::SeqCst);
+        if let Phase::Starting(leftovers) = &mut *state.phase() {
+            leftovers.push(Box::new(remove));
+        }
     }
+}
+
+/// From now on there is something to finish.
+pub fn begin() -> Training {
+    set(Phase::Training);
     Training
 }
 
-/// While it exists, the first signal asks the run to stop.
+fn set(phase: Phase) {
+    if let Some(state) = STATE.get() {
+        *state.phase() = phase;
+    }
+}
+
+/// While it exists, the first signal asks the run to stop. After that, the first one changes nothing.
 pub struct Training;
 
 impl Training {
@@ -73,9 +115,7 @@ impl Training {
 
 impl Drop for Training {
     fn drop(&mut self) {
-        if let Some(state) = STATE.get() {
-            state.training.store(false, Ordering::SeqCst);
-        }
+        set(Phase::Finishing);
     }
 }
 

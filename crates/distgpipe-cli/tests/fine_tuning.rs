@@ -44,7 +44,7 @@ fn errors_of_patterns_name_the_flag_and_close_names() {
     assert!(error(&["--group", "bias:weight-decay=0"]).contains("--group: no parameter matches `bias`"));
     assert!(error(&["--group", "*.bias"]).contains("--group *.bias: expected PATTERN:SETTING"));
     assert!(error(&["--group", "*.bias:lr=0.1"]).contains("use lr-factor, which multiplies the rate of --lr"));
-    assert!(error(&["--group", "*.bias:lr-factor=-1"]).contains("expected a rate factor from 0 on, got -1"));
+    assert!(error(&["--group", "*.bias:lr-factor=-1"]).contains("expected a rate factor of at least 0, got -1"));
 }
 
 #[test]
@@ -59,8 +59,8 @@ fn a_resumed_run_keeps_its_groups() {
     let resume = ["train", "--checkpoint", saved, "--resume"];
     fine(&[&resume[..], &["--epochs", "2"], &to].concat());
     let other = ["--epochs", "3", "--group", "*.bias:weight-decay=0.1"];
-    let said = command::ended(1, &[&resume[..], &other, &to].concat()).1;
-    assert!(said.contains("the list of parameter groups of the checkpoint"), "{said}");
+    let said = command::ended(2, &[&resume[..], &other, &to].concat()).1;
+    assert!(said.contains("--group *.bias:weight-decay=0.1 (was "), "{said}");
 }
 
 #[test]
@@ -90,7 +90,8 @@ fn the_best_checkpoint_is_kept_and_can_be_resumed() {
 #[test]
 fn a_run_without_improvement_ends_early_and_says_so() {
     let folder = directory("fine_tuning/patience");
-    let best = ["--save-best", "accuracy", "--patience", "2", "--checkpoint", folder.to_str().unwrap()];
+    let (saved, model) = (folder.to_str().unwrap(), folder.join("model.safetensors"));
+    let best = ["--save-best", "accuracy", "--patience", "2", "--checkpoint", saved, "--save", model.to_str().unwrap()];
     let (out, said) =
         command::ended(0, &[&SMALL[..], &["--epochs", "500", "--limit-test", "32", "--json"], &best].concat());
     assert!(said.contains("stopped early: the test accuracy has not improved for 2 epochs"), "{said}");
@@ -98,8 +99,13 @@ fn a_run_without_improvement_ends_early_and_says_so() {
     let (epochs, best) = (report["epochs"].as_array().unwrap().len() as u64, report["best"]["epoch"].as_u64().unwrap());
     assert_eq!((&report["end"], epochs), (&"out_of_patience".into(), best + 2));
     assert!(said.contains(&format!("best epoch: {}, with a test accuracy of", best)), "{said}");
-    let (_, said) = command::ended(0, &["train", "--checkpoint", folder.to_str().unwrap(), "--resume"]);
-    assert!(said.contains("raise --patience to continue"), "{said}");
+    let again = command::distgpipe(&["train", "--checkpoint", saved, "--resume"]).output().unwrap();
+    let said = String::from_utf8_lossy(&again.stderr);
+    assert!(again.status.success(), "{said}");
+    let ended: serde_json::Value = serde_json::from_slice(&again.stdout).unwrap();
+    assert_eq!((&ended["end"], &ended["steps"]), (&"out_of_patience".into(), &0.into()));
+    assert!(said.contains("already finished after step ") && said.contains("by early stopping (--patience "), "{said}");
+    assert!(said.contains("raise --patience") && !said.contains("resuming"), "{said}");
     assert!(refused(2, &[&SMALL[..], &["--patience", "2", "--no-evaluate"]].concat()).contains("--patience"));
 }
 
@@ -107,8 +113,8 @@ fn a_run_without_improvement_ends_early_and_says_so() {
 fn negative_numbers_are_told_the_range_of_the_flag() {
     let error = |more: &[&str]| refused(2, &[&SMALL[..], more].concat());
     assert!(error(&["--lr", "-1"]).contains("--lr -1: expected a number from 0 to 1000"));
-    assert!(error(&["--epochs", "-1"]).contains("expected a whole number from 0 on"));
-    assert!(error(&["--chunks", "-2"]).contains("expected a whole number from 0 on"));
+    assert!(error(&["--epochs", "-1"]).contains("expected a whole number of at least 0"));
+    assert!(error(&["--chunks", "-2"]).contains("expected a whole number of at least 0"));
     assert!(error(&["--clip-norm", "-0.5"]).contains("--clip-norm -0.5: expected a number above 0"));
-    assert!(refused(2, &["schedule", "--partitions", "-2"]).contains("expected a whole number from 0 on"));
+    assert!(refused(2, &["schedule", "--partitions", "-2"]).contains("expected a whole number of at least 0"));
 }

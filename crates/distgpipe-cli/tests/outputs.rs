@@ -105,15 +105,69 @@ fn a_resumed_run_says_what_it_overwrites_and_when_nothing_is_left() {
         let output = distgpipe(&[&["train", "--checkpoint", text(&saved), "--resume"], more].concat()).output();
         let output = output.expect("it runs");
         assert!(output.status.success());
-        String::from_utf8_lossy(&output.stderr).into_owned()
+        [output.stderr, output.stdout].map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
     };
-    let said = plain(&[]);
+    // The summary of a finished run was once replaced by figures of no steps.
+    let written = || {
+        let files = [log.join("summary.json"), log.join("steps.jsonl"), log.join("config.toml"), model.clone()];
+        files.map(|file| (std::fs::read(&file).expect("written"), file.metadata().unwrap().modified().unwrap()))
+    };
+    let before = written();
+    let [said, printed] = plain(&[]);
     assert!(said.contains("already finished after step 10;") && !said.contains("resuming after"), "{said}");
-    let said = plain(&["--epochs", "3"]);
+    assert!(said.contains(&format!("--save {} stays as it is", model.display())), "{said}");
+    assert_eq!(printed, "");
+    let [_, printed] = plain(&["--json"]);
+    let ended: Value = serde_json::from_str(&printed).expect("JSON");
+    assert_eq!(ended, serde_json::json!({ "end": "complete", "resumed_at": 10, "steps": 0 }));
+    assert!(written() == before, "an output was written again");
+    // A model that is missing is what such a run is resumed for.
+    let other = root.join("other.safetensors");
+    plain(&["--save", text(&other)]);
+    assert!(std::fs::read(&other).expect("saved") == before[3].0, "the same model");
+    let [said, _] = plain(&["--epochs", "3"]);
     let at = |words: &str| said.find(words).unwrap_or_else(|| panic!("expected `{words}` in: {said}"));
     at("resuming after step 10, with --epochs 3 (was 2)");
     let noted = at(&format!("the resumed run replaces --save {}, continues --log {}", model.display(), log.display()));
     assert!(noted < at("epoch 3/3") && noted < at("saved 4 tensors"), "{said}");
+}
+
+/// Its last checkpoint is inside an epoch, before the test.
+#[test]
+fn a_run_that_its_last_step_ended_inside_an_epoch_is_finished_once_it_is_tested() {
+    let root = directory("outputs/cut-short");
+    let [saved, log, model] = ["saved", "log", "model.safetensors"].map(|name| root.join(name));
+    let run = ["train", "--set", "hidden=[16]", "--batch", "256", "--steps", "3", "--log", text(&log)];
+    let best = ["--checkpoint", text(&saved), "--save-best", "accuracy", "--save", text(&model)];
+    let (_, said) = ended(0, &[&run[..], &best].concat());
+    assert!(said.contains("--save-best: no checkpoint is marked as the best, because no whole epoch"), "{said}");
+    let summary = std::fs::read(log.join("summary.json")).expect("written");
+    let output = distgpipe(&["train", "--checkpoint", text(&saved), "--resume"]).output().expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("already finished after step 3;"), "{said}");
+    assert!(output.stdout.is_empty() && !said.contains("epoch "), "{said}");
+    assert!(std::fs::read(log.join("summary.json")).expect("written") == summary);
+}
+
+#[test]
+fn a_model_that_cannot_be_saved_costs_neither_the_report_nor_the_log() {
+    let root = directory("outputs/unsaved");
+    let (log, folder) = (root.join("log"), root.join("folder"));
+    std::fs::create_dir(&folder).expect("created");
+    let save = folder.join("model.safetensors");
+    // The folder is gone when the run ends.
+    let steps =
+        ["--set", "hidden=[16]", "--epochs", "400", "--no-evaluate", "--log", text(&log), "--save", text(&save)];
+    let child = distgpipe(&[&["train"], &steps[..]].concat()).spawn().expect("it starts");
+    while !std::fs::read_to_string(log.join("steps.jsonl")).is_ok_and(|steps| steps.lines().count() > 1) {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    std::fs::remove_dir_all(&folder).expect("removed");
+    let output = child.wait_with_output().expect("it ends");
+    let [printed, said] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(printed.contains("samples/s") && said.contains("error: --save"), "{printed}{said}");
+    assert!(log.join("summary.json").is_file());
 }
 
 /// With a limit on the size of files that the model fits and Adam's state does not: what a full disk is to the checkpoint, while

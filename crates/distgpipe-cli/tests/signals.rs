@@ -158,14 +158,63 @@ fn a_signal_before_the_first_step_ends_the_run_at_once() {
     // A worker that accepts the connection and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = silent.local_addr().unwrap().to_string();
-    let token = directory("signals/early").join("token");
+    let folder = directory("signals/early");
+    let [token, used] = ["token", "used"].map(|name| folder.join(name));
     std::fs::write(&token, "7".repeat(64)).unwrap();
-    let workers = ["--workers", &address, "--token-file", token.to_str().unwrap()];
-    let run = start(&[&["train", "--partitions", "2"], &workers[..]].concat());
-    let _connection = silent.accept().unwrap();
-    signal(&run, "TERM");
-    let (_, said) = ended(run, 143);
-    assert!(said.contains("SIGTERM: ended at once, before the first step"), "{said}");
+    std::fs::create_dir(&used).unwrap();
+    for saved in [folder.join("new/saved"), used] {
+        let workers = ["--workers", &address, "--token-file", token.to_str().unwrap()];
+        let saved = ["--checkpoint", saved.to_str().unwrap()];
+        let run = start(&[&["train", "--partitions", "2"], &workers[..], &saved].concat());
+        let _connection = silent.accept().unwrap();
+        signal(&run, "TERM");
+        let (_, said) = ended(run, 143);
+        assert!(said.contains("SIGTERM: ended at once, before the first step"), "{said}");
+    }
+    let mut left: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["token", "used"], "what the run created is removed");
+    assert_eq!(std::fs::read_dir(folder.join("used")).unwrap().count(), 0);
+}
+
+/// The results go to a pipe that nobody reads yet, so that the run waits with them for as long as the test wants.
+#[test]
+fn a_signal_after_the_last_step_lets_the_run_write_its_results() {
+    let folder = directory("signals/late");
+    let [log, weights] = ["log", "model.safetensors"].map(|name| folder.join(name));
+    std::fs::create_dir(&log).unwrap();
+    let summary = log.join("summary.json");
+    assert!(Command::new("mkfifo").arg(&summary).status().unwrap().success());
+    let outputs = ["--log", log.to_str().unwrap(), "--save", weights.to_str().unwrap()];
+    let run = start(&[&["train", "--set", "hidden=[16]", "--epochs", "1"], &outputs[..]].concat());
+    // It is written after the last step, before the log is finished.
+    wait_until("the model", || weights.exists());
+    std::thread::sleep(Duration::from_millis(500));
+    signal(&run, "INT");
+    std::thread::sleep(Duration::from_millis(200));
+    let written = std::fs::read_to_string(&summary).unwrap();
+    let (output, said) = ended(run, 0);
+    assert_eq!(serde_json::from_str::<Value>(&written).unwrap()["end"], "complete", "{said}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("samples/s"), "{said}");
+}
+
+/// The time left is compared with the time that the run then took, which depends on the machine as the estimate does.
+#[test]
+fn the_time_left_does_not_count_the_time_for_which_the_run_was_stopped() {
+    let slow = ["train", "--partitions", "2", "--chunks", "2", "--faults", "w0>w1:delay=200@0", "--steps", "30"];
+    let mut run = start(&slow);
+    let mut said = BufReader::new(run.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let left_s = |line: String| line.rsplit_once(", ")?.1.strip_suffix(" s left")?.parse::<f64>().ok();
+    said.find_map(left_s).expect("a line with the time left");
+    signal(&run, "STOP");
+    std::thread::sleep(Duration::from_secs(12));
+    signal(&run, "CONT");
+    let estimated_s = said.find_map(left_s).expect("another line with the time left");
+    let start = Instant::now();
+    said.for_each(drop);
+    let took_s = start.elapsed().as_secs_f64();
+    assert_eq!(run.wait().unwrap().code(), Some(0));
+    assert!(estimated_s < 3.0 * took_s + 5.0, "{estimated_s} s were left, and {took_s} s passed");
 }
 
 #[test]

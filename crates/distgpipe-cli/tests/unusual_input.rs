@@ -121,6 +121,18 @@ fn image_folders_may_have_names_that_are_not_text() {
     assert!(said.contains(&looked) && said.contains("--no-evaluate"), "{said}");
 }
 
+/// The name of the file in the message is not the one on the disk, so the flag must be there.
+#[test]
+fn a_path_that_is_not_utf_8_is_refused_by_its_flag() {
+    for flag in ["--checkpoint", "--log", "--save"] {
+        let path = OsStr::from_bytes(b"not\xfftext");
+        let output = distgpipe(&["train", "--steps", "1"]).arg(flag).arg(path).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(flag) && said.contains("expected a path in UTF-8"), "{said}");
+    }
+}
+
 /// Some of these ended the process ("memory allocation failed"), others would have been killed for their memory.
 #[test]
 fn numbers_that_no_memory_can_hold_are_refused_by_their_flag() {
@@ -134,7 +146,7 @@ fn numbers_that_no_memory_can_hold_are_refused_by_their_flag() {
         (&["train", "--partitions", HUGE], &["--partitions"]),
         (&["train", "--replicas", HUGE], &["--replicas"]),
         (&["train", "--auto-balance", HUGE], &["--auto-balance"]),
-        (&["train", "--seed", "18446744073709551615"], &["--seed 18446744073709551615: expected a number up to"]),
+        (&["train", "--seed", "18446744073709551615"], &["--seed 18446744073709551615: expected at most"]),
         (&["train", "--set", "hidden=[1000000000000]"], &["--set", "1 to 2^24"]),
         (
             &["train", "--set", "hidden=[16777216,16777216]"],

@@ -26,6 +26,11 @@ pub enum DataName {
 }
 
 impl DataName {
+    /// Whether the data set is read from files.
+    pub fn has_files(self) -> bool {
+        !matches!(self, DataName::Digits | DataName::Synthetic)
+    }
+
     /// The name that the flag takes.
     pub fn name(self) -> String {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()

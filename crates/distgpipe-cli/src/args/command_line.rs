@@ -13,7 +13,7 @@ impl TrainFlags {
         let mut push = |name: &str, value: &toml::Value| match value {
             toml::Value::Boolean(true) => words.push(format!("--{name}")),
             toml::Value::Boolean(false) => words.push(format!("--{name}=false")),
-            toml::Value::String(text) => words.push(format!("--{name} {}", quoted(text))),
+            toml::Value::String(text) => words.push(with_value(&format!("--{name}"), text)),
             other => words.push(format!("--{name} {other}")),
         };
         for name in names() {
@@ -30,6 +30,12 @@ impl TrainFlags {
     pub fn to_command(&self) -> anyhow::Result<String> {
         Ok(self.to_words()?.join(" "))
     }
+}
+
+/// A flag and its value for a POSIX shell. A value that looks like a flag is joined to it.
+pub fn with_value(flag: &str, value: &str) -> String {
+    let joint = if value.starts_with('-') { '=' } else { ' ' };
+    format!("{flag}{joint}{}", quoted(value))
 }
 
 /// A word quoted for a POSIX shell, where it needs to be.
@@ -85,5 +91,9 @@ pub fn explain_numbers(mut command: clap::Command) -> clap::Command {
 }
 
 fn whole_number<T: FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| "expected a whole number from 0 on".to_owned())
+    let too_large = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().map_err(|_| match too_large {
+        true => format!("expected at most {}", i64::MAX),
+        false => "expected a whole number of at least 0".to_owned(),
+    })
 }

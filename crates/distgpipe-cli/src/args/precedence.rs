@@ -59,14 +59,19 @@ impl TrainFlags {
         Ok(flags)
     }
 
-    /// These flags as TOML, whose numbers are smaller than those of some flags.
+    /// These flags as TOML, which is text, and whose numbers are smaller than those of some flags.
     fn table(&self) -> anyhow::Result<toml::Table> {
+        for (flag, path) in self.clone().paths_mut() {
+            if let Some(path) = path.as_deref().filter(|path| path.to_str().is_none()) {
+                return Err(usage(format!("{flag} {}: expected a path in UTF-8: rename it", path.display())));
+            }
+        }
         let values = serde_json::to_value(self)?;
         let numbers =
             values.as_object().into_iter().flatten().filter_map(|(name, value)| Some((name, value.as_u64()?)));
         for (name, number) in numbers {
             if i64::try_from(number).is_err() {
-                return Err(usage(format!("--{name} {number}: expected a number up to {}", i64::MAX)));
+                return Err(usage(format!("--{name} {number}: expected at most {}", i64::MAX)));
             }
         }
         Ok(toml::Table::try_from(self)?)
@@ -88,7 +93,7 @@ mod tests {
     fn a_number_that_a_file_cannot_hold_is_refused_by_the_name_of_its_flag() {
         let line = TrainFlags { seed: Some(u64::MAX), batch: Some(7), ..TrainFlags::default() };
         let said = TrainFlags::default().overlaid(&line).unwrap_err().to_string();
-        assert_eq!(said, "--seed 18446744073709551615: expected a number up to 9223372036854775807");
+        assert_eq!(said, "--seed 18446744073709551615: expected at most 9223372036854775807");
         let largest = TrainFlags { seed: Some(i64::MAX as u64), ..TrainFlags::default() };
         assert_eq!(TrainFlags::default().overlaid(&largest).unwrap().seed, largest.seed);
     }

@@ -1,7 +1,7 @@
 //! `distgpipe demo`: split learning in half a minute, through the same code as `distgpipe train`.
 
 use crate::args::{DataName, DecayName, TrainFlags};
-use crate::cmd::train;
+use crate::cmd::train::{self, Outcome};
 use crate::config::RunConfig;
 use crate::report;
 use crate::report::run::picture;
@@ -49,7 +49,7 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
         continued(&flags.to_words()?, COMMAND_WIDTH)
     ));
     let config = RunConfig::new(&flags)?;
-    let (result, plan) = train::execute(&config, "distgpipe train")?;
+    let Outcome::Ran(result, plan) = train::execute(&config, "distgpipe train")? else { return Ok(()) };
     if args.json {
         report::print_json(&result)?;
     } else {
@@ -59,7 +59,7 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<()> {
             picture(&plan, report::width())?
         ))?;
     }
-    result.interrupted.map_or(Ok(()), |interrupted| Err(interrupted.into()))
+    result.into_result()
 }
 
 /// A command wrapped to several lines, with a backslash at the end of each but the last.

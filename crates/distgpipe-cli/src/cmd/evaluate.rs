@@ -4,13 +4,12 @@ use crate::args::TrainFlags;
 use crate::config::InferenceConfig;
 use crate::datasets;
 use crate::exit::usage;
-use crate::report::progress::{bar, Pace};
+use crate::report::progress::{bar, Pace, RunningClock};
 use crate::report::table::{Side, Table};
 use crate::report::{self, listed, units, NAMES_LISTED_MAX};
 use distgpipe::{Evaluation, Loader, Pipeline};
 use serde::Serialize;
 use std::io::IsTerminal;
-use std::time::Instant;
 
 /// Flags of `distgpipe evaluate`.
 #[derive(Debug, clap::Args)]
@@ -90,13 +89,14 @@ fn check_names(config: &InferenceConfig, loader: &Loader) -> anyhow::Result<()> 
 fn evaluate(pipeline: &mut Pipeline, loader: &Loader) -> anyhow::Result<Evaluation> {
     let batches = loader.batches() as u64;
     let shown = std::io::stderr().is_terminal().then(|| bar(batches, "batches"));
-    let mut pace = Pace::new(batches, 0, Instant::now());
+    let mut clock = RunningClock::start();
+    let mut pace = Pace::new(batches, 0, clock.now());
     let mut number = 0;
     let scores = pipeline.evaluate_all_with(loader, |outcome| {
         number += 1;
         match &shown {
             Some(bar) => bar.set_position(number),
-            None if pace.is_due(number, Instant::now()) && number < batches => {
+            None if pace.is_due(number, clock.now()) && number < batches => {
                 report::note(&format!("batch {number}/{batches}: loss {:.4}", outcome.loss));
             }
             None => {}

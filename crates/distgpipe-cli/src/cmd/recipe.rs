@@ -1,7 +1,7 @@
 //! `distgpipe recipe`: lists, shows and runs published experiments, and compares the figures.
 
 use crate::args::{DataName, TrainFlags};
-use crate::cmd::train;
+use crate::cmd::train::{self, Outcome};
 use crate::config::RunConfig;
 use crate::exit::usage;
 use crate::recipe::comparison::{self, FinishedRun};
@@ -128,9 +128,9 @@ fn show(recipe: &Recipe) -> anyhow::Result<String> {
 fn to_provide(recipe: &Recipe) -> Vec<String> {
     let mut all = Vec::new();
     match recipe.run.data {
-        None | Some(DataName::Digits | DataName::Synthetic) => {}
         Some(DataName::ImageFolder) => all.push("--data-dir DIR: the directory of your images.".to_owned()),
-        Some(data) => all.push(format!("The data set: `distgpipe data get {}`.", data.name())),
+        Some(data) if data.has_files() => all.push(format!("The data set: `distgpipe data get {}`.", data.name())),
+        _ => {}
     }
     if let Some(DataName::Rte | DataName::Cola) = recipe.run.data {
         all.push(
@@ -162,38 +162,46 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
             recipe.name
         )));
     }
-    let (mut report, _) = train::execute(&config, &format!("distgpipe recipe run {}", recipe.name))?;
-    if let Some(interrupted) = report.interrupted.take() {
+    let report = match train::execute(&config, &format!("distgpipe recipe run {}", recipe.name))? {
+        Outcome::Ran(report, _) => report,
+        Outcome::NothingLeft(ended) if config.json => {
+            return report::print_json(&json!({ "recipe": recipe, "run": ended }));
+        }
+        Outcome::NothingLeft(_) => return Ok(()),
+    };
+    if report.interrupted.is_some() {
         // Published figures are those of whole runs.
         if config.json {
             report::print_json(&json!({ "recipe": recipe, "run": report }))?;
         } else {
             report::print(&report.epochs_if_unseen())?;
         }
-        return Err(interrupted.into());
+        return report.into_result();
     }
     let ran = FinishedRun { report: &report, flags: &config.flags, optim: config.optim };
     let lines = comparison::compare(recipe, &ran)?;
     let run = TrainFlags { threads: config.flags.threads, ..config.given.clone() };
     let deviations = deviations(recipe, &run)?;
     if config.json {
-        return report::print_json(&json!({
+        report::print_json(&json!({
             "recipe": recipe,
             "comparison": lines,
             "deviations": deviations,
             "run": report,
-        }));
+        }))?;
+    } else {
+        report::print(&format!(
+            "{}{}: {}\n{}, {}\n\n{}\nWhat differs:\n{}",
+            report.epochs_if_unseen(),
+            recipe.name,
+            recipe.title,
+            recipe.table,
+            recipe.published.row,
+            comparison::table(&lines),
+            bullets(&deviations)
+        ))?;
     }
-    report::print(&format!(
-        "{}{}: {}\n{}, {}\n\n{}\nWhat differs:\n{}",
-        report.epochs_if_unseen(),
-        recipe.name,
-        recipe.title,
-        recipe.table,
-        recipe.published.row,
-        comparison::table(&lines),
-        bullets(&deviations)
-    ))
+    report.into_result()
 }
 
 #[cfg(test)]

@@ -2,8 +2,9 @@
 
 use crate::args::TrainFlags;
 use crate::capture;
+use crate::cmd::balance;
 use crate::config::RunConfig;
-use crate::exit::{ResumeCommand, Usage};
+use crate::exit::{usage, ResumeCommand, Usage};
 use crate::report::cut::CutReport;
 use crate::report::log::Log;
 use crate::report::progress::{Progress, RunLength};
@@ -11,8 +12,10 @@ use crate::report::run::RunReport;
 use crate::report::{self, units};
 use crate::signals::{self, Interrupted};
 use anyhow::Context;
+use distgpipe::train::checkpoint::Checkpoint;
 use distgpipe::train::{Event, RunEnd, RunSummary, TestMetric, TrainError, Trainer};
 use distgpipe::{CheckpointError, Loader, Pipeline, Plan};
+use serde::Serialize;
 
 /// The examples at the end of `--help`.
 pub const EXAMPLES: &str = "\
@@ -48,23 +51,48 @@ On CPUs of one kind, runs with the same --seed and --threads give the same resul
 pub fn run(flags: TrainFlags) -> anyhow::Result<()> {
     signals::watch()?;
     let config = RunConfig::new(&flags.with_config()?)?;
-    let (report, _) = execute(&config, "distgpipe train")?;
+    let report = match execute(&config, "distgpipe train")? {
+        Outcome::Ran(report, _) => report,
+        Outcome::NothingLeft(ended) if config.json => return report::print_json(&ended),
+        Outcome::NothingLeft(_) => return Ok(()),
+    };
     if config.json {
         report::print_json(&report)?;
     } else {
         report::print(&format!("{}{}", report.epochs_if_unseen(), report.costs()))?;
     }
-    report.interrupted.map_or(Ok(()), |interrupted| Err(interrupted.into()))
+    report.into_result()
 }
 
-/// Trains as configured, and returns the report and the plan. `command` is the one to resume with; an error of a run that has a
-/// checkpoint comes with it. Calls of [`signals::watch`] before this let signals stop the run.
-pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<(RunReport, Plan)> {
+/// What came of a run.
+pub enum Outcome {
+    /// It trained, or at least tested: the report and the plan.
+    Ran(Box<RunReport>, Plan),
+    /// The run to resume had ended. The user has been told.
+    NothingLeft(EndedBefore),
+}
+
+/// What `--json` prints of a run that had ended before it was resumed: the fields of [`RunReport`] that say so.
+#[derive(Serialize)]
+pub struct EndedBefore {
+    end: RunEnd,
+    resumed_at: u64,
+    steps: u64,
+}
+
+/// Trains as configured. `command` is the one to resume with; an error of a run that has a checkpoint comes with it. Calls of
+/// [`signals::watch`] before this let signals stop the run.
+pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<Outcome> {
     let resume_command = || config.saving.as_ref().and_then(|saving| saving.resume_command(command));
-    let (mut report, plan) = train(config).map_err(|error| match resume_command() {
+    let with_command = |error: anyhow::Error| match resume_command() {
         Some(command) if !error.is::<Usage>() => error.context(ResumeCommand(command)),
         _ => error,
-    })?;
+    };
+    if let Some((checkpoint, end)) = config.saving.as_ref().and_then(|saving| saving.ended(&config.options)) {
+        return nothing_left(config, checkpoint, end).map(Outcome::NothingLeft).map_err(with_command);
+    }
+    let (mut report, plan) = train(config).map_err(with_command)?;
+    report.failed = report.failed.map(with_command);
     if let Some(interrupted) = &mut report.interrupted {
         interrupted.message += &match (resume_command(), &config.saving) {
             (Some(command), _) => format!("; to go on: {command}"),
@@ -72,11 +100,36 @@ pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<(RunReport, 
             (None, None) => "; nothing was saved to go on from: use --checkpoint DIR".to_owned(),
         };
     }
-    Ok((report, plan))
+    Ok(Outcome::Ran(Box::new(report), plan))
+}
+
+/// Says that the run to resume has ended. It writes no output again, only a model that is missing.
+fn nothing_left(config: &RunConfig, checkpoint: &Checkpoint, end: RunEnd) -> anyhow::Result<EndedBefore> {
+    let step = checkpoint.manifest().progress.step;
+    report::note(&match (end, config.options.patience) {
+        (RunEnd::OutOfPatience, Some(patience)) => format!(
+            "already finished after step {step}, by early stopping (--patience {patience}); to train further, raise --patience"
+        ),
+        _ => format!("already finished after step {step}; to train further, raise --epochs or --steps"),
+    });
+    match &config.flags.save {
+        Some(path) if path.exists() => report::note(&format!("--save {} stays as it is", path.display())),
+        Some(_) => {
+            let mut pipeline = start(config)?;
+            checkpoint.load(&mut pipeline).context("--resume")?;
+            save_model(config, &mut pipeline)?;
+        }
+        None => {}
+    }
+    Ok(EndedBefore { end, resumed_at: step, steps: 0 })
 }
 
 fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
-    let mut pipeline = config.start()?;
+    // Before the workers start, which takes long with too many threads.
+    if let Some(warning) = config.compute.warning() {
+        report::note(&warning);
+    }
+    let mut pipeline = start(config)?;
     let plan = pipeline.plan().clone();
     let placement = plan.placement();
     let (topology, replicas) = (pipeline.topology(), pipeline.topology().replicas());
@@ -90,17 +143,17 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let (mut log, mut done) = (None, 0);
     let (summary, steps, training);
     {
-        let mut trainer =
-            Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options.clone())?;
+        let trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options.clone());
+        let mut trainer = trainer.map_err(|e| usage(e.to_string()))?;
         steps = trainer.steps();
         if let Some(saving) = &config.saving {
             trainer =
                 trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance, config.compute.threads)?);
             if let Some(checkpoint) = &saving.from {
-                trainer = trainer.resume(checkpoint).context("--resume")?;
+                trainer = trainer.resume(checkpoint).map_err(cannot_resume)?;
                 done = checkpoint.manifest().progress.step;
             }
-            saving.resume_notes(steps).iter().for_each(|note| report::note(note));
+            saving.resume_notes().iter().for_each(|note| report::note(note));
         }
         // Only after the checkpoint is accepted: a rejected run must leave the previous log unchanged.
         if let Some(directory) = &config.log {
@@ -138,7 +191,7 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
             return Err(unwrapped(error));
         }
     };
-    // Saved before the report, but its error is raised after it, so that log and figures are not lost.
+    // Its error is raised after the report, so that log and figures are not lost.
     let saved = save_model(config, &mut pipeline);
     // Ends the workers first, so that their messages come before the report.
     drop(pipeline);
@@ -159,13 +212,29 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         precision: config.flags.precision.unwrap_or_default(),
         summary,
         interrupted,
+        failed: None,
     };
     let logged = log.map_or(Ok(()), |log| log.finish(&report));
     if let (Err(first), Err(_)) = (&saved, &logged) {
         report::note(&format!("error: {first:#}"));
     }
-    logged.and(saved)?;
-    Ok((report, plan))
+    let failed = logged.and(saved).err();
+    Ok((RunReport { failed, ..report }, plan))
+}
+
+/// The error of a checkpoint that does not fit the run: the flags, or the data that they name, are others.
+fn cannot_resume(error: CheckpointError) -> anyhow::Error {
+    match error {
+        CheckpointError::Mismatch { .. } | CheckpointError::WithinUpdate { .. } => usage(format!("--resume: {error}")),
+        other => anyhow::Error::from(other).context("--resume"),
+    }
+}
+
+/// Starts the pipeline. For `--auto-balance`, the costs of the layers come from where those of `distgpipe balance` come from.
+fn start(config: &RunConfig) -> anyhow::Result<Pipeline> {
+    let sample = config.balance_sample();
+    let measured = sample.map(|sample| balance::kept_or_measured(&config.model, &sample)).transpose()?;
+    config.start(measured)
 }
 
 /// Writes the model where `--save` says.
@@ -193,9 +262,6 @@ fn rescue_model(config: &RunConfig, pipeline: &mut Pipeline, error: &TrainError,
 /// Prints the devices and threads, the cut that `--auto-balance` found, and a warning if the codecs have no link.
 fn note_setup(config: &RunConfig, pipeline: &Pipeline) {
     report::note(&config.compute.to_string());
-    if let Some(warning) = config.compute.warning() {
-        report::note(&warning);
-    }
     if let Some(cut) = found_cut(config, pipeline) {
         report::note(&cut);
     }
@@ -206,15 +272,23 @@ fn note_setup(config: &RunConfig, pipeline: &Pipeline) {
 
 /// Prints which epoch was the best, and whether the run ended because nothing improved.
 fn note_end(config: &RunConfig, summary: &RunSummary) {
-    let Some(best) = summary.best else { return };
+    let Some(best) = summary.best else {
+        if let Some(metric) = config.options.best.filter(|_| config.flags.save_best.is_some()) {
+            report::note(&format!(
+                "--save-best: no checkpoint is marked as the best, because no whole epoch was tested for its {}",
+                metric.name()
+            ));
+        }
+        return;
+    };
     let (metric, epoch) = (best.metric.name(), best.epoch + 1);
     let value = match best.metric {
         TestMetric::Accuracy => units::percent(best.value),
         _ => format!("{:.4}", best.value),
     };
     if let (RunEnd::OutOfPatience, Some(patience)) = (summary.end, config.options.patience) {
-        let more = if summary.steps == 0 { ": raise --patience to continue" } else { "" };
-        report::note(&format!("stopped early: the test {metric} has not improved for {patience} epochs{more}"));
+        let epochs = units::plural(patience, "epoch");
+        report::note(&format!("stopped early: the test {metric} has not improved for {epochs}"));
     }
     let kept = config.saving.as_ref().and_then(|saving| saving.checkpoints.best().ok().flatten());
     let kept = kept.filter(|kept| kept.manifest().progress.step == best.step);

@@ -232,6 +232,7 @@ mod tests {
             precision: Precision::Fp32,
             summary,
             interrupted: None,
+            failed: None,
         }
     }
 

@@ -1,6 +1,7 @@
 //! The log directory of a run: its flags, every step and test, a trace if wanted, and the result. Steps and epochs count from 1.
 
 use crate::config::RunConfig;
+use crate::report::run::RunReport;
 use anyhow::Context;
 use distgpipe::files::open_regular;
 use distgpipe::runtime::trace::{write_jsonl, ChromeTrace, Phase, Span};
@@ -123,14 +124,18 @@ impl Log {
         })
     }
 
-    /// Writes summary.json and finishes the other files.
-    pub fn finish(self, summary: &impl Serialize) -> anyhow::Result<()> {
+    /// Writes summary.json and finishes the other files. A run that only repeated its last test keeps the summary of its steps.
+    pub fn finish(self, report: &RunReport) -> anyhow::Result<()> {
         let flag = || format!("--log {}", self.directory.display());
         if let Some(trace) = self.trace {
             trace.chrome.finish().with_context(flag)?;
         }
-        let text = serde_json::to_string_pretty(summary)? + "\n";
-        std::fs::write(self.directory.join("summary.json"), text).with_context(flag)
+        let path = self.directory.join("summary.json");
+        if report.summary.steps == 0 && path.exists() {
+            return Ok(());
+        }
+        let text = serde_json::to_string_pretty(report)? + "\n";
+        std::fs::write(path, text).with_context(flag)
     }
 
     /// Writes a line. It is complete on disk, in case the run is killed.

@@ -2,7 +2,7 @@
 
 mod pace;
 
-pub use pace::Pace;
+pub use pace::{Pace, RunningClock};
 
 use super::run::two_class_scores;
 use super::{carried, note, print_above, units};
@@ -12,7 +12,6 @@ use distgpipe::train::{EpochSummary, Event, StepDone};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
-use std::time::Instant;
 
 /// How long a run is.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +28,7 @@ pub struct RunLength {
 pub struct Progress {
     bar: Option<ProgressBar>,
     run: RunLength,
+    clock: RunningClock,
     pace: Pace,
     /// Batches of the test in progress that are done.
     tested: usize,
@@ -44,7 +44,9 @@ impl Progress {
             bar.set_position(done);
         }
         print_above(bar.clone());
-        Progress { bar, run, pace: Pace::new(run.steps, done, Instant::now()), tested: 0, warned: BTreeSet::new() }
+        let mut clock = RunningClock::start();
+        let pace = Pace::new(run.steps, done, clock.now());
+        Progress { bar, run, clock, pace, tested: 0, warned: BTreeSet::new() }
     }
 
     pub fn finish(&self) {
@@ -55,7 +57,7 @@ impl Progress {
     }
 
     fn step(&mut self, done: &StepDone<'_>) {
-        let (step, now) = (done.step + 1, Instant::now());
+        let (step, now) = (done.step + 1, self.clock.now());
         let left = self.pace.left_s(step, now).map(|left| format!(", {} left", units::duration(left)));
         let left = left.unwrap_or_default();
         if let Some(bar) = &self.bar {
@@ -77,7 +79,7 @@ impl Progress {
         let text = format!("testing: batch {}/{}", self.tested, self.run.test_batches);
         match &self.bar {
             Some(bar) => bar.set_message(text),
-            None if self.pace.is_late(Instant::now()) => note(&text),
+            None if self.pace.is_late(self.clock.now()) => note(&text),
             None => {}
         }
     }

@@ -32,6 +32,9 @@ pub struct RunReport {
     /// The signal that stopped the run, and how to go on.
     #[serde(skip)]
     pub interrupted: Option<Interrupted>,
+    /// Why the log or the model could not be written after the last step.
+    #[serde(skip)]
+    pub failed: Option<anyhow::Error>,
 }
 
 /// Epochs count from 1 in everything that the command prints and writes.
@@ -43,8 +46,20 @@ fn with_epochs_from_1<S: Serializer>(summary: &RunSummary, serializer: S) -> Res
 }
 
 impl RunReport {
-    /// The tables of workers and links, and the speed.
+    /// How the run ended, once its report is printed.
+    pub fn into_result(self) -> anyhow::Result<()> {
+        match (self.failed, self.interrupted) {
+            (Some(error), _) => Err(error),
+            (None, Some(interrupted)) => Err(interrupted.into()),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// The tables of workers and links, and the speed; nothing if the run made no step.
     pub fn costs(&self) -> String {
+        if self.summary.steps == 0 {
+            return String::new();
+        }
         let mut text = self.workers();
         if !self.summary.links.is_empty() {
             text.push('\n');
@@ -227,12 +242,12 @@ impl RunReport {
         let summary = &self.summary;
         match (summary.samples_per_s_median, summary.samples_per_s_mean) {
             (Some(median), Some(mean)) => format!(
-                "{} samples/s{} ({} on average over {} steps, after {} warm-up steps); {} in total, {} of it waiting for data\n",
+                "{} samples/s{} ({} on average over {}, after {}); {} in total, {} of it waiting for data\n",
                 units::rate(median),
                 unless_fp32(self.precision),
                 units::rate(mean),
-                summary.steps - summary.warm_up_steps,
-                summary.warm_up_steps,
+                units::plural(summary.steps - summary.warm_up_steps, "step"),
+                units::plural(summary.warm_up_steps, "warm-up step"),
                 units::seconds(summary.seconds),
                 units::seconds(summary.loading_s),
             ),

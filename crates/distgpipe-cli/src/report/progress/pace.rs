@@ -1,5 +1,7 @@
 //! When to print a line of progress, and how much time is left.
 
+use distgpipe::comm::suspension;
+use distgpipe::engine::boot_time;
 use std::time::{Duration, Instant};
 
 /// A line is printed at least this often.
@@ -9,25 +11,48 @@ const AT_MOST_EVERY: Duration = Duration::from_secs(1);
 /// A line is printed for every such share of the work.
 const SHARES: u64 = 20;
 
-/// The pace of work that has a known number of steps.
+/// A clock that stands still while this process is stopped or its machine sleeps.
+#[derive(Clone, Debug)]
+pub struct RunningClock {
+    /// How long this process did not run since the clock was started.
+    missed: Duration,
+    /// The end of the last suspension that was counted, or of the last one before.
+    counted: Option<Instant>,
+}
+
+impl RunningClock {
+    pub fn start() -> Self {
+        RunningClock { missed: Duration::ZERO, counted: suspension::last().map(|last| last.ended) }
+    }
+
+    pub fn now(&mut self) -> Duration {
+        if let Some(last) = suspension::last().filter(|last| self.counted != Some(last.ended)) {
+            self.counted = Some(last.ended);
+            self.missed += last.duration;
+        }
+        boot_time().saturating_sub(self.missed)
+    }
+}
+
+/// The pace of work that has a known number of steps, by a [`RunningClock`].
 #[derive(Clone, Debug)]
 pub struct Pace {
     total: u64,
-    first: (u64, Instant),
+    first: (u64, Duration),
     /// Step and time of the last line.
-    last: (u64, Instant),
+    last: (u64, Duration),
 }
 
 impl Pace {
     /// Work of `total` steps, of which `done` are done.
-    pub fn new(total: u64, done: u64, now: Instant) -> Self {
+    pub fn new(total: u64, done: u64, now: Duration) -> Self {
         Pace { total, first: (done, now), last: (done, now) }
     }
 
     /// Whether a line is due now that `step` steps are done: after 10 s, or after 5 % of the steps but not within 1 s. If so, the
     /// next one is counted from here.
-    pub fn is_due(&mut self, step: u64, now: Instant) -> bool {
-        let (steps, passed) = (step.saturating_sub(self.last.0), now.duration_since(self.last.1));
+    pub fn is_due(&mut self, step: u64, now: Duration) -> bool {
+        let (steps, passed) = (step.saturating_sub(self.last.0), now.saturating_sub(self.last.1));
         let due = passed >= AT_LEAST_EVERY || (steps.saturating_mul(SHARES) >= self.total && passed >= AT_MOST_EVERY);
         if due {
             self.last = (step, now);
@@ -36,14 +61,14 @@ impl Pace {
     }
 
     /// Whether a line is due between two steps: after 10 s.
-    pub fn is_late(&mut self, now: Instant) -> bool {
+    pub fn is_late(&mut self, now: Duration) -> bool {
         self.is_due(self.last.0, now)
     }
 
     /// Seconds until all steps are done, if the rest is as fast as what was done; `None` before the first step.
-    pub fn left_s(&self, step: u64, now: Instant) -> Option<f64> {
+    pub fn left_s(&self, step: u64, now: Duration) -> Option<f64> {
         let done = step.checked_sub(self.first.0).filter(|&done| done > 0)?;
-        let each = now.duration_since(self.first.1).as_secs_f64() / done as f64;
+        let each = now.saturating_sub(self.first.1).as_secs_f64() / done as f64;
         Some(each * self.total.saturating_sub(step) as f64)
     }
 }
@@ -54,7 +79,7 @@ mod tests {
 
     /// The steps at which lines are printed, with a step every `each`.
     fn printed(total: u64, done: u64, each: Duration) -> Vec<u64> {
-        let mut now = Instant::now();
+        let mut now = Duration::ZERO;
         let mut pace = Pace::new(total, done, now);
         let mut due = |step| {
             now += each;
@@ -80,7 +105,7 @@ mod tests {
 
     #[test]
     fn the_time_left_is_that_of_the_steps_that_this_process_did() {
-        let start = Instant::now();
+        let start = Duration::from_secs(7);
         let pace = Pace::new(100, 50, start);
         assert_eq!(pace.left_s(50, start), None);
         assert_eq!(pace.left_s(60, start + Duration::from_secs(5)), Some(20.0));
