@@ -346,7 +346,7 @@ fn a_busy_worker_says_so_at_once() {
         other => panic!("expected a failure, got {:?}", other.map(|_| ())),
     };
     let said = failure.to_string();
-    assert!(failure.is_busy() && said.starts_with("server is busy with another run since 20"), "{said}");
+    assert!(failure.is_busy() && said.starts_with("server has been busy with another run since 20"), "{said}");
     assert!(said.contains("wait until that run is over"), "{said}");
     assert!(start.elapsed() < Duration::from_secs(3), "it took {:?}", start.elapsed());
     // A script can tell from the exit status that it may try again later.
@@ -357,7 +357,7 @@ fn a_busy_worker_says_so_at_once() {
         .expect("it runs");
     let said = String::from_utf8_lossy(&second.stderr);
     assert_eq!(second.status.code(), Some(3), "{said}");
-    assert!(said.contains("error: w1 is busy with another run since 20"), "{said}");
+    assert!(said.contains("error: w1 has been busy with another run since 20"), "{said}");
     first.train_step(&batch()).expect("the first run goes on");
     drop(first);
     failure_scenarios::pipeline(servers.first(1), "").train_step(&batch()).expect("and the next has its turn");

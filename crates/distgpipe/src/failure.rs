@@ -265,7 +265,7 @@ impl fmt::Display for Failure {
         match phase.as_str() {
             LOST_CONNECTION => write!(f, "lost the connection to {worker}: {message}"),
             REJECTED_MESSAGE => write!(f, "rejected a message from {worker}: {message}"),
-            BUSY => write!(f, "{worker} is {message}"),
+            BUSY => write!(f, "{worker} has been {message}"),
             SUSPENDED => write!(f, "{worker} was suspended: {message}"),
             action if action.parse::<Action>().is_ok() => {
                 write!(f, "{worker} failed while running {action}: {message}")
@@ -365,7 +365,7 @@ mod tests {
             ),
             (
                 Failure::new("server", "joining the run", Fault::Busy { text: "busy since noon".to_owned() }),
-                "server is busy since noon: wait until that run is over, or start another worker",
+                "server has been busy since noon: wait until that run is over, or start another worker",
             ),
             (
                 Failure::connection("server", Fault::protocol("a report", "a job")),

@@ -117,8 +117,7 @@ pub fn prepare(stream: &TcpStream) -> Result<(), Fault> {
     set.map_err(|e| Fault::io("setting up a socket", e))
 }
 
-/// Connects to a worker and shows the credentials. Fails with [`Fault::Busy`] if the worker is in another run, and with
-/// [`Fault::Refused`] if it does not accept them.
+/// Connects to a worker and [introduces](introduce) this end.
 pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duration) -> Result<TcpStream, Fault> {
     let doing = || format!("connecting to {address}");
     let mut failed = Fault::invalid_job("a worker's address", format!("`{address}` resolves to no address"));
@@ -133,7 +132,17 @@ pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duratio
             Err(e) => failed = Fault::io(doing(), e),
         }
     }
-    let mut stream = connected.ok_or(failed)?;
+    introduce(connected.ok_or(failed)?, role, credentials, limit)
+}
+
+/// Shows the credentials to a worker. Fails with [`Fault::Busy`] if the worker is in another run, and with
+/// [`Fault::Refused`] if it does not accept them.
+pub fn introduce(
+    mut stream: TcpStream,
+    role: Role,
+    credentials: &Credentials,
+    limit: Duration,
+) -> Result<TcpStream, Fault> {
     prepare(&stream)?;
     let hello = Hello { run: credentials.run, token: credentials.token.0, role, build: BUILD.to_owned() };
     send_text(&mut stream, Kind::Hello, &hello.encode(), limit)?;

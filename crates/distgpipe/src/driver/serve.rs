@@ -121,7 +121,7 @@ impl Server {
 
     /// Serves jobs, one after the other, until `stop` returns true, or until the first job is over with
     /// [`ServeOptions::once`], whose failure it then returns. It passes everything that happens to `report`, and prints nothing.
-    /// While it is in a run, it refuses other drivers at once.
+    /// From the handshake of a driver to the end of its run, it refuses other drivers at once.
     pub fn run(&self, stop: impl Fn() -> bool, report: impl Fn(&ServeEvent<'_>)) -> Result<(), Failure> {
         engine::start();
         let mut pending = PendingConnections::default();
@@ -133,7 +133,10 @@ impl Server {
                 role => Err(Fault::protocol("a driver", format!("{role:?}"))),
             });
             let end = match hello {
-                Ok(hello) => self.serve_job(stream, from, hello.run, &report),
+                Ok(hello) => {
+                    let busy = BusyListener::new(self, &mut pending, from, hello.run);
+                    self.serve_job(stream, from, busy, &report)
+                }
                 Err(fault) => {
                     report(&ServeEvent::Rejected(&Failure::new(from.to_string(), "connecting", fault)));
                     continue;
@@ -155,8 +158,14 @@ impl Server {
         Ok(())
     }
 
-    fn serve_job(&self, mut driver: TcpStream, from: SocketAddr, run: [u8; 16], report: &Report<'_>) -> JobEnd {
-        let worker = match read_job(&mut driver) {
+    fn serve_job(
+        &self,
+        mut driver: TcpStream,
+        from: SocketAddr,
+        mut busy: BusyListener<'_>,
+        report: &Report<'_>,
+    ) -> JobEnd {
+        let worker = match busy.wait_for(&driver, JOB_LIMIT, report).and_then(|()| read_job(&mut driver)) {
             Ok(worker) => worker,
             Err(fault) => {
                 // There is no connection yet that would send the driver the cause.
@@ -166,9 +175,9 @@ impl Server {
                 return JobEnd::Failed(failure);
             }
         };
-        let (job, start) = (JobInfo::new(&worker, from, run), Instant::now());
+        let (job, start) = (JobInfo::new(&worker, from, busy.run), Instant::now());
         report(&ServeEvent::JobStarted(&job));
-        let end = self.run_job(driver, worker, &job, report, run);
+        let end = self.run_job(driver, worker, busy, report);
         let failure = match &end {
             JobEnd::Done => None,
             JobEnd::Failed(failure) | JobEnd::Stuck(failure) => Some(failure),
@@ -177,17 +186,10 @@ impl Server {
         end
     }
 
-    fn run_job(
-        &self,
-        driver: TcpStream,
-        worker: LocalWorker,
-        job: &JobInfo,
-        report: &Report<'_>,
-        run: [u8; 16],
-    ) -> JobEnd {
-        let mut session = Session::new(worker, BusyListener::new(self, job));
+    fn run_job(&self, driver: TcpStream, worker: LocalWorker, busy: BusyListener<'_>, report: &Report<'_>) -> JobEnd {
+        let mut session = Session::new(worker, busy);
         // From the first connection on, heartbeats are sent and every peer is notified of a failure.
-        let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, run));
+        let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, report));
         match joined {
             Ok(stage) => session.finish(stage, report),
             Err(fault) => {
@@ -198,8 +200,8 @@ impl Server {
     }
 
     /// Connects to the other workers and starts the worker's thread.
-    fn join(&self, session: &mut Session<'_>, run: [u8; 16]) -> Result<JoinHandle<()>, Fault> {
-        self.connect_peers(session, run)?;
+    fn join(&self, session: &mut Session<'_>, report: &Report<'_>) -> Result<JoinHandle<()>, Fault> {
+        self.connect_peers(session, report)?;
         let spec = session.worker.job.model.clone();
         let spec = spec.ok_or_else(|| Fault::protocol("a job with a model specification", "one without"))?;
         let model = std::panic::catch_unwind(|| (self.options.models)(&spec))
@@ -213,49 +215,46 @@ impl Server {
 
     /// Connects to the workers with higher numbers and waits for those with lower ones, except those in the driver's
     /// process.
-    fn connect_peers(&self, session: &mut Session<'_>, run: [u8; 16]) -> Result<(), Fault> {
+    fn connect_peers(&self, session: &mut Session<'_>, report: &Report<'_>) -> Result<(), Fault> {
         let (id, topology) = (session.worker.id(), session.worker.topology.clone());
-        let credentials = Credentials { run, token: self.options.token };
+        let credentials = Credentials { run: session.busy.run, token: self.options.token };
         let limit = session.worker.job.timeouts.connect();
-        let mut awaited = Vec::new();
+        let (mut dialed, mut awaited) = (Vec::new(), Vec::new());
         for peer in topology.members().filter(|&w| topology.linked(id, w)) {
             match session.worker.job.addresses.get(peer.index()).and_then(Option::as_deref) {
-                Some(address) if peer > id => {
-                    let failed = |fault| Fault::Reported(Failure::new(topology.name(peer), "joining the run", fault));
-                    let stream = handshake::dial(address, Role::Worker(id), &credentials, limit).map_err(failed)?;
-                    session.connect(stream, Peer::Worker(peer))?;
-                }
+                Some(address) if peer > id => dialed.push((peer, address.to_owned())),
                 Some(_) => awaited.push(peer),
                 None => {}
             }
+        }
+        // A worker that is connected expects heartbeats.
+        for (worker, stream) in std::mem::take(&mut session.busy.early) {
+            session.connect_awaited(&mut awaited, worker, stream)?;
+        }
+        for (peer, address) in dialed {
+            let failed = |fault| Fault::Reported(Failure::new(topology.name(peer), "joining the run", fault));
+            let stream = handshake::dial(&address, Role::Worker(id), &credentials, limit).map_err(failed)?;
+            session.connect(stream, Peer::Worker(peer))?;
         }
         let deadline = Instant::now() + limit;
         while !awaited.is_empty() {
             let abort = session.abort().clone();
             let stop = || abort.failure().is_some() || Instant::now() >= deadline;
-            let Some((mut stream, _)) = session.busy.pending.next(&self.listener, stop) else {
+            let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE_LIMIT);
+            let Some((worker, stream)) = session.busy.admit_next(left, stop, report) else {
                 abort.check()?;
                 let names: Vec<String> = awaited.iter().map(|&w| topology.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
                 return Err(Fault::TimedOut { what, limit_s: limit.as_secs_f64() });
             };
-            let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE_LIMIT);
-            // Anybody else (a stranger, a second driver, a worker that is connected already) is disconnected.
-            let terms = Terms { token: &self.options.token, run: Some(run), busy: Some(&session.busy.text) };
-            if let Ok(hello) = handshake::answer(&mut stream, &terms, left) {
-                if let Role::Worker(worker) = hello.role {
-                    if awaited.contains(&worker) {
-                        awaited.retain(|&w| w != worker);
-                        session.connect(stream, Peer::Worker(worker))?;
-                    }
-                }
-            }
+            session.connect_awaited(&mut awaited, worker, stream)?;
         }
         Ok(())
     }
 }
 
-/// Connections that have not sent a byte yet. They do not delay those that have.
+/// Connections that have not sent a byte yet. They do not delay those that have, and they survive the end of a job: the next
+/// driver may be among them.
 #[derive(Default)]
 struct PendingConnections {
     waiting: VecDeque<(TcpStream, SocketAddr, Instant)>,
@@ -359,6 +358,22 @@ impl<'a> Session<'a> {
         };
         self.connections.insert(other, self.worker.connect(stream, remote)?);
         Ok(())
+    }
+
+    /// Takes a worker that has connected off the list of those to wait for. Any other is disconnected.
+    fn connect_awaited(
+        &mut self,
+        awaited: &mut Vec<WorkerId>,
+        worker: WorkerId,
+        stream: TcpStream,
+    ) -> Result<(), Fault> {
+        match awaited.iter().position(|&w| w == worker) {
+            Some(at) => {
+                awaited.swap_remove(at);
+                self.connect(stream, Peer::Worker(worker))
+            }
+            None => Ok(()),
+        }
     }
 
     fn start_stage(&self, model: Model) -> Result<JoinHandle<()>, Fault> {
@@ -480,6 +495,80 @@ mod tests {
         assert_eq!(failure.worker, "server", "{failure}");
         assert_eq!(*reported.lock().unwrap(), ["blocking as server", "failed: true", "stuck"]);
         RELEASED.store(true, Ordering::Relaxed);
+    }
+
+    /// A server of the built-in models in a thread, until it is dropped.
+    struct Serving {
+        address: String,
+        stop: Arc<AtomicBool>,
+        thread: Option<JoinHandle<Result<(), Failure>>>,
+    }
+
+    const TOKEN: Token = Token([7; 32]);
+
+    impl Serving {
+        fn start() -> Self {
+            let server = Server::bind(ServeOptions::new("127.0.0.1:0".parse().unwrap(), TOKEN)).unwrap();
+            let (address, stop) = (server.address().unwrap().to_string(), Arc::new(AtomicBool::new(false)));
+            let stopped = stop.clone();
+            let thread = std::thread::spawn(move || server.run(|| stopped.load(Ordering::Relaxed), |_| {}));
+            Serving { address, stop, thread: Some(thread) }
+        }
+
+        fn connect(&self) -> TcpStream {
+            TcpStream::connect(&self.address).unwrap()
+        }
+
+        /// Joins the server as a driver that has not sent its job yet.
+        fn introduce(&self, stream: TcpStream, run: u8) -> Result<TcpStream, Fault> {
+            let credentials = Credentials { run: [run; 16], token: TOKEN };
+            handshake::introduce(stream, Role::Driver, &credentials, Duration::from_secs(60))
+        }
+
+        /// A run that a driver has started and not ended.
+        fn run(&self) -> Pipeline {
+            let workers = Workers::Remote { addresses: vec![self.address.clone()], token: TOKEN };
+            let builder = Pipeline::builder(zoo::Mlp::default().model().unwrap()).place("client,server");
+            builder.device(Device::Cpu).threads(1).workers(workers).build().unwrap()
+        }
+    }
+
+    impl Drop for Serving {
+        fn drop(&mut self) {
+            self.stop.store(true, Ordering::Relaxed);
+            let ended = self.thread.take().map(JoinHandle::join);
+            assert!(std::thread::panicking() || matches!(ended, Some(Ok(Ok(())))), "{ended:?}");
+        }
+    }
+
+    /// It once waited until the first driver had sent its job, which may take a minute, and often gave up before.
+    #[test]
+    fn a_second_driver_hears_that_the_worker_is_busy_before_the_first_has_sent_its_job() {
+        let server = Serving::start();
+        let first = server.introduce(server.connect(), 1).unwrap();
+        let refused = server.introduce(server.connect(), 2);
+        assert!(matches!(&refused, Err(Fault::Busy { text }) if text.contains("another run since 20")), "{refused:?}");
+        drop(first);
+        drop(server.run());
+    }
+
+    /// The next driver of a sequence connects while the run before it is ending, and then says hello.
+    #[test]
+    fn a_connection_that_is_older_than_the_end_of_a_job_is_not_lost() {
+        let server = Serving::start();
+        // Those who say nothing for too long are disconnected, so a try that takes too long shows nothing.
+        for attempt in 0.. {
+            let run = server.run();
+            let (waiting, start) = (server.connect(), Instant::now());
+            // Connections are accepted in their order: once this one has its answer, the other one has been accepted.
+            assert!(matches!(server.introduce(server.connect(), 2), Err(Fault::Busy { .. })));
+            drop(run);
+            let answered = server.introduce(waiting, 3);
+            if answered.is_ok() || start.elapsed() < HANDSHAKE_LIMIT || attempt == 20 {
+                drop(answered.expect("the hello is answered"));
+                break;
+            }
+        }
     }
 
     #[test]

@@ -61,7 +61,7 @@ impl JobInfo {
         let role = worker.topology.role_of(worker.id());
         JobInfo {
             driver,
-            run: run.iter().take(4).map(|byte| format!("{byte:02x}")).collect(),
+            run: run_name(run),
             worker: printable(&worker.name()),
             model: job.model.as_ref().map(|spec| printable(&spec.name)).unwrap_or_default(),
             partitions: plan.placement().partitions_of(role),
@@ -70,9 +70,9 @@ impl JobInfo {
             started: engine::utc_now(),
         }
     }
+}
 
-    /// What a second driver is told.
-    pub(super) fn busy(&self) -> String {
-        format!("another run since {} (run {}, from {})", self.started, self.run, self.driver)
-    }
+/// The first digits of a run's random number.
+pub(super) fn run_name(run: [u8; 16]) -> String {
+    run.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
 }
