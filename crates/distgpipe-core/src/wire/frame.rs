@@ -34,8 +34,11 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed, Xxh3};
 /// The first bytes of every frame. The first one is not ASCII, so that no text protocol is mistaken for ours.
 pub const MAGIC: [u8; 4] = *b"\x89DGP";
 
-/// The version of the header's layout and of the handshake. Both ends must have the same version.
-pub const VERSION: u16 = 1;
+/// The version of everything that the two ends of a connection exchange: the header's layout, the handshake, jobs, commands and
+/// reports. Both ends must have the same version. Increase it with every change to any of these.
+///
+/// 2: jobs name frozen parameters and groups of parameters; reports time what links deliver.
+pub const VERSION: u16 = 2;
 
 /// The size of an encoded header in bytes.
 pub const HEADER_BYTES: usize = 120;

@@ -11,12 +11,12 @@ use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::link_codecs::Decoder;
 use crate::comm::transport::tcp::{limits, read_frame, write_frame, Deadline, Frame};
 use crate::failure::{printable, Fault};
-use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
+use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome, WireError};
 use std::fmt;
-use std::io::Read;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::io::{ErrorKind, Read};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The secret that the driver and its workers share; 32 random bytes, written as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -195,7 +195,15 @@ impl Terms<'_> {
 /// gets the reason, which is also in the [`Fault::Busy`] or [`Fault::Refused`] returned here.
 pub fn answer(stream: &mut TcpStream, terms: &Terms<'_>, limit: Duration) -> Result<Hello, Fault> {
     prepare(stream)?;
-    let first = receive(stream, &[Kind::Hello], limit)?;
+    let first = match receive(stream, &[Kind::Hello], limit) {
+        Err(fault @ Fault::Wire(WireError::Version { .. })) => {
+            // All that the peer understands of an answer is the version in its header, which it reports.
+            send_text(stream, Kind::Refuse, &Refuse { reason: fault.to_string() }.encode(), limit)?;
+            discard_input(stream, limit.min(DISCARD_LIMIT));
+            return Err(fault);
+        }
+        first => first?,
+    };
     let hello = Hello::decode(&first.body).map_err(|e| Fault::malformed("a hello", e))?;
     match terms.check(&hello) {
         Ok(()) => {
@@ -210,10 +218,59 @@ pub fn answer(stream: &mut TcpStream, terms: &Terms<'_>, limit: Duration) -> Res
     }
 }
 
+/// How long a peer of another version may take to read the answer and close.
+const DISCARD_LIMIT: Duration = Duration::from_millis(500);
+
+/// Reads until the peer closes: closing a socket with unread input discards what it has sent.
+fn discard_input(stream: &mut TcpStream, limit: Duration) {
+    let _ = stream.shutdown(Shutdown::Write);
+    let (start, mut rest) = (Instant::now(), [0; 4096]);
+    while start.elapsed() < limit {
+        match stream.read(&mut rest) {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+            Err(_) => return,
+        }
+    }
+}
+
 /// The fault for a refusal, at either end.
 fn refusal(reason: String) -> Fault {
     match reason.split_whitespace().next() {
         Some(BUSY) => Fault::Busy { text: reason },
         _ => Fault::Refused { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use distgpipe_core::wire::{HEADER_BYTES, MAGIC, VERSION};
+    use std::io::Write;
+    use std::net::TcpListener;
+
+    /// A peer of another release once lost the connection without a word.
+    #[test]
+    fn a_peer_of_another_wire_version_learns_this_one() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let body = vec![0xff; 4000];
+        let mut header = Header::new(Kind::Hello);
+        header.seal(&body);
+        let mut hello = header.encode().to_vec();
+        hello[4..6].copy_from_slice(&(VERSION + 1).to_le_bytes());
+        hello.extend(body);
+        peer.write_all(&hello).unwrap();
+        let answering = std::thread::spawn(move || {
+            let terms = Terms { token: &Token([7; 32]), run: None, busy: None };
+            answer(&mut listener.accept().unwrap().0, &terms, Duration::from_secs(60)).unwrap_err()
+        });
+        let mut head = [0; HEADER_BYTES];
+        peer.read_exact(&mut head).unwrap();
+        assert_eq!((&head[..4], &head[4..6]), (&MAGIC[..], &VERSION.to_le_bytes()[..]));
+        drop(peer);
+        let expected = WireError::Version { ours: VERSION, theirs: VERSION + 1 };
+        assert!(matches!(answering.join().unwrap(), Fault::Wire(wire) if wire == expected));
     }
 }
