@@ -264,6 +264,13 @@ struct PendingConnections {
 const PENDING_MAX: usize = 64;
 
 impl PendingConnections {
+    /// Keeps a connection that [`next`](Self::next) has returned, as the first of those that wait.
+    fn put_back(&mut self, stream: TcpStream, from: SocketAddr) {
+        if stream.set_nonblocking(true).is_ok() {
+            self.waiting.push_front((stream, from, Instant::now()));
+        }
+    }
+
     /// The next connection that has sent something, or `None` once `stop` returns true.
     fn next(&mut self, listener: &TcpListener, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
         loop {
@@ -388,7 +395,12 @@ impl<'a> Session<'a> {
     /// Waits until the worker's thread has ended, or until it is too late after the run's end.
     fn finish(mut self, stage: JoinHandle<()>, report: &Report<'_>) -> JobEnd {
         while !stage.is_finished() && self.abort().failure().is_none() {
-            self.busy.refuse_next(report);
+            let driver = self.connections.get(&WorkerId(0));
+            let over = || {
+                std::thread::sleep(POLL);
+                stage.is_finished() || driver.is_none_or(Connection::peer_has_ended)
+            };
+            self.busy.refuse_next(over, report);
             self.notices.try_iter().for_each(|notice| report(&ServeEvent::Notice(&notice)));
             std::thread::sleep(POLL);
         }
@@ -472,6 +484,8 @@ mod tests {
                         ServeEvent::JobStarted(job) => format!("{} as {}", job.model, job.worker),
                         ServeEvent::JobEnded { failure, .. } => format!("failed: {}", failure.is_some()),
                         ServeEvent::Stuck(_) => "stuck".to_owned(),
+                        // That this process did not run for a while, on a busy machine.
+                        ServeEvent::Notice(_) => return,
                         other => format!("{other:?}"),
                     });
                 },

@@ -166,6 +166,11 @@ impl Connection {
         self.queue.clone().map(|queue| Queue::new(queue, self.abort.clone(), self.counters.clone()))
     }
 
+    /// Whether the peer has said goodbye, or the connection has failed.
+    pub fn peer_has_ended(&self) -> bool {
+        self.reader.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// Counts what this end sends.
     pub fn counters(&self) -> &Counters {
         &self.counters

@@ -41,8 +41,16 @@ impl<'a> BusyListener<'a> {
             if start.elapsed() >= limit {
                 return Err(Fault::TimedOut { what: "the handshake".to_owned(), limit_s: limit.as_secs_f64() });
             }
-            let admitted = self.admit_next(HANDSHAKE_LIMIT, || true, report);
-            self.early.extend(admitted);
+            let Some((mut stream, from)) = self.pending.next(&self.server.listener, || true) else { continue };
+            if has_input(driver) {
+                // The driver may be gone, and this one the next.
+                self.pending.put_back(stream, from);
+                break;
+            }
+            if let Some(Role::Worker(worker)) = self.answer(&mut stream, from, Some(self.run), HANDSHAKE_LIMIT, report)
+            {
+                self.early.push((worker, stream));
+            }
         }
         Ok(())
     }
@@ -63,11 +71,14 @@ impl<'a> BusyListener<'a> {
         None
     }
 
-    /// Refuses one connection, if there is one.
-    pub fn refuse_next(&mut self, report: &Report<'_>) {
-        if let Some((mut stream, from)) = self.pending.next(&self.server.listener, || true) {
-            self.answer(&mut stream, from, None, BUSY_LIMIT, report);
+    /// Refuses one connection, if there is one. It waits for its turn instead if the job is `over`: its driver may have waited
+    /// for the end of this one.
+    pub fn refuse_next(&mut self, over: impl Fn() -> bool, report: &Report<'_>) {
+        let Some((mut stream, from)) = self.pending.next(&self.server.listener, || true) else { return };
+        if over() {
+            return self.pending.put_back(stream, from);
         }
+        self.answer(&mut stream, from, None, BUSY_LIMIT, report);
     }
 
     /// Accepts a peer of this run, or nobody. Returns the role of one that was accepted.
