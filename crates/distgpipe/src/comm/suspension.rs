@@ -126,11 +126,14 @@ impl IdleTimer {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// Other tests of this process must not take its news.
     static OF_TEST: Suspensions = Suspensions::new();
+
+    /// A pause of a thread that certainly counts as a suspension.
+    pub const NOTICED: Duration = Duration::from_millis(900);
 
     fn timer() -> IdleTimer {
         IdleTimer { suspensions: &OF_TEST, ..IdleTimer::new() }

@@ -9,7 +9,7 @@ pub struct Timeouts {
     /// The run fails when no worker finishes an action for this long. Raise it if single actions take longer.
     pub stall_s: f64,
     /// A peer counts as dead when nothing arrives from it for this long, not even a heartbeat. A
-    /// [notice](crate::Builder::on_notice) comes after 5 s, or after a quarter of this if that is less.
+    /// [notice](crate::Builder::on_notice) comes after 5 s, or after a quarter of this if that is less, but not before 0.5 s.
     pub silence_s: f64,
     /// The limit for connecting to a worker, and for its answers until it has joined the run.
     pub connect_s: f64,

@@ -101,6 +101,44 @@ pub struct Traffic {
     pub waited: LinkWait,
 }
 
+impl Traffic {
+    /// What was added since an earlier snapshot. Refusals are those of the whole run.
+    pub fn since(&self, before: &Traffic) -> Traffic {
+        fn earlier<'a, T>(list: &'a [(PartitionEdge, T)], edge: &PartitionEdge) -> Option<&'a T> {
+            list.iter().find(|(other, _)| other == edge).map(|(_, earlier)| earlier)
+        }
+        let sent = self.sent.iter().map(|(edge, now)| {
+            (*edge, earlier(&before.sent, edge).map_or_else(|| now.clone(), |before| now.since(before)))
+        });
+        let decoded_ns = self.decoded_ns.iter().map(|(edge, now)| {
+            (*edge, now.saturating_sub(earlier(&before.decoded_ns, edge).copied().unwrap_or_default()))
+        });
+        Traffic {
+            messages: self.messages.saturating_sub(before.messages),
+            payload_bytes: self.payload_bytes.saturating_sub(before.payload_bytes),
+            wire_bytes: self.wire_bytes.saturating_sub(before.wire_bytes),
+            training_bytes: self.training_bytes.saturating_sub(before.training_bytes),
+            sent: sent.collect(),
+            decoded_ns: decoded_ns.collect(),
+            delivered: self.delivered.since(&before.delivered),
+            waited: self.waited.since(&before.waited),
+        }
+    }
+}
+
+impl EdgeTraffic {
+    fn since(&self, before: &EdgeTraffic) -> EdgeTraffic {
+        EdgeTraffic {
+            tensors: self.tensors.saturating_sub(before.tensors),
+            raw_bytes: self.raw_bytes.saturating_sub(before.raw_bytes),
+            wire_bytes: self.wire_bytes.saturating_sub(before.wire_bytes),
+            encode_ns: self.encode_ns.saturating_sub(before.encode_ns),
+            sent_raw: self.sent_raw.saturating_sub(before.sent_raw),
+            refusals: self.refusals.clone(),
+        }
+    }
+}
+
 impl Counters {
     /// Counts one message that has been sent.
     pub fn count_message(&self, sent: MessageSize) {

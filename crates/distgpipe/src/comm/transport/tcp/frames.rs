@@ -181,14 +181,17 @@ fn slots(message: &Message) -> usize {
 fn read_exact(stream: &mut impl Read, mut into: &mut [u8], deadline: &Deadline<'_>) -> Result<(), Fault> {
     let mut idle = IdleTimer::new();
     while !into.is_empty() {
-        match stream.read(into) {
+        let read = stream.read(into);
+        // Whatever came of it: if this process did not run meanwhile, the end of the connection is not the peer's fault.
+        let idle_for = idle.elapsed();
+        match read {
             Ok(0) => return Err(Fault::Lost),
             Ok(n) => {
                 into = &mut into[n..];
-                idle.progress();
+                idle.restart();
                 deadline.check_after_progress()?;
             }
-            Err(e) if timed_out(&e) => deadline.check(idle.elapsed(), Waiting::ForData)?,
+            Err(e) if timed_out(&e) => deadline.check(idle_for, Waiting::ForData)?,
             Err(e) if disconnected(&e) => return Err(Fault::Lost),
             Err(e) => return Err(Fault::io("reading from the socket", e)),
         }
@@ -200,13 +203,15 @@ fn read_exact(stream: &mut impl Read, mut into: &mut [u8], deadline: &Deadline<'
 pub(crate) fn write_all(stream: &mut impl Write, mut from: &[u8], deadline: &Deadline<'_>) -> Result<(), Fault> {
     let mut idle = IdleTimer::new();
     while !from.is_empty() {
-        match stream.write(from) {
+        let written = stream.write(from);
+        let idle_for = idle.elapsed();
+        match written {
             Ok(0) => return Err(Fault::Lost),
             Ok(n) => {
                 from = &from[n..];
-                idle.progress();
+                idle.restart();
             }
-            Err(e) if timed_out(&e) => deadline.check(idle.elapsed(), Waiting::ToSend)?,
+            Err(e) if timed_out(&e) => deadline.check(idle_for, Waiting::ToSend)?,
             Err(e) if disconnected(&e) => return Err(Fault::Lost),
             Err(e) => return Err(Fault::io("writing to the socket", e)),
         }
@@ -214,11 +219,61 @@ pub(crate) fn write_all(stream: &mut impl Write, mut from: &[u8], deadline: &Dea
     Ok(())
 }
 
-fn timed_out(error: &io::Error) -> bool {
+pub(super) fn timed_out(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
 fn disconnected(error: &io::Error) -> bool {
     use io::ErrorKind::*;
     matches!(error.kind(), ConnectionReset | ConnectionAborted | BrokenPipe | NotConnected | UnexpectedEof)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::abort::AbortFlag;
+    use crate::comm::suspension::{self, tests::NOTICED};
+    use std::time::{Duration, Instant};
+
+    /// A socket that ends in this way, after a time in which this process did not run.
+    struct Ended(fn() -> io::Result<usize>);
+
+    impl Ended {
+        fn end(&self) -> io::Result<usize> {
+            std::thread::sleep(NOTICED);
+            (self.0)()
+        }
+    }
+
+    impl Read for Ended {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            self.end()
+        }
+    }
+
+    impl Write for Ended {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            self.end()
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Such a process once blamed the peer that had given it up.
+    #[test]
+    fn a_connection_that_ended_while_this_process_was_suspended_shows_the_suspension() {
+        let abort = AbortFlag::default();
+        let deadline = Deadline::new(&abort, Duration::from_secs(60));
+        let endings: [fn() -> io::Result<usize>; 2] = [|| Ok(0), || Err(io::ErrorKind::ConnectionReset.into())];
+        for ending in endings {
+            let reading = || read_exact(&mut Ended(ending), &mut [0; 8], &deadline);
+            let writing = || write_all(&mut Ended(ending), &[0; 8], &deadline);
+            for end in [&reading as &dyn Fn() -> Result<(), Fault>, &writing] {
+                let start = Instant::now();
+                assert!(matches!(end(), Err(Fault::Lost)));
+                assert!(suspension::last().is_some_and(|last| last.ended > start));
+            }
+        }
+    }
 }

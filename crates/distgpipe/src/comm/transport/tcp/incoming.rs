@@ -1,6 +1,7 @@
 //! The receiving end of a socket, with a watch on what arrives: how fast, and whether anything does at all.
 
 use super::rate::RateMeter;
+use super::HEARTBEAT;
 use crate::comm::arrivals::Receiving;
 use crate::comm::notice::{Notice, Notify};
 use crate::comm::suspension::{self, IdleTimer};
@@ -9,8 +10,11 @@ use std::io::{self, Read};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-/// A peer that is silent for longer than this is reported, or for longer than a quarter of the limit.
-const SILENCE_REPORTED: Duration = Duration::from_secs(5);
+/// How long a peer may be silent before it is reported, if it counts as dead after `limit`: five seconds or a quarter of the
+/// limit, but longer than a peer with nothing to send pauses between two heartbeats.
+fn silence_reported(limit: Duration) -> Duration {
+    Duration::from_secs(5).min(limit / 4).max(2 * HEARTBEAT)
+}
 
 /// A stream that frames are read from.
 pub trait FrameSource: Read {
@@ -67,7 +71,7 @@ impl Incoming {
     fn nothing_arrived(&mut self) {
         let silence = self.idle.elapsed();
         self.report_suspension();
-        if self.silent.is_none() && silence >= SILENCE_REPORTED.min(self.limit / 4) {
+        if self.silent.is_none() && silence >= silence_reported(self.limit) {
             self.silent = Instant::now().checked_sub(silence);
             let (silent_s, limit_s) = (silence.as_secs_f64(), self.limit.as_secs_f64());
             self.notify.send(&Notice::Silent { worker: self.peer.clone(), silent_s, limit_s });
@@ -85,7 +89,11 @@ impl Read for Incoming {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.stream.read(into);
         match &read {
-            Ok(0) => {}
+            // The peer may have closed the connection because this process did not run.
+            Ok(0) => {
+                self.idle.elapsed();
+                self.report_suspension();
+            }
             Ok(bytes) => self.arrived(*bytes, into.len()),
             Err(_) => self.nothing_arrived(),
         }
@@ -99,5 +107,32 @@ impl FrameSource for Incoming {
         if let Some(timed) = self.meter.end_frame() {
             self.counters.arrivals().count(timed.bytes, Duration::from_nanos(timed.ns));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    /// With `--peer-timeout 1`, every pause between two heartbeats was once reported as a silence, and its end as a return.
+    #[test]
+    fn a_pause_between_two_heartbeats_is_no_silence() {
+        for (limit_s, reported_s) in [(0.05, 0.5), (0.9, 0.5), (2.0, 0.5), (4.0, 1.0), (20.0, 5.0), (1e7, 5.0)] {
+            assert_eq!(silence_reported(Duration::from_secs_f64(limit_s)).as_secs_f64(), reported_s, "{limit_s}");
+        }
+    }
+
+    #[test]
+    fn a_connection_that_ended_while_this_process_was_suspended_shows_the_suspension() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        drop(listener.accept().unwrap());
+        let limit = Duration::from_secs(60);
+        let start = Instant::now();
+        let mut incoming = Incoming::new(stream, Counters::default(), "server".to_owned(), limit, Notify::default());
+        std::thread::sleep(suspension::tests::NOTICED);
+        assert_eq!(incoming.read(&mut [0; 8]).unwrap(), 0);
+        assert!(suspension::last().is_some_and(|last| last.ended > start));
     }
 }

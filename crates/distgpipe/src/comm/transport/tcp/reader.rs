@@ -1,13 +1,13 @@
 //! The reading thread of a connection.
 
-use super::frames::{read_frame, Assembler};
+use super::frames::{read_frame, timed_out, Assembler};
 use super::incoming::Incoming;
 use super::{connection_failure, limits, Admit, Deadline, Deliver, OnHeartbeat, FINISH_FRAME};
 use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::Decoder;
 use crate::failure::Fault;
 use distgpipe_core::wire::{AbortNotice, Kind};
-use std::io::{ErrorKind, Read};
+use std::io::Read;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -72,7 +72,7 @@ impl Reader {
             match self.stream.read(&mut rest) {
                 Ok(0) => return,
                 Ok(_) => {}
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
+                Err(e) if timed_out(&e) => {}
                 Err(_) => return,
             }
         }
