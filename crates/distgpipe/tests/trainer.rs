@@ -132,6 +132,12 @@ fn the_summary_agrees_with_the_events() {
     assert!(summary.links[0].payload_bytes > 20 * 3200 && summary.links[1].payload_bytes == 20 * 3200);
     assert!(summary.links.iter().all(|link| link.delivered_bytes_per_s.is_none()), "threads have no link");
     assert!(summary.workers.iter().all(|w| w.phases_s["forward"] > 0.0 && w.peak_bytes > 0 && w.steps_s > 0.0));
+    // A second run of the pipeline has figures of its own.
+    let again = Trainer::new(&mut pipeline, training(), None, options(1, Some(5))).unwrap().run(|_, _| Ok(())).unwrap();
+    for link in &again.links {
+        assert_eq!((link.messages, link.payload_bytes, link.bytes_per_step), (5 * 4, 5 * 3200, 3200.0), "{link:?}");
+        assert!(link.edges.iter().all(|edge| (edge.tensors, edge.raw_bytes) == (5 * 4, 5 * 3200)), "{link:?}");
+    }
 }
 
 #[test]

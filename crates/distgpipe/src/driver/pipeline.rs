@@ -37,7 +37,7 @@ use distgpipe_core::balance::Found;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::WorkerId;
-use links::LinkTraffic;
+pub(crate) use links::LinkTraffic;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use step::StepRequest;
@@ -101,7 +101,7 @@ pub struct Pipeline {
     /// Whether the workers keep what they send in the next step.
     capture: bool,
     /// What each link had carried by the end of the last step.
-    link_traffic: LinkTraffic,
+    pub(crate) link_traffic: LinkTraffic,
 }
 
 /// Everything the builder has checked and decided.

@@ -53,10 +53,15 @@ impl StepWait {
 }
 
 /// The counters of all links after the last step, by sender and receiver.
-#[derive(Debug, Default)]
-pub(super) struct LinkTraffic(BTreeMap<(usize, WorkerId), Traffic>);
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LinkTraffic(BTreeMap<(usize, WorkerId), Traffic>);
 
 impl LinkTraffic {
+    /// What a link, of which `now` are the counters, has carried since these were read.
+    pub fn added(&self, from: usize, to: WorkerId, now: &Traffic) -> Traffic {
+        self.0.get(&(from, to)).map_or_else(|| now.clone(), |before| now.since(before))
+    }
+
     /// What each link did since the last call, from the workers' reports on a step.
     pub fn step(&mut self, workers: &[WorkerStep]) -> Vec<StepLink> {
         let mut links = Vec::new();
@@ -65,27 +70,20 @@ impl LinkTraffic {
                 let Some(receiver) = workers.get(to.index()) else { continue };
                 let back = WorkerId::new(from);
                 let received = receiver.report.links.iter().find(|(peer, _)| *peer == back);
-                let (sent_before, received_before) = (self.0.get(&(from, *to)), self.0.get(&(to.index(), back)));
-                let before = sent_before.map_or(0, |before| before.training_bytes);
-                let training_bytes = sent.training_bytes.saturating_sub(before);
-                let (delivered, waited) = match received {
-                    Some((_, now)) => {
-                        let before = received_before.cloned().unwrap_or_default();
-                        (now.delivered.since(&before.delivered), now.waited.since(&before.waited))
-                    }
-                    None => Default::default(),
-                };
+                let added = self.added(from, *to, sent);
+                let received = received.map(|(_, now)| self.added(to.index(), back, now)).unwrap_or_default();
+                let (delivered, waited) = (received.delivered, received.waited);
                 let encoded_ns = match sent.wire_bytes {
                     // Between threads, encoding is part of `codec_ns`.
                     0 => 0,
-                    _ => encode_ns(sent).saturating_sub(sent_before.map_or(0, encode_ns)),
+                    _ => encode_ns(&added),
                 };
                 let encoding_ns = encoded_ns.min(waited.peer_ns);
                 let seconds = |ns: u64| ns as f64 / 1e9;
                 links.push(StepLink {
                     from: worker.name.clone(),
                     to: receiver.name.clone(),
-                    training_bytes,
+                    training_bytes: added.training_bytes,
                     delivered_bytes_per_s: delivered.bytes_per_s(),
                     waited: StepWait {
                         link_s: seconds(waited.link_ns),

@@ -3,11 +3,12 @@
 use super::{EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
-use crate::driver::pipeline::{Pipeline, StepOutcome, StepWait};
+use crate::driver::pipeline::{LinkTraffic, Pipeline, StepOutcome, StepWait};
 use crate::runtime::trace::{Phase, PhaseTimes};
 use crate::train::events::StepDone;
 use crate::train::metrics::ClassCounts;
 use distgpipe_core::schedule::Plan;
+use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -123,6 +124,8 @@ pub(crate) struct SummaryBuilder {
     measured: Vec<(usize, f64)>,
     /// What the receivers of the links waited for in the measured steps, by the names of sender and receiver.
     waited: BTreeMap<(String, String), StepWait>,
+    /// What the links had carried before the run.
+    before: LinkTraffic,
 }
 
 impl SummaryBuilder {
@@ -157,6 +160,7 @@ impl SummaryBuilder {
             phases: vec![PhaseTimes::default(); topology.size()],
             measured: Vec::new(),
             waited: BTreeMap::new(),
+            before: pipeline.link_traffic.clone(),
         }
     }
 
@@ -183,14 +187,17 @@ impl SummaryBuilder {
         self.set_links(done.outcome);
     }
 
-    /// Replaces the link figures. Counters run since the start, so the last reading is the sum.
+    /// Replaces the link figures. Counters run since the pipeline was built, so the sum is the last reading less the one before
+    /// the run.
     pub fn set_links(&mut self, outcome: &StepOutcome) {
         self.summary.links.clear();
         for (from, worker) in outcome.workers.iter().enumerate() {
-            for (to, traffic) in &worker.report.links {
+            for (to, now) in &worker.report.links {
+                let traffic = self.before.added(from, *to, now);
                 let there = outcome.workers.get(to.index()).map(|worker| &worker.report);
                 let back = there.and_then(|report| report.links.iter().find(|(peer, _)| peer.index() == from));
-                let decoded = back.map_or(&[][..], |(_, traffic)| &traffic.decoded_ns);
+                let back = back.map(|(_, now)| self.before.added(to.index(), WorkerId::new(from), now));
+                let decoded = back.as_ref().map_or(&[][..], |traffic| &traffic.decoded_ns);
                 let bytes_per_step = traffic.training_bytes as f64 / self.summary.steps.max(1) as f64;
                 self.summary.links.push(LinkSummary {
                     from: worker.name.clone(),
@@ -199,7 +206,7 @@ impl SummaryBuilder {
                     payload_bytes: traffic.payload_bytes,
                     wire_bytes: traffic.wire_bytes,
                     bytes_per_step,
-                    delivered_bytes_per_s: back.and_then(|(_, traffic)| traffic.delivered.bytes_per_s()),
+                    delivered_bytes_per_s: back.as_ref().and_then(|traffic| traffic.delivered.bytes_per_s()),
                     // Added at the end of the run.
                     receiver_waited: StepWait::default(),
                     limited_by: None,
