@@ -41,7 +41,6 @@ use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::data::Loader;
 use distgpipe::driver::builder::{BuildError, Builder};
 use distgpipe::driver::profile::LayerProfile;
-use distgpipe::files::description;
 use distgpipe::train::TrainOptions;
 use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
 use distgpipe_core::placement::Placement;
@@ -103,6 +102,8 @@ impl RunConfig {
     pub fn resuming(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<Self> {
         check_directories(given)?;
         let (saving, given) = CheckpointConfig::open(given, otherwise)?;
+        // Those that come from the checkpoint.
+        check_directories(&given)?;
         Self::validated(saving, given)
     }
 
@@ -267,30 +268,20 @@ fn build(builder: Builder) -> anyhow::Result<Pipeline> {
     })
 }
 
-/// Whether the paths at which directories are created do not lead to something else.
+/// Whether the directories of a run can be written to.
 fn check_directories(flags: &TrainFlags) -> anyhow::Result<()> {
     let paths = [("--checkpoint", &flags.checkpoint), ("--log", &flags.log), ("--capture", &flags.capture)];
-    for (flag, path) in paths.iter().filter_map(|(flag, path)| Some((flag, path.as_deref()?))) {
-        if let Some(kind) = path.metadata().ok().map(|about| about.file_type()).filter(|kind| !kind.is_dir()) {
-            let got = description(kind);
-            return Err(usage(format!(
-                "{flag} {}: expected a directory, got {got}: choose another path",
-                path.display()
-            )));
-        }
-    }
-    Ok(())
+    paths
+        .iter()
+        .filter_map(|(flag, path)| Some((flag, path.as_deref()?)))
+        .try_for_each(|(f, path)| check_directory(f, path))
 }
 
-/// Whether `--log` and `--trace` go together, the directories of `--log` and `--capture` can be written to, and the log directory is
-/// free. A resumed run continues its log; so does one with
+/// Whether `--log` and `--trace` go together, and the log directory is free. A resumed run continues its log; so does one with
 /// `--resume=if-any` that was killed before its first checkpoint.
 fn check_log(flags: &TrainFlags, saving: Option<&CheckpointConfig>) -> anyhow::Result<()> {
     if flags.trace == Some(true) && flags.log.is_none() {
         return Err(usage("--trace: add --log DIR, the directory to write the trace to"));
-    }
-    for (flag, directory) in [("--log", &flags.log), ("--capture", &flags.capture)] {
-        directory.as_deref().map(|directory| check_directory(flag, directory)).transpose()?;
     }
     let resumes = saving.is_some_and(|saving| saving.resumes);
     match flags.log.as_deref().filter(|log| !resumes && log::is_used(log)) {

@@ -2,9 +2,8 @@
 
 use crate::exit::usage;
 use anyhow::Context;
-use distgpipe::files::{check_reader, open_regular, open_stream};
+use distgpipe::files::{self, check_reader, open_regular, open_stream};
 use std::ffi::OsString;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -43,17 +42,10 @@ pub fn read_bytes(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Vec
     Ok(bytes)
 }
 
-/// Checks before the work that files can be written into a directory, which need not exist. Leaves nothing behind.
+/// Checks before the work that files can be written into the directory that a flag names; it need not exist.
 pub fn check_directory(flag: &str, path: &Path) -> anyhow::Result<()> {
-    let wrong =
-        |e: std::io::Error| usage(format!("{flag} {}: {e}: name a directory that can be written to", path.display()));
-    let ancestors = path.ancestors().filter(|folder| !folder.as_os_str().is_empty());
-    let missing: Vec<&Path> = ancestors.take_while(|folder| !folder.exists()).collect();
-    let file = path.join(format!(".distgpipe.{}.part", std::process::id()));
-    let tried = std::fs::create_dir_all(path).and_then(|()| File::create(&file).map(drop));
-    let _ = std::fs::remove_file(&file);
-    missing.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
-    tried.map_err(wrong)
+    files::check_directory(path)
+        .map_err(|e| usage(format!("{flag} {}: {e}: name a directory that can be written to", path.display())))
 }
 
 /// A file to write, in a directory that exists. Create this before the work that produces the content, so that a misspelt path is

@@ -10,8 +10,9 @@ use crate::datasets;
 use crate::exit::usage;
 use crate::report;
 use anyhow::Context;
-use distgpipe::train::weights;
-use distgpipe::{Checkpoint, ModelSpec};
+use distgpipe::train::checkpoint::newest_in;
+use distgpipe::train::weights::{self, TensorSource};
+use distgpipe::{Checkpoint, CheckpointError, ModelSpec};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,8 +21,6 @@ use std::path::{Path, PathBuf};
 const KEY: &str = "distgpipe";
 /// The version of [`SavedModel`].
 const FORMAT: u32 = 1;
-/// The folder of a checkpoint is `step-N`.
-const STEP: &str = "step-";
 
 /// What a file says about its model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -89,21 +88,25 @@ impl SavedModel {
 /// The file that `--weights` leads to, and what it says about its model, if it does.
 pub struct Opened {
     pub file: PathBuf,
+    /// The tensors of the file, which a run may remove meanwhile.
+    pub source: Box<dyn TensorSource>,
     pub about: Option<SavedModel>,
 }
 
-/// Opens a file of weights, a checkpoint, or a directory of checkpoints, of which the newest counts.
+/// Opens a file of weights, a checkpoint, or a directory of checkpoints, of which the newest that is intact counts.
 pub fn open(path: &Path) -> anyhow::Result<Opened> {
     let flag = format!("--weights {}", path.display());
     if path.is_dir() {
-        let folder = if path.join("checkpoint.json").exists() { path.to_owned() } else { newest_in(path, &flag)? };
-        let checkpoint = Checkpoint::open(&folder).map_err(|e| usage(format!("{flag}: {e}")))?;
+        let (checkpoint, source) = match Checkpoint::is_at(path) {
+            true => open_checkpoint(path).map_err(|e| usage(format!("{flag}: {e}")))?,
+            false => newest(path, &flag)?,
+        };
         let about = Some(SavedModel::from_checkpoint(&checkpoint, &flag)?);
-        return Ok(Opened { file: checkpoint.model_file(), about });
+        return Ok(Opened { file: checkpoint.model_file(), source, about });
     }
     let source = weights::open(path).map_err(|e| usage(format!("--weights {e}")))?;
     let about = source.metadata(KEY).map(|text| parse(text, &flag)).transpose()?;
-    Ok(Opened { file: path.to_owned(), about })
+    Ok(Opened { file: path.to_owned(), source, about })
 }
 
 /// The flags that a description may have: those that say what the model was trained on.
@@ -143,17 +146,24 @@ fn parse(text: &str, flag: &str) -> anyhow::Result<SavedModel> {
     }
 }
 
-/// The newest checkpoint of a directory. The directory is not locked: the run that writes there may go on.
-fn newest_in(directory: &Path, flag: &str) -> anyhow::Result<PathBuf> {
-    let entries = std::fs::read_dir(directory).map_err(|e| usage(format!("{flag}: {e}")))?;
-    let steps = entries.flatten().filter_map(|entry| {
-        let step = entry.file_name().to_str()?.strip_prefix(STEP)?.parse::<u64>().ok()?;
-        Some((step, entry.path()))
-    });
-    steps.max().map(|(_, path)| path).ok_or_else(|| {
-        usage(format!(
+/// Opens a checkpoint and its file of tensors, so that both stay readable when the checkpoint is removed.
+fn open_checkpoint(folder: &Path) -> Result<(Checkpoint, Box<dyn TensorSource>), CheckpointError> {
+    let checkpoint = Checkpoint::open(folder)?;
+    let source = weights::open(&checkpoint.model_file())?;
+    Ok((checkpoint, source))
+}
+
+/// The newest intact checkpoint of a directory. The directory is not locked: the run that writes there may go on.
+fn newest(directory: &Path, flag: &str) -> anyhow::Result<(Checkpoint, Box<dyn TensorSource>)> {
+    let (found, damaged) = newest_in(directory, open_checkpoint).map_err(|e| usage(format!("{flag}: {e}")))?;
+    for error in &damaged {
+        report::note(&format!("warning: skipping a damaged checkpoint: {error}"));
+    }
+    found.ok_or_else(|| match damaged.is_empty() {
+        true => usage(format!(
             "{flag}: expected a file of weights, a checkpoint or a directory of checkpoints, got a directory without checkpoints"
-        ))
+        )),
+        false => usage(format!("{flag}: none of its checkpoints can be used, for the reasons above: name another one")),
     })
 }
 

@@ -4,7 +4,7 @@ use crate::exit::usage;
 use crate::report;
 use crate::saved_model::SavedModel;
 use anyhow::Context;
-use distgpipe::train::weights::{self, SafetensorsWriter, WeightsError};
+use distgpipe::train::weights::{self, SafetensorsWriter, TensorSource, WeightsError};
 use distgpipe::{Model, Pipeline};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -28,8 +28,8 @@ pub fn fit(path: &Path, model: &Model, allow: MissingTensors) -> anyhow::Result<
 }
 
 /// The same for a model that is not going to be trained: it must have all of its tensors.
-pub fn fit_trained(path: &Path, model: &Model) -> anyhow::Result<FittedWeights> {
-    weights::fit(path, model, MissingTensors::Refuse).map_err(|error| match error {
+pub fn fit_trained(path: &Path, source: Box<dyn TensorSource>, model: &Model) -> anyhow::Result<FittedWeights> {
+    weights::fit_opened(path, source, model, MissingTensors::Refuse).map_err(|error| match error {
         WeightsError::Mismatch { file, mismatches } => usage(format!(
             "--weights {} does not fit the model: check --model and --set, or rename the tensors:\n{mismatches}",
             file.display()

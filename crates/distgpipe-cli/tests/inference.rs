@@ -140,6 +140,15 @@ fn images_are_classified_as_the_test_loader_and_the_library_do() {
     ] {
         assert!(said.contains(words), "expected `{words}` in: {said}");
     }
+    // A program finds the outcomes in the order of the arguments.
+    let given = [&given[3..], &given[..3], &[text(&folders[0])]].concat();
+    let (out, _) = ended(1, &[&predict[..], &CPU, &["--batch", "2"], &given].concat());
+    let outcomes: Vec<Value> = serde_json::from_str(&out).expect("JSON");
+    let names: Vec<&str> = outcomes.iter().map(|outcome| outcome["input"].as_str().expect("text")).collect();
+    let images = ["progressive.jpg", "subsampled.jpg"].map(|file| folders[0].join(file).display().to_string());
+    assert_eq!(names, [&given[..6], &[&images[0], &images[1]]].concat());
+    let failed: Vec<bool> = outcomes.iter().map(|outcome| outcome["error"].is_string()).collect();
+    assert_eq!(failed, [true, true, true, true, false, true, false, false]);
     // Data with other classes cannot be compared with the model's scores.
     let other = directory("inference/others");
     images(&other);
@@ -188,6 +197,20 @@ fn a_saved_model_says_what_it_is_and_evaluates_to_the_figures_of_its_run() {
         assert_eq!((&scores["rows"], &scores["data"]), (&360.into(), &"digits".into()));
     }
     assert_eq!(evaluate(&weights, &["--limit", "50"])["rows"], 50);
+
+    // The checkpoint before a damaged one counts, as when a run resumes.
+    let file = step.join("model.safetensors");
+    let whole = std::fs::read(&file).expect("saved");
+    std::fs::write(&file, &whole[..whole.len() / 2]).expect("written");
+    let (out, said) = ended(0, &["evaluate", "--weights", text(&saved), "--chunks", "4", "--json", "--threads", "1"]);
+    let scores: Value = serde_json::from_str(&out).expect("JSON");
+    assert_eq!(scores["loss"], trained["epochs"][0]["test_loss"], "{said}");
+    assert!(said.contains("warning: skipping a damaged checkpoint: ") && said.contains("step-00000044"), "{said}");
+    assert!(refused(2, &["evaluate", "--weights", text(&step)]).contains("is corrupt"));
+    std::fs::write(saved.join("step-00000022/checkpoint.json"), "{}").expect("written");
+    let said = refused(2, &["evaluate", "--weights", text(&saved)]);
+    assert!(said.contains("none of its checkpoints can be used, for the reasons above"), "{said}");
+    std::fs::write(&file, &whole).expect("written");
 
     // The digits as files, one of the wrong size among them.
     let files = root.join("files");
@@ -301,6 +324,14 @@ fn pairs_of_sentences_are_classified_as_the_library_does() {
     let (out, said) = ended(1, &[&predict[..], &["The facts are 0.", pairs[0]]].concat());
     assert!(out.starts_with(pairs[0]) && out.contains("entailment "), "{out}");
     assert!(said.contains("expected two sentences with `|||` between them"), "{said}");
+    let outcomes_of = |given: [&str; 2]| {
+        let (out, _) = ended(1, &[&predict[..], &["--json"], &given].concat());
+        let outcomes: Vec<Value> = serde_json::from_str(&out).expect("JSON");
+        outcomes.iter().map(|outcome| outcome["input"].as_str().expect("text").to_owned()).collect::<Vec<_>>()
+    };
+    for given in [["The facts are 0.", pairs[0]], [pairs[0], "The facts are 0."]] {
+        assert_eq!(outcomes_of(given), given);
+    }
     // The tokenizer was moved.
     let moved = root.join("moved");
     std::fs::rename(&tokenizer, &moved).expect("renamed");

@@ -1,10 +1,10 @@
-//! Opening files that a user names. A named pipe would make an ordinary `open` wait for a writer, possibly forever, so
-//! every file is opened without waiting, and what it is gets checked afterwards.
+//! Opening files and checking directories that a user names. A named pipe would make an ordinary `open` wait for a writer,
+//! possibly forever, so every file is opened without waiting, and what it is gets checked afterwards.
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long a pipe or a terminal may stay silent.
@@ -40,6 +40,30 @@ pub fn check_reader(path: &Path) -> io::Result<File> {
             false => error,
         }
     })
+}
+
+/// Checks that files can be written into a directory, which need not exist. Leaves nothing behind.
+pub fn check_directory(path: &Path) -> io::Result<()> {
+    if let Some(kind) = path.metadata().ok().map(|about| about.file_type()).filter(|kind| !kind.is_dir()) {
+        return Err(io::Error::other(format!("expected a directory, got {}", description(kind))));
+    }
+    let missing = missing_directories(path);
+    let file = path.join(format!(".distgpipe.{}.part", std::process::id()));
+    let tried = std::fs::create_dir_all(path).and_then(|()| File::create(&file).map(drop));
+    let _ = std::fs::remove_file(&file);
+    remove_empty(&missing);
+    tried
+}
+
+/// The directories of a path that do not exist, the innermost first.
+pub fn missing_directories(path: &Path) -> Vec<PathBuf> {
+    let named = path.ancestors().filter(|folder| !folder.as_os_str().is_empty());
+    named.take_while(|folder| !folder.exists()).map(Path::to_owned).collect()
+}
+
+/// Removes directories, the innermost first, as far as they exist and are empty.
+pub fn remove_empty(directories: &[PathBuf]) {
+    directories.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
 }
 
 /// What a file is, for an error message.
@@ -94,7 +118,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    fn fifo(name: &str) -> std::path::PathBuf {
+    fn fifo(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("distgpipe-{}-{name}", std::process::id()));
         let _ = std::fs::remove_file(&path);
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
@@ -110,6 +134,23 @@ mod tests {
         let said = open_regular(&std::env::temp_dir()).unwrap_err().to_string();
         assert!(said.contains("got a directory"), "{said}");
         assert!(open_regular(Path::new("/dev/null")).unwrap_err().to_string().contains("got a device"));
+    }
+
+    #[test]
+    fn a_directory_is_checked_without_a_trace() {
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-check", std::process::id()));
+        let deep = root.join("a/b");
+        check_directory(&deep).unwrap();
+        assert!(!root.exists(), "it was created only to try");
+        std::fs::create_dir_all(&root).unwrap();
+        check_directory(&deep).unwrap();
+        check_directory(&root).unwrap();
+        assert_eq!(std::fs::read_dir(&root).unwrap().count(), 0);
+        let file = root.join("file");
+        std::fs::write(&file, "").unwrap();
+        assert_eq!(check_directory(&file).unwrap_err().to_string(), "expected a directory, got a regular file");
+        assert!(check_directory(&file.join("a")).is_err());
+        std::fs::remove_dir_all(root).unwrap();
     }
 
     #[test]

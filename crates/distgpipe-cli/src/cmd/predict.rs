@@ -10,7 +10,7 @@ use crate::report;
 use distgpipe::data::{DataError, Dataset, LoadPass};
 use distgpipe::tch::{Kind, Tensor};
 use distgpipe::{Loss, Pipeline};
-use inputs::Inputs;
+use inputs::{FailedInput, Inputs};
 use serde::Serialize;
 use std::ffi::OsString;
 
@@ -72,7 +72,7 @@ pub fn run(args: &PredictArgs) -> anyhow::Result<()> {
     }
     let config = InferenceConfig::new(given)?;
     let names = class_names(&config)?;
-    let Inputs { named, data, mut failed } = inputs::open(&config, &args.inputs)?;
+    let Inputs { named, data, failed } = inputs::open(&config, &args.inputs)?;
     let json = given.json == Some(true);
     let mut outcomes: Vec<Outcome> = Vec::new();
     let mut tell = |outcome: Outcome| -> anyhow::Result<()> {
@@ -88,13 +88,22 @@ pub fn run(args: &PredictArgs) -> anyhow::Result<()> {
     };
     let total = named.len() + failed.len();
     let mut failures = failed.len();
-    failed.drain(..).try_for_each(|(input, error)| tell(Outcome::Failed { input, error }))?;
+    // Outcomes come in the order of the inputs.
+    let mut failed = failed.into_iter().peekable();
+    let mut failed_before = |row: usize| {
+        failed
+            .next_if(|failed| failed.rows_before <= row)
+            .map(|FailedInput { input, error, .. }| Outcome::Failed { input, error })
+    };
     if !named.is_empty() {
         let mut pipeline = config.start(Loss::CrossEntropy)?;
         report::note(&config.compute.to_string());
         let rows: Vec<usize> = (0..named.len()).collect();
         for rows in rows.chunks(config.batch_rows()) {
             for (row, scores) in predicted(&mut pipeline, data.as_ref(), rows)? {
+                while let Some(outcome) = failed_before(row) {
+                    tell(outcome)?;
+                }
                 let input = named[row].clone();
                 failures += usize::from(scores.is_err());
                 tell(match scores {
@@ -103,6 +112,9 @@ pub fn run(args: &PredictArgs) -> anyhow::Result<()> {
                 })?;
             }
         }
+    }
+    while let Some(outcome) = failed_before(named.len()) {
+        tell(outcome)?;
     }
     if json {
         report::print_json(&outcomes)?;

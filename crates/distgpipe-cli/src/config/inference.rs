@@ -44,7 +44,7 @@ impl InferenceConfig {
         let path = given.weights.as_deref();
         let path =
             path.ok_or_else(|| usage("add --weights FILE, the trained model: what `train --save FILE` wrote"))?;
-        let saved_model::Opened { file, about } = saved_model::open(path)?;
+        let saved_model::Opened { file, source, about } = saved_model::open(path)?;
         let model = model_for(given, about.as_ref())?;
         let mut flags = match &about {
             Some(about) => about.flags.clone().overlaid(given)?,
@@ -67,7 +67,7 @@ impl InferenceConfig {
         let compute = Compute::new(&flags, &workers, worker_count)?;
         flags.threads = Some(compute.threads);
         Ok(InferenceConfig {
-            weights: fit_trained(&file, &model)?,
+            weights: fit_trained(&file, source, &model)?,
             codecs: codecs(&flags)?,
             timeouts: timeouts(&flags)?,
             flags,

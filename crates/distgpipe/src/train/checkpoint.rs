@@ -38,7 +38,7 @@
 
 mod folder;
 
-pub use folder::{Checkpoints, Created};
+pub use folder::{newest_in, Checkpoints, Created};
 
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::files::open_regular;
@@ -259,6 +259,11 @@ impl Checkpoint {
             }
         }
         Ok(Checkpoint { path: path.to_owned(), manifest })
+    }
+
+    /// Whether a folder is a checkpoint, intact or not.
+    pub fn is_at(path: &Path) -> bool {
+        path.join(MANIFEST).exists()
     }
 
     /// The folder that holds the checkpoint.

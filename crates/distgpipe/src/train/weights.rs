@@ -16,7 +16,7 @@ mod names;
 pub mod pth;
 pub mod safetensors;
 
-pub use fit::{fit, FittedWeights, MissingTensors};
+pub use fit::{fit, fit_opened, FittedWeights, MissingTensors};
 pub use model_file::save;
 pub use safetensors::SafetensorsWriter;
 

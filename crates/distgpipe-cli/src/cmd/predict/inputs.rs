@@ -24,8 +24,16 @@ pub struct Inputs {
     pub named: Vec<String>,
     /// The rows.
     pub data: Arc<dyn Dataset>,
-    /// Inputs that are no rows, and why.
-    pub failed: Vec<(String, String)>,
+    /// Inputs that are no rows, and why, in the order in which they were given.
+    pub failed: Vec<FailedInput>,
+}
+
+/// An input that is no row.
+pub struct FailedInput {
+    pub input: String,
+    pub error: String,
+    /// How many rows come before it.
+    pub rows_before: usize,
 }
 
 /// Opens what the user named.
@@ -66,7 +74,11 @@ fn images(config: &InferenceConfig, name: DataName, given: &[OsString]) -> anyho
             false => files.push(path.to_owned()),
             true => match images_in(path) {
                 Ok(found) => files.extend(found),
-                Err(error) => failed.push((path.display().to_string(), error.to_string())),
+                Err(error) => failed.push(FailedInput {
+                    input: path.display().to_string(),
+                    error: error.to_string(),
+                    rows_before: files.len(),
+                }),
             },
         }
     }
@@ -106,7 +118,7 @@ fn sentences(config: &InferenceConfig, name: DataName, given: &[OsString]) -> an
                 named.push(text);
                 texts.push(parts);
             }
-            Err(error) => failed.push((text, error)),
+            Err(error) => failed.push(FailedInput { input: text, error, rows_before: named.len() }),
         }
     }
     let data = Glue::unlabelled(texts, &tokens).map_err(|e| usage(e.to_string()))?;

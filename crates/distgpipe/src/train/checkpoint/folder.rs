@@ -6,7 +6,7 @@ use super::{
 };
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::failure::{Failure, Fault};
-use crate::files::open_regular;
+use crate::files::{missing_directories, open_regular, remove_empty};
 use crate::model::layer::{Role, TensorSpec};
 use crate::train::weights::{Entry, SafetensorsWriter, WeightsError};
 use crate::train::Progress;
@@ -28,6 +28,40 @@ const BEST: &str = "best";
 const BEST_BYTES_MAX: u64 = 64;
 /// Suffix of a checkpoint that another one of the same step replaces.
 const OLD: &str = ".old";
+
+/// How often [`newest_in`] looks at a folder that changes.
+const LISTINGS_MAX: usize = 100;
+
+/// What `open` returns for the newest checkpoint of a folder for which it succeeds, and its errors for newer ones. Another run
+/// may write into the folder and remove old checkpoints meanwhile: when the list of checkpoints has changed, an error counts for
+/// nothing, and the search starts again.
+pub fn newest_in<T>(
+    directory: &Path,
+    mut open: impl FnMut(&Path) -> Result<T, CheckpointError>,
+) -> Result<(Option<T>, Vec<CheckpointError>), CheckpointError> {
+    let (mut steps, mut listings) = (steps_in(directory)?, 1);
+    let (mut damaged, mut next) = (Vec::new(), 0);
+    while let Some(&step) = steps.get(next) {
+        match open(&directory.join(name_of(step))) {
+            Ok(opened) => return Ok((Some(opened), damaged)),
+            Err(error) => damaged.push(error),
+        }
+        next += 1;
+        let now = steps_in(directory)?;
+        if now != steps && listings < LISTINGS_MAX {
+            (steps, listings) = (now, listings + 1);
+            (damaged, next) = (Vec::new(), 0);
+        }
+    }
+    Ok((None, damaged))
+}
+
+/// The steps of the checkpoints in a folder, the newest first.
+fn steps_in(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
+    let mut steps: Vec<u64> = file_names(directory)?.iter().filter_map(|name| step_of(name)).collect();
+    steps.sort_unstable_by(|a, b| b.cmp(a));
+    Ok(steps)
+}
 
 /// A folder of checkpoints that only this process writes into. If it was created by [`open`](Self::open) and nothing was
 /// saved, dropping this value removes it.
@@ -55,7 +89,7 @@ impl Created {
     /// Removes it all. A folder that has got other content stays.
     pub fn remove(&self) {
         self.lock.iter().for_each(|lock| drop(fs::remove_file(lock)));
-        self.folders.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+        remove_empty(&self.folders);
     }
 }
 
@@ -63,8 +97,7 @@ impl Checkpoints {
     /// Creates the folder if it does not exist, locks it, and removes incomplete checkpoints of a killed run.
     /// [`save`](Self::save) keeps the newest `keep` checkpoints, at least one.
     pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
-        let missing = directory.ancestors().filter(|folder| !folder.as_os_str().is_empty());
-        let folders: Vec<PathBuf> = missing.take_while(|folder| !folder.exists()).map(Path::to_owned).collect();
+        let folders = missing_directories(directory);
         fs::create_dir_all(directory).map_err(on_disk("creating", directory))?;
         let path = directory.join(LOCK);
         let created = Created { lock: (!path.exists()).then(|| path.clone()), folders };
@@ -109,21 +142,12 @@ impl Checkpoints {
 
     /// The steps of the checkpoints in the folder, the newest first.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
-        let mut steps: Vec<u64> = file_names(&self.directory)?.iter().filter_map(|name| step_of(name)).collect();
-        steps.sort_unstable_by(|a, b| b.cmp(a));
-        Ok(steps)
+        steps_in(&self.directory)
     }
 
     /// The newest checkpoint that is intact, and the errors of newer ones.
     pub fn newest(&self) -> Result<(Option<Checkpoint>, Vec<CheckpointError>), CheckpointError> {
-        let mut damaged = Vec::new();
-        for step in self.steps()? {
-            match Checkpoint::open(&self.path(step)) {
-                Ok(checkpoint) => return Ok((Some(checkpoint), damaged)),
-                Err(error) => damaged.push(error),
-            }
-        }
-        Ok((None, damaged))
+        newest_in(&self.directory, Checkpoint::open)
     }
 
     /// The best checkpoint, which a run with [`TrainOptions::best`](crate::TrainOptions::best) has marked.
@@ -371,4 +395,65 @@ fn write_durably(path: &Path, value: &impl Serialize) -> Result<(), CheckpointEr
 /// A rename inside a folder survives a power cut only once the folder is synced.
 fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
     File::open(path).and_then(|directory| directory.sync_all()).map_err(on_disk("syncing", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder(name: &str, steps: &[u64]) -> PathBuf {
+        let root = std::env::temp_dir().join(format!("distgpipe-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&root);
+        steps.iter().for_each(|&step| fs::create_dir_all(root.join(name_of(step))).unwrap());
+        root
+    }
+
+    fn damaged(path: &Path) -> CheckpointError {
+        CheckpointError::Corrupt { path: path.to_owned(), expected: String::new(), got: String::new() }
+    }
+
+    /// Opens whatever exists, except for these steps.
+    fn open_except(path: &Path, bad: &[u64]) -> Result<u64, CheckpointError> {
+        fs::read_dir(path).map_err(on_disk("opening", path))?;
+        let step = step_of(path.file_name().unwrap().to_str().unwrap()).unwrap();
+        if bad.contains(&step) {
+            return Err(damaged(path));
+        }
+        Ok(step)
+    }
+
+    #[test]
+    fn the_newest_intact_checkpoint_is_found_and_the_newer_ones_are_named() {
+        let root = folder("newest", &[10, 20, 30]);
+        let (found, damaged) = newest_in(&root, |path| open_except(path, &[30])).unwrap();
+        assert_eq!((found, damaged.len()), (Some(20), 1));
+        let (found, damaged) = newest_in(&root, |path| open_except(path, &[10, 20, 30])).unwrap();
+        assert_eq!((found, damaged.len()), (None, 3));
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    /// A run that goes on removes old checkpoints while another program looks for the newest.
+    #[test]
+    fn a_checkpoint_that_is_removed_meanwhile_is_not_damaged() {
+        for in_part in [false, true] {
+            let root = folder("removed", &[10]);
+            let mut written = 10;
+            let found = newest_in(&root, |path| {
+                if written < 40 {
+                    fs::create_dir(root.join(name_of(written + 10))).unwrap();
+                    // Its files are gone, and the folder is not yet.
+                    if in_part && written == 30 {
+                        written += 10;
+                        return Err(damaged(path));
+                    }
+                    fs::remove_dir_all(root.join(name_of(written))).unwrap();
+                    written += 10;
+                }
+                open_except(path, &[])
+            });
+            let (found, damaged) = found.unwrap();
+            assert_eq!((found, damaged.len()), (Some(40), 0), "{in_part}");
+            fs::remove_dir_all(root).unwrap();
+        }
+    }
 }

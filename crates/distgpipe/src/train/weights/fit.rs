@@ -61,7 +61,16 @@ impl FittedWeights {
 /// Opens a file whose tensors fit the model. It must have all of the model's tensors, or some of them with
 /// [`MissingTensors::Initialize`], and no unknown ones.
 pub fn fit(path: &Path, model: &Model, allow: MissingTensors) -> Result<FittedWeights, WeightsError> {
-    let source = open(path)?;
+    fit_opened(path, open(path)?, model, allow)
+}
+
+/// The same for a file that is open, and may have been removed since.
+pub fn fit_opened(
+    path: &Path,
+    source: Box<dyn TensorSource>,
+    model: &Model,
+    allow: MissingTensors,
+) -> Result<FittedWeights, WeightsError> {
     let mut matches = Matches::new(source.entries(), model, allow);
     let mut notes = Vec::new();
     let mut note = |names: &[String], what: &str| {
