@@ -152,7 +152,7 @@ fn three_thousand_layers_are_measured_and_cut_within_the_time_limit() {
     let flags = ["balance", "mlp", "--set", &hidden, "--rows", "1", "--partitions", "6", "--json"];
     let start = Instant::now();
     let (out, _) = ended(0, &[&flags[..], &["--time-limit", "30"]].concat());
-    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(120), "{:?}", start.elapsed());
     let value: Value = serde_json::from_str(&out).unwrap();
     let layers: u64 = value["balance"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).sum();
     assert_eq!(layers, 3000);

@@ -4,7 +4,6 @@
 mod failure_scenarios;
 mod servers;
 
-use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{Batch, BuildError, Failure, Notice, Pipeline, StepError, WorkerProgram, Workers};
@@ -12,7 +11,7 @@ use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
 use distgpipe_core::WorkerId;
 use failure_scenarios::{
-    actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, SILENCE_S,
+    actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, PATIENT, SHORT,
 };
 use servers::{Servers, TOKEN};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -131,7 +130,7 @@ fn assert_link_named((failure, took): (Failure, Duration), scenario: &str, drive
         }
         other => panic!("{scenario}: {other:?}"),
     }
-    assert!(took <= BOUND + Duration::from_secs_f64(SILENCE_S), "{scenario}: took {took:?}: {failure}");
+    assert!(took <= BOUND, "{scenario}: took {took:?}: {failure}");
 }
 
 #[test]
@@ -197,9 +196,8 @@ fn a_silent_worker_is_reported_and_so_is_its_return() {
     let _alone = alone();
     let notices = Arc::new(Mutex::new(Vec::new()));
     let seen = notices.clone();
-    let patient = Timeouts { stall_s: 60.0, silence_s: 60.0, connect_s: 20.0 };
+    // The notice comes after five seconds, and leaves 55 to wake the worker up.
     let mut pipeline = failure_scenarios::builder(processes(), "")
-        .timeouts(Timeouts { silence_s: 4.0, ..patient })
         .on_notice(move |notice| seen.lock().unwrap().push(notice.clone()))
         .build()
         .expect("a pipeline");
@@ -222,10 +220,10 @@ fn a_silent_worker_is_reported_and_so_is_its_return() {
     // This process may have been starved as well.
     let starved = |notice: &&Notice| matches!(notice, Notice::Suspended { .. });
     let notices: Vec<Notice> = notices.lock().unwrap().iter().filter(|notice| !starved(notice)).cloned().collect();
-    let [Notice::Silent { worker, limit_s: 4.0, .. }, Notice::Back { worker: back, .. }] = &notices[..] else {
+    let [Notice::Silent { worker, limit_s, .. }, Notice::Back { worker: back, .. }] = &notices[..] else {
         panic!("{notices:?}");
     };
-    assert_eq!((&worker[..], &back[..]), ("server", "server"));
+    assert_eq!((&worker[..], &back[..], *limit_s), ("server", "server", PATIENT.silence_s));
 }
 
 /// Runs `distgpipe train`, suspends it in the middle for longer than these limits, and returns its status and what it said.
@@ -245,7 +243,7 @@ fn suspended_driver(limits: &[&str]) -> (Option<i32>, String) {
         assert!(said.read_line(&mut text).expect("text") > 0, "{text}");
     }
     stop(driver.id());
-    std::thread::sleep(Duration::from_secs(3));
+    std::thread::sleep(Duration::from_secs(8));
     signal(driver.id(), "-CONT");
     said.read_to_string(&mut text).expect("text");
     (driver.wait().expect("it ends").code(), text)
@@ -256,11 +254,11 @@ fn suspended_driver(limits: &[&str]) -> (Option<i32>, String) {
 fn a_driver_that_was_suspended_does_not_blame_its_workers() {
     let _alone = alone();
     // The worker waits longer than the driver was away, and the driver does not count the time against the worker.
-    let (status, said) = suspended_driver(&["--timeout", "2", "--peer-timeout", "20"]);
+    let (status, said) = suspended_driver(&["--timeout", "5", "--peer-timeout", "60"]);
     assert_eq!(status, Some(0), "{said}");
     assert!(said.contains("this process did not run for "), "{said}");
     // The worker has given up meanwhile.
-    let (status, said) = suspended_driver(&["--timeout", "20", "--peer-timeout", "1.5"]);
+    let (status, said) = suspended_driver(&["--timeout", "60", "--peer-timeout", "4"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("error: client was suspended: this process did not run for"), "{said}");
     assert!(said.contains("raise --peer-timeout") && !said.contains("lost the connection to server"), "{said}");
@@ -270,7 +268,7 @@ fn a_driver_that_was_suspended_does_not_blame_its_workers() {
 #[test]
 fn a_suspended_worker_process_times_out() {
     let _alone = alone();
-    let mut pipeline = failure_scenarios::pipeline(processes(), "");
+    let mut pipeline = failure_scenarios::builder(processes(), "").timeouts(SHORT).build().expect("a pipeline");
     pipeline.train_step(&batch()).expect("a step");
     let server = children();
     assert_eq!(server.len(), 1);
@@ -283,7 +281,7 @@ fn a_suspended_worker_process_times_out() {
     drop(pipeline);
     assert!(failure.worker.contains("server"), "{failure}");
     assert!(failure.phase != "lost connection" || failure.message.contains("`Timeouts::silence_s`"), "{failure}");
-    assert!(start.elapsed() <= BOUND + Duration::from_secs_f64(SILENCE_S), "took {:?}", start.elapsed());
+    assert!(start.elapsed() <= BOUND, "took {:?}", start.elapsed());
     assert_eq!(children(), Vec::<u32>::new(), "a process is left");
 }
 
@@ -307,7 +305,8 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     let start = Instant::now();
     serves("silent strangers");
-    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+    // If each were waited for, it would take minutes.
+    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
     drop(silent);
     // A frame that asks for a gigabyte before any token was shown.
     let mut header = Header { slots: 1, ..Header::new(WireKind::Activation) };
@@ -317,7 +316,8 @@ fn a_server_survives_garbage_strangers_and_failed_runs() {
     let mut greedy = TcpStream::connect(address).expect("it listens");
     greedy.write_all(&header.encode()).expect("it reads");
     let mut answer = Vec::new();
-    greedy.set_read_timeout(Some(Duration::from_secs(2))).expect("a time-out");
+    // The worker would wait for the rest of a hello for five seconds.
+    greedy.set_read_timeout(Some(Duration::from_secs(4))).expect("a time-out");
     assert!(matches!(greedy.read_to_end(&mut answer), Ok(0)), "it is sent away at once, not read from");
     serves("a greedy stranger");
     let wrong: distgpipe::comm::handshake::Token = "f".repeat(64).parse().expect("a token");
@@ -348,7 +348,8 @@ fn a_busy_worker_says_so_at_once() {
     let said = failure.to_string();
     assert!(failure.is_busy() && said.starts_with("server has been busy with another run since 20"), "{said}");
     assert!(said.contains("wait until that run is over"), "{said}");
-    assert!(start.elapsed() < Duration::from_secs(3), "it took {:?}", start.elapsed());
+    // It would wait for an answer for a minute.
+    assert!(start.elapsed() < BOUND, "it took {:?}", start.elapsed());
     // A script can tell from the exit status that it may try again later.
     let second = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
         .args(["train", "--partitions", "2", "--steps", "1", "--workers", &servers.addresses()[0]])

@@ -65,7 +65,7 @@ fn a_pipe_is_never_waited_for() {
     for (arguments, words) in cases {
         let start = Instant::now();
         let said = refused(2, arguments);
-        assert!(start.elapsed() < Duration::from_secs(30), "{arguments:?}: {:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(60), "{arguments:?}: {:?}", start.elapsed());
         for word in words {
             assert!(said.contains(word), "{arguments:?}: expected `{word}` in: {said}");
         }
