@@ -145,8 +145,8 @@ fn images_are_classified_as_the_test_loader_and_the_library_do() {
     let (out, _) = ended(1, &[&predict[..], &CPU, &["--batch", "2"], &given].concat());
     let outcomes: Vec<Value> = serde_json::from_str(&out).expect("JSON");
     let names: Vec<&str> = outcomes.iter().map(|outcome| outcome["input"].as_str().expect("text")).collect();
-    let images = ["progressive.jpg", "subsampled.jpg"].map(|file| folders[0].join(file).display().to_string());
-    assert_eq!(names, [&given[..6], &[&images[0], &images[1]]].concat());
+    let in_folder = ["progressive.jpg", "subsampled.jpg"].map(|file| folders[0].join(file).display().to_string());
+    assert_eq!(names, [&given[..6], &[&in_folder[0], &in_folder[1]]].concat());
     let failed: Vec<bool> = outcomes.iter().map(|outcome| outcome["error"].is_string()).collect();
     assert_eq!(failed, [true, true, true, true, false, true, false, false]);
     // Data with other classes cannot be compared with the model's scores.
