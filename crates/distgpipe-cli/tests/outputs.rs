@@ -31,6 +31,15 @@ fn lines_of_progress_have_step_loss_rate_and_time_left() {
     assert!(!out.contains("train loss"), "{out}");
 }
 
+/// To start many threads takes long, so the user is told before.
+#[test]
+fn a_warning_of_too_many_threads_is_the_first_line() {
+    let threads = (std::thread::available_parallelism().expect("known").get() + 1).to_string();
+    let run = ["train", "--set", "hidden=[16]", "--steps", "1", "--no-evaluate", "--threads", &threads];
+    let (_, said) = ended(0, &run);
+    assert!(said.starts_with("warning: 1 worker on this host with "), "{said}");
+}
+
 /// The highest memory use of a run, in bytes.
 fn peak_bytes(arguments: &[&str]) -> u64 {
     let mut child = distgpipe(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");

@@ -187,12 +187,13 @@ fn a_signal_after_the_last_step_lets_the_run_write_its_results() {
     let summary = log.join("summary.json");
     assert!(Command::new("mkfifo").arg(&summary).status().unwrap().success());
     let outputs = ["--log", log.to_str().unwrap(), "--save", weights.to_str().unwrap()];
-    let run = start(&[&["train", "--set", "hidden=[16]", "--epochs", "1"], &outputs[..]].concat());
+    let mut run = start(&[&["train", "--set", "hidden=[16]", "--epochs", "1"], &outputs[..]].concat());
     // It is written after the last step, before the log is finished.
     wait_until("the model", || weights.exists());
     std::thread::sleep(Duration::from_millis(500));
     signal(&run, "INT");
     std::thread::sleep(Duration::from_millis(200));
+    assert!(run.try_wait().unwrap().is_none(), "it has ended without its results");
     let written = std::fs::read_to_string(&summary).unwrap();
     let (output, said) = ended(run, 0);
     assert_eq!(serde_json::from_str::<Value>(&written).unwrap()["end"], "complete", "{said}");

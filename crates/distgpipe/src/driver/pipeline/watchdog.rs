@@ -30,6 +30,8 @@ impl Pipeline {
             Ok(())
         };
         let waited = self.workers.mailbox.take_while(tag, watch);
+        // If this process was suspended, the message may be there before anything else notices.
+        idle.progress();
         waited.map_err(|fault| self.fail("waiting for the workers", fault))
     }
 
