@@ -6,10 +6,12 @@ puts the symbols back with the sort's permutation. Its fast variant finds the bo
 rounds with masks. Both decode with masks, one bin after another. The original, our codecs and plain copies of the tensor take
 turns, round by round, so that an outside disturbance affects all of them alike. The best of all rounds counts.
 
-usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9]      needs: cargo, torch
+usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9] [--simd avx2] [--driver PROGRAM]      needs: torch, and cargo unless the
+compiled example codec_speed is given as PROGRAM
 """
 import argparse
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -97,10 +99,12 @@ def measure_original(tensors):
     return rows
 
 
-def measure_ours(repeat):
-    done = subprocess.run([*DRIVER, str(repeat)], stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+def measure_ours(options):
+    driver = [options.driver, "--json", "--repeat"] if options.driver else DRIVER
+    variables = {**os.environ, **({"DISTGPIPE_SIMD": options.simd} if options.simd else {})}
+    done = subprocess.run([*driver, str(options.repeat)], stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env=variables)
     if done.returncode:
-        raise SystemExit(f"failed: {' '.join(DRIVER)} {repeat}")
+        raise SystemExit(f"failed: {' '.join(driver)} {options.repeat}")
     return [{"by": "ours", **json.loads(line)} for line in done.stdout.splitlines()]
 
 
@@ -110,11 +114,12 @@ def report(rows, options):
         figures = best.setdefault((row["by"], row["codec"], row["tensor"]), {})
         for key in ("encode_gb_s", "decode_gb_s", "copy_gb_s"):
             figures[key] = max(figures.get(key, 0), row[key])
+    simd = f" --simd {options.simd}" if options.simd else ""
     lines = [
-        "# Codecs on one thread",
+        f"# Codecs on one thread{f', with {options.simd}' if options.simd else ''}",
         "",
         f"Machine: {machine()}, torch {torch.__version__}.  ",
-        f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}`; every round is in `raw.jsonl`.",
+        f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}{simd}`; every round is in `raw.jsonl`.",
         "",
         "Speeds count the tensor's float32 values or, in the `pack` rows, 16-bit codes. `relu` is max(0, gaussian). Each figure is the best of all rounds.",
         "",
@@ -138,6 +143,8 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=9, help="repetitions of our codecs per round")
+    parser.add_argument("--simd", choices=["portable", "avx2", "avx512"], help="instruction set of our codecs, instead of the best one")
+    parser.add_argument("--driver", type=Path, help="the compiled example codec_speed, where there is no cargo")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -145,7 +152,7 @@ def main():
     tensors = {name: tensor.relu() if name.startswith("relu") else tensor for name, tensor in tensors.items()}
     rows = []
     for number in range(options.rounds):
-        for row in measure_original(tensors) + measure_ours(options.repeat):
+        for row in measure_original(tensors) + measure_ours(options):
             rows.append({"round": number, **row})
         print(f"finished round {number} of {options.rounds}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
