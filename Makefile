@@ -64,6 +64,7 @@ bench: setup .venv/made ## measure against PyTorch and others in one run; see be
 
 golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' from their formulas
 	$(PYTHON) scripts/golden_codecs.py
+	$(PYTHON) scripts/golden_zstd.py
 	.venv/bin/python scripts/golden_clipping.py
 	.venv/bin/python scripts/golden_bf16.py
 	.venv/bin/python scripts/golden_images.py

@@ -15,6 +15,7 @@
 //! | [`power_svd`] | two low-rank factors instead of each matrix: `svd` |
 //! | [`delta`] | another codec's body of the change since the sample's last visit |
 //! | [`feedback`] | another codec's body, with its last error added to the next tensor |
+//! | [`zstd`] | another codec's body, compressed without loss |
 //!
 //! **To add a codec:** write one file in `codec/` that implements [`Codec`] and has a `MEMBER`, give it the next number in
 //! [`CodecId`], and add one line to [`ALL`] (both in `members.rs`). `tests/codec_conformance.rs` then tests it, with
@@ -39,12 +40,14 @@
 //! | `channels_last` | channels-last tensors in logical order, for `tile` |
 //! | `rice` | Golomb–Rice coded positions, for `topk` |
 //! | `wrapped`, `lru_cache` | the codec inside a wrapper; bounded state |
+//! | `body_part` | what the bytes of a body are, for `zstd` |
 //! | `half_adapter` | `F16` and `BF16` tensors for `F32` codecs |
 
 use crate::wire::{DType, Layout, TensorMeta};
 use std::sync::Arc;
 
 pub mod bits;
+mod body_part;
 mod channels_last;
 mod checks;
 pub mod delta;
@@ -72,14 +75,16 @@ pub mod tile;
 pub mod top_k;
 pub mod uniform;
 mod wrapped;
+pub mod zstd;
 
+pub use body_part::{BodyPart, PartForm};
 pub use error::CodecError;
 pub use executor::{Executor, SerialExecutor};
 pub use members::{parse, CodecId, Member, ALL};
 pub use simd::{simd_level, SimdLevel, SimdLevelError, SIMD_VARIABLE};
 pub use spec::CodecSpec;
 
-use checks::{check_body, check_f32, check_meta, elements_of};
+use checks::{check_body, check_codec, check_f32, check_meta, check_out, elements_of};
 use floats::{floats, magnitude_max, push_f32, take_f32, BLOCK};
 use members::{beginning, number, parse_f32, Arguments};
 
@@ -155,6 +160,15 @@ pub trait Codec: Send {
     fn size_varies(&self) -> bool {
         false
     }
+
+    /// Whether every tensor of every type is decoded bit for bit.
+    fn is_lossless(&self) -> bool {
+        false
+    }
+
+    /// Describes the parts of a body that this codec has encoded, from a tensor of this type and these dimensions, in
+    /// order. [`zstd`] compresses the parts apart, and what is left as bytes of which nothing is known.
+    fn body_parts(&self, _dtype: DType, _dims: &[usize], _body: &[u8], _each: &mut dyn FnMut(BodyPart)) {}
 
     /// Whether a body is the tensor's memory and needs no check in either direction. A caller may then send from the
     /// tensor's memory and receive into it, without [`encode`](Codec::encode) and [`decode`](Codec::decode).

@@ -76,6 +76,10 @@ fn the_second_tensor_allocates_nothing() {
         "tile:4",
         "tile:3~",
         "tile:2/100",
+        "zstd(raw)",
+        "zstd(bf16)",
+        "zstd(tile:4)",
+        "zstd(tile:3)",
     ] {
         let types = [(DType::F32, 4), (DType::BF16, 2)];
         let layouts = [Layout::Contiguous, Layout::ChannelsLast];

@@ -48,7 +48,7 @@ fn round_trip(codec: &mut dyn Codec, layout: Layout, dims: &[usize], bytes: &[u8
 }
 
 #[test]
-fn the_bytes_do_not_depend_on_the_crew() {
+fn the_bytes_do_not_depend_on_the_threads() {
     let texts = [
         "f16",
         "bf16",
@@ -61,6 +61,10 @@ fn the_bytes_do_not_depend_on_the_crew() {
         "tile:3~",
         "tile:2/100",
         "tile:4/4095",
+        "zstd(raw)",
+        "zstd(bf16)",
+        "zstd(tile:4)",
+        "zstd(tile:3)",
     ];
     for dims in [[3, 35, 51, 53], [4, 16, 64, 65], [1, 20, 120, 120]] {
         let bytes = memory(dims.iter().product());
@@ -83,7 +87,7 @@ fn the_bytes_do_not_depend_on_the_crew() {
 #[test]
 fn small_tensors_stay_on_the_calling_thread() {
     let bytes = memory(10_000);
-    for text in ["f16", "uniform:5", "sort:16", "fast:8", "tile:4"] {
+    for text in ["f16", "uniform:5", "sort:16", "fast:8", "tile:4", "zstd(raw)"] {
         let executor = Arc::new(Threads { size: 4, calls: AtomicUsize::new(0) });
         let mut codec = codec::parse(text).unwrap();
         codec.set_executor(executor.clone());

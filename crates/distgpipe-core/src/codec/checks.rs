@@ -22,17 +22,28 @@ pub(super) fn check_f32(codec: CodecId, tensor: &TensorView<'_>) -> Result<usize
 
 /// Checks that a header names this codec and a type it decodes to, and that `out` is as long as the decoded tensor.
 pub(super) fn check_meta(codec: CodecId, meta: &TensorMeta, out: &[u8]) -> Result<(), CodecError> {
-    if meta.codec != codec {
-        return Err(CodecError::WrongCodec { expected: codec, got: meta.codec });
-    }
+    check_codec(codec, meta)?;
     if codec != CodecId::Raw && meta.dtype != DType::F32 {
         return Err(CodecError::DType { codec, got: meta.dtype });
     }
-    let decoded = meta.decoded_bytes();
-    if out.len() as u64 != decoded {
-        return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
+    check_out(meta, out)
+}
+
+/// Checks that a header names this codec.
+pub(super) fn check_codec(codec: CodecId, meta: &TensorMeta) -> Result<(), CodecError> {
+    if meta.codec == codec {
+        return Ok(());
     }
-    Ok(())
+    Err(CodecError::WrongCodec { expected: codec, got: meta.codec })
+}
+
+/// Checks that `out` is as long as the decoded tensor.
+pub(super) fn check_out(meta: &TensorMeta, out: &[u8]) -> Result<(), CodecError> {
+    let decoded = meta.decoded_bytes();
+    if out.len() as u64 == decoded {
+        return Ok(());
+    }
+    Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 })
 }
 
 /// [`check_meta`] for a codec whose bodies have a fixed length, which is checked too; returns the number of elements.

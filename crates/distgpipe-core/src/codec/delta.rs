@@ -34,16 +34,15 @@ pub use memory::StreamPosition;
 use super::raw::to_or_from_little_endian;
 use super::wrapped::WrappedCodec;
 use super::{check_f32, check_meta, elements_of, floats, magnitude_max, number};
-use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
+use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, PartForm, TensorView};
 use crate::wire::{DType, Shape, TensorMeta, DIMS_MAX};
-use body::{push_head, take_head, too_short, ALONE, HEAD_BYTES, ROWS};
+use body::{push_head, rows_of, take_head, too_short, ALONE, HEAD_BYTES, ROWS};
 use memory::{Key, Memory, Rows};
 use std::sync::Arc;
 
 pub(super) const MEMBER: Member = Member {
     name: "delta",
     id: CodecId::Delta,
-    lossless: false,
     examples: &["delta(tile:4)", "delta:1(uniform:8)", "delta:64(sort:4)", "delta(bf16)", "delta(topk:0.1)", "delta(svd:2)"],
     about: "delta(C) or delta:MIB(C), codec C on the change of each sample since its last visit; each end keeps MIB (1024) MiB",
     parse: |arguments| parse(arguments).map(|codec| Box::new(codec) as _),
@@ -187,6 +186,23 @@ impl Codec for Delta {
 
     fn size_varies(&self) -> bool {
         true
+    }
+
+    fn body_parts(&self, dtype: DType, dims: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        let Some((whole_rows, rows, head)) = rows_of(dims, body) else {
+            // Alone: the first byte, then the inner codec's body.
+            each(BodyPart { form: PartForm::Bytes, bytes: 1 });
+            return self.inner.body_parts(dtype, dims, &body[1..], each);
+        };
+        let whole = whole_rows * (elements_of(dims) / rows) * 4;
+        each(BodyPart { form: PartForm::Bytes, bytes: head });
+        each(BodyPart { form: PartForm::Values32, bytes: whole });
+        if whole_rows < rows {
+            let mut known = [0; DIMS_MAX];
+            known.iter_mut().zip(dims).for_each(|(to, &dim)| *to = dim);
+            known[0] = rows - whole_rows;
+            self.inner.body_parts(dtype, &known[..dims.len().min(DIMS_MAX)], &body[head + whole..], each);
+        }
     }
 
     fn encode(

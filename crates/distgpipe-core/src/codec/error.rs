@@ -35,6 +35,12 @@ pub enum CodecError {
         /// The beginning of what is between the parentheses.
         got: String,
     },
+    /// A body that is compressed already would be compressed again, or a wrapper would have to decompress it.
+    #[error("expected zstd outside every other codec and only once, such as zstd(tile:4) or zstd(feedback(tile:4)); got `{got}` inside another codec")]
+    CompressedInside {
+        /// The beginning of what is between the parentheses.
+        got: String,
+    },
     /// The codec does not take tensors of this element type.
     #[error("expected an F32, F16 or BF16 tensor for codec {codec}, got {got}: send this tensor raw")]
     DType {
@@ -104,6 +110,14 @@ pub enum CodecError {
         expected: &'static str,
         /// The byte in the body.
         got: u8,
+    },
+    /// The compressed chunks of a `zstd` body are not what an encoder sends.
+    #[error("expected {expected} at byte {at} of the chunks of a zstd body, got something else: the peer is faulty, or runs another version of distgpipe")]
+    Compressed {
+        /// What an encoder sends there.
+        expected: &'static str,
+        /// Where the chunk or the stream begins.
+        at: u64,
     },
     /// A `delta` body builds on rows that this end does not have.
     #[error("expected {expected} from a `delta` encoder, got {got}: a body was lost or decoded twice, or one end was restarted or has other parameters; restart the run, or reset the encoder, whose next body synchronizes both ends")]

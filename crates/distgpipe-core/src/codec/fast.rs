@@ -23,7 +23,6 @@ use std::sync::Arc;
 pub(super) const MEMBER: Member = Member {
     name: "fast",
     id: CodecId::Fast,
-    lossless: false,
     examples: &["fast:8", "fast:16", "fast:12", "fast:4", "fast:6+2/64", "fast:1+4/100", "fast:3+9", "fast:5+0/16"],
     about: "fast:Q+S or fast:Q+S/N, as sort, with bins from a sample of N (4096) values; values outside its range are clamped",
     parse,

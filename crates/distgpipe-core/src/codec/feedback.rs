@@ -18,14 +18,13 @@
 use super::lru_cache::LruCache;
 use super::wrapped::WrappedCodec;
 use super::{check_f32, check_meta, floats, magnitude_max};
-use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
+use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
 use crate::wire::{DType, Layout, TensorMeta};
 use std::sync::Arc;
 
 pub(super) const MEMBER: Member = Member {
     name: "feedback",
     id: CodecId::Feedback,
-    lossless: false,
     examples: &[
         "feedback(tile:4)",
         "feedback(uniform:2)",
@@ -119,6 +118,10 @@ impl Codec for Feedback {
 
     fn size_varies(&self) -> bool {
         self.inner.size_varies()
+    }
+
+    fn body_parts(&self, dtype: DType, dims: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        self.inner.body_parts(dtype, dims, body, each);
     }
 
     fn encode(

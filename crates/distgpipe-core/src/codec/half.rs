@@ -10,14 +10,13 @@
 
 use super::kernel_runner::KernelRunner;
 use super::{check_body, check_f32, elements_of, floats, simd};
-use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
+use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, PartForm, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
 pub(super) const F16: Member = Member {
     name: "f16",
     id: CodecId::F16,
-    lossless: false,
     examples: &["f16"],
     about: "IEEE half precision, 2 bytes a value",
     parse: |arguments| parse("f16", arguments, HalfFormat::F16),
@@ -26,7 +25,6 @@ pub(super) const F16: Member = Member {
 pub(super) const BF16: Member = Member {
     name: "bf16",
     id: CodecId::BF16,
-    lossless: false,
     examples: &["bf16"],
     about: "bfloat16, the upper half of a float, 2 bytes a value",
     parse: |arguments| parse("bf16", arguments, HalfFormat::BF16),
@@ -81,6 +79,10 @@ impl Codec for Half {
 
     fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
         elements_of(dims).saturating_mul(2)
+    }
+
+    fn body_parts(&self, _: DType, _: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        each(BodyPart { form: PartForm::Values16, bytes: body.len() });
     }
 
     fn encode(&mut self, tensor: TensorView<'_>, _: &CodecContext<'_>, out: &mut Vec<u8>) -> Result<(), CodecError> {

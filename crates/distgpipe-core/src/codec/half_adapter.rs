@@ -9,7 +9,7 @@
 
 use super::half::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
 use super::kernel_runner::KernelRunner;
-use super::{Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
+use super::{check_out, Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -79,10 +79,7 @@ impl Codec for HalfPrecisionAdapter {
             return self.inner.decode(meta, body, out);
         }
         // Checked before a buffer of twice the size is allocated.
-        let decoded = meta.decoded_bytes();
-        if out.len() as u64 != decoded {
-            return Err(CodecError::OutLength { expected: decoded, got: out.len() as u64 });
-        }
+        check_out(meta, out)?;
         let elements = out.len() / 2;
         self.wide.resize(4 * elements, 0);
         self.inner.decode(&TensorMeta { dtype, ..*meta }, body, &mut self.wide)?;

@@ -1,7 +1,7 @@
 //! The registry of codecs: their numbers on the wire, their names, and the parser of texts such as `sort:6+2`.
 
 use super::half_adapter::HalfPrecisionAdapter;
-use super::{delta, fast, feedback, half, power_svd, raw, sort, tile, top_k, uniform};
+use super::{delta, fast, feedback, half, power_svd, raw, sort, tile, top_k, uniform, zstd};
 use super::{Codec, CodecError};
 use crate::wire::numbered;
 
@@ -30,6 +30,8 @@ numbered! {
         Feedback = 10,
         /// [`delta`]: another codec on differences to the sample's last visit.
         Delta = 11,
+        /// [`zstd`]: another codec's body, compressed without loss.
+        Zstd = 12,
     }
 }
 
@@ -46,6 +48,7 @@ pub const ALL: &[Member] = &[
     power_svd::MEMBER,
     feedback::MEMBER,
     delta::MEMBER,
+    zstd::MEMBER,
 ];
 
 /// One codec of the registry, as users see it.
@@ -56,8 +59,6 @@ pub struct Member {
     pub name: &'static str,
     /// Its number in a frame's header.
     pub id: CodecId,
-    /// Whether every tensor is decoded bit for bit.
-    pub lossless: bool,
     /// Texts for [`parse`] that together use every parameter of the codec. The conformance tests run each of them.
     pub examples: &'static [&'static str],
     /// One line of description for the help text and for tables.
@@ -98,10 +99,10 @@ const TEXT_BYTES_MAX: usize = 64;
 
 /// Makes the codec that a text describes: a name of [`ALL`], then a colon and the parameters if it has any, such as
 /// `sort:6+2`, then in parentheses the codec that it wraps, such as `feedback(tile:4)`. The codec takes `F32`, `F16`
-/// and `BF16` tensors; `raw` takes every type.
+/// and `BF16` tensors; `raw` and `zstd` take every type.
 pub fn parse(text: &str) -> Result<Box<dyn Codec>, CodecError> {
     let codec = parse_f32(text)?;
-    Ok(if codec.id() == CodecId::Raw { codec } else { Box::new(HalfPrecisionAdapter::around(codec)) })
+    Ok(if codec.is_lossless() { codec } else { Box::new(HalfPrecisionAdapter::around(codec)) })
 }
 
 /// As [`parse`], without the adapter for two-byte floats.
@@ -150,7 +151,7 @@ mod tests {
         };
         assert_eq!(
             error.to_string(),
-            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, fast, topk, svd, feedback, delta; got `zip`"
+            "expected a codec out of: raw, f16, bf16, uniform, sort, tile, fast, topk, svd, feedback, delta, zstd; got `zip`"
         );
     }
 

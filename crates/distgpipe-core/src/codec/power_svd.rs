@@ -31,7 +31,7 @@ mod tests;
 
 use super::lru_cache::LruCache;
 use super::{check_f32, check_meta, magnitude_max, number, push_f32};
-use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Member, TensorView};
+use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Member, PartForm, TensorView};
 use crate::wire::{DType, Layout, TensorMeta};
 use matrices::Matrices;
 use power_iteration::{mix, PowerIteration};
@@ -39,7 +39,6 @@ use power_iteration::{mix, PowerIteration};
 pub(super) const MEMBER: Member = Member {
     name: "svd",
     id: CodecId::PowerSvd,
-    lossless: false,
     examples: &["svd:1", "svd:2"],
     about: "svd:R, two factors of rank R for each sample's A × B matrix, 32 R (A + B)/(A B) bits a value",
     parse,
@@ -155,6 +154,10 @@ impl Codec for PowerSvd {
             return usize::MAX;
         };
         rows.saturating_add(columns).saturating_mul(count).saturating_mul(4 * self.rank)
+    }
+
+    fn body_parts(&self, _: DType, _: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        each(BodyPart { form: PartForm::Values32, bytes: body.len() });
     }
 
     fn encode(

@@ -3,13 +3,14 @@
 //! The wire is little-endian, so a big-endian machine reverses the bytes of every element. Received `Bool` tensors are
 //! checked, because a `bool` that is neither 0 nor 1 is undefined behaviour in libtorch.
 
-use super::{check_body, elements_of, Codec, CodecContext, CodecError, CodecId, Member, TensorView};
+use super::{
+    check_body, elements_of, BodyPart, Codec, CodecContext, CodecError, CodecId, Member, PartForm, TensorView,
+};
 use crate::wire::{DType, TensorMeta};
 
 pub(super) const MEMBER: Member = Member {
     name: "raw",
     id: CodecId::Raw,
-    lossless: true,
     examples: &["raw"],
     about: "the tensor's bytes, unencoded",
     parse: |arguments| arguments.none("raw", "raw, which has no parameter").map(|()| Box::new(Raw) as _),
@@ -26,6 +27,14 @@ impl Codec for Raw {
 
     fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize {
         elements_of(dims).saturating_mul(dtype.size_bytes())
+    }
+
+    fn is_lossless(&self) -> bool {
+        true
+    }
+
+    fn body_parts(&self, dtype: DType, _: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        each(BodyPart { form: PartForm::of(dtype), bytes: body.len() });
     }
 
     fn is_identity(&self, dtype: DType) -> bool {

@@ -25,7 +25,6 @@ use std::sync::Arc;
 pub(super) const MEMBER: Member = Member {
     name: "sort",
     id: CodecId::Sort,
-    lossless: false,
     examples: &["sort:8", "sort:16", "sort:12", "sort:4", "sort:4+4", "sort:2+2", "sort:1+4", "sort:3+9", "sort:5+0"],
     about: "sort:Q+S, a grid of 2^Q values for each of 2^S quantile bins, Q+S bits a value; sort:8 is sort:6+2",
     parse,

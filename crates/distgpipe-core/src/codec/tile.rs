@@ -27,14 +27,16 @@ use super::half::{f16_from_f32, f32_from_f16};
 use super::kernel_runner::KernelRunner;
 use super::simd::{self, Level, Noise};
 use super::{check_body, check_f32, number};
-use super::{elements_of, Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView, BLOCK};
+use super::{
+    elements_of, Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, PartForm, TensorView,
+    BLOCK,
+};
 use crate::wire::{DType, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
 pub(super) const MEMBER: Member = Member {
     name: "tile",
     id: CodecId::Tile,
-    lossless: false,
     examples: &[
         "tile:4",
         "tile:8",
@@ -150,6 +152,14 @@ impl Codec for Tile {
     fn encoded_bytes(&self, _dtype: DType, dims: &[usize]) -> usize {
         let elements = elements_of(dims);
         self.format.packed_bytes(elements).saturating_add(self.format.table_bytes(elements)).saturating_add(4)
+    }
+
+    /// The exponent and the table, whose entries have four bytes, and the codes.
+    fn body_parts(&self, _: DType, dims: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        let head = 4 + self.format.table_bytes(elements_of(dims));
+        each(BodyPart { form: PartForm::Values32, bytes: head });
+        let form = if self.format.bits == 3 { PartForm::Codes3 } else { PartForm::Bytes };
+        each(BodyPart { form, bytes: body.len() - head });
     }
 
     fn encode(

@@ -22,7 +22,6 @@ use crate::wire::{DType, TensorMeta};
 pub(super) const MEMBER: Member = Member {
     name: "topk",
     id: CodecId::TopK,
-    lossless: false,
     examples: &["topk:0.1", "topk:0.01", "topk:0.5", "topk:0.333333333", "topk:1"],
     about: "topk:F, the fraction F of the values with the largest magnitude, exactly; the others become 0",
     parse,

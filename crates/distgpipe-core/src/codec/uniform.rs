@@ -18,7 +18,6 @@ use std::sync::Arc;
 pub(super) const MEMBER: Member = Member {
     name: "uniform",
     id: CodecId::Uniform,
-    lossless: false,
     examples: &["uniform:8", "uniform:4", "uniform:12", "uniform:16", "uniform:1", "uniform:11"],
     about: "uniform:Q, a grid of 2^Q values over the tensor's range, Q bits a value",
     parse,

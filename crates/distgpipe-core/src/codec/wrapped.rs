@@ -3,7 +3,7 @@
 //! There are two instances, because a codec either encodes or decodes. At the sending end the second one decodes what
 //! the first has encoded, so that the sender knows what the receiver gets. At the receiving end it decodes the bodies.
 
-use super::{parse_f32, Arguments, Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
+use super::{parse_f32, Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
 use crate::wire::{DType, Shape, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
@@ -20,6 +20,10 @@ impl WrappedCodec {
         let given = arguments.parameter.unwrap_or("");
         let text = arguments.inner.ok_or_else(|| CodecError::parameter(wrapper, expected, given))?;
         let encoder = parse_f32(text)?;
+        // The body is the same with `zstd` outside, and the sender need not decompress what it has compressed.
+        if encoder.id() == CodecId::Zstd {
+            return Err(CodecError::CompressedInside { got: super::beginning(text) });
+        }
         if [CodecId::Raw, CodecId::Feedback, CodecId::Delta].contains(&encoder.id()) {
             return Err(CodecError::Wrapped { codec: wrapper, got: super::beginning(text) });
         }
@@ -36,6 +40,10 @@ impl WrappedCodec {
 
     pub fn size_varies(&self) -> bool {
         self.encoder.size_varies()
+    }
+
+    pub fn body_parts(&self, dtype: DType, dims: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
+        self.encoder.body_parts(dtype, dims, body, each);
     }
 
     /// Encodes a tensor without decoding it.

@@ -41,6 +41,16 @@ pub(super) fn take_head<'a>(
     Ok((position, Rows { keys, known, row_bytes: decoded_bytes / rows }, rest))
 }
 
+/// The number of rows of a body that are sent whole, of all rows, and the length of its head; `None` if the tensor went
+/// alone. The body is one that this end has encoded.
+pub(super) fn rows_of(dims: &[usize], body: &[u8]) -> Option<(usize, usize, usize)> {
+    let rows = *dims.first().filter(|_| body.first() == Some(&ROWS))?;
+    let bits_at = HEAD_BYTES + 8 * rows;
+    let head_bytes = bits_at + rows.div_ceil(8);
+    let known: u32 = body.get(bits_at..head_bytes)?.iter().map(|bits| bits.count_ones()).sum();
+    Some((rows - known as usize, rows, head_bytes))
+}
+
 pub(super) fn too_short(expected: usize, body: &[u8]) -> CodecError {
     CodecError::BodyLength { codec: CodecId::Delta, expected: expected as u64, got: body.len() as u64 }
 }
