@@ -312,6 +312,36 @@ fn tensors_that_go_raw_are_counted_and_named() {
     assert!(!taken.contains("sent raw"), "{taken}");
 }
 
+/// `zstd` takes every type and changes no bit of what its inner codec leaves: integers, masks, and with `raw` everything.
+#[test]
+fn zstd_carries_tensors_of_every_type() {
+    let directory = directory("zstd");
+    let (input, output) = (directory.join("in.safetensors"), directory.join("out.safetensors"));
+    let mut entries = entries();
+    entries.retain(|(name, ..)| *name != "sizes");
+    entries.push((
+        "padding",
+        Dtype::I64,
+        vec![8, 128],
+        (0..1024i64).flat_map(|i| i64::from(i % 128 < 9).to_le_bytes()).collect(),
+    ));
+    let file = write(&input, &entries);
+    let told = |codec: &str| {
+        let arguments = ["--input", plain(&input), "--codec", codec, "--write-decoded", plain(&output)];
+        (json(&arguments)["codecs"][0].clone(), std::fs::read(&output).expect("written"))
+    };
+    let (raw, bytes) = told("zstd(raw)");
+    assert_eq!((number(&raw["tensors_sent_raw"]), number(&raw["mse"])), (0.0, 0.0), "{raw}");
+    assert_eq!(bytes, file);
+    let (tile, _) = told("zstd(tile:4)");
+    assert_eq!(number(&tile["tensors_sent_raw"]), 1.0, "the one with a NaN: {tile}");
+    for codec in [raw, tile] {
+        let padding = codec["tensors"].as_array().expect("tensors").iter().find(|tensor| tensor["name"] == "padding");
+        let wire = number(&padding.expect("there")["wire_bytes"]) - HEADER_BYTES as f64;
+        assert!(wire < 8192.0 / 50.0, "{wire}");
+    }
+}
+
 #[test]
 fn the_picture_has_every_codec() {
     let picture = directory("plot").join("codecs.svg");

@@ -191,6 +191,25 @@ mod tests {
         assert_eq!(send(), first);
     }
 
+    /// Masks and token ids have no codec of their own, but `zstd` compresses them without loss.
+    #[test]
+    fn integers_go_through_zstd_and_raw_through_other_codecs() {
+        let mask = Tensor::from_slice(&[1i64, 0, 0, 0].repeat(100)).view([8, 50]);
+        for (codec, expected) in
+            [("zstd(tile:4)", CodecId::Zstd), ("zstd(raw)", CodecId::Zstd), ("tile:4", CodecId::Raw)]
+        {
+            let mut encoder = Encoder::new(link_codecs(codec), Counters::default());
+            let mut decoder = Decoder::new(link_codecs(codec), Counters::default());
+            let message = message(Kind::Activation);
+            let sent = encoder.with_encoded(&message, 1, &mask, |meta, body| {
+                Ok((meta.codec, body.len(), decoder.decode(&message.tag, &meta, body)?))
+            });
+            let (id, bytes, decoded) = sent.unwrap();
+            assert_eq!((id, decoded == mask), (expected, true), "{codec}");
+            assert_eq!(bytes < 3200 / 20, expected == CodecId::Zstd, "{codec}: {bytes} bytes");
+        }
+    }
+
     /// The decoder allocates what the codec can produce for the shape, not what the peer announces.
     #[test]
     fn a_body_of_the_wrong_size_is_rejected_before_anything_is_allocated() {

@@ -39,8 +39,8 @@ pub struct Sent {
     pub refused: Option<String>,
 }
 
-/// Differences between `F32`, `F16` or `BF16` values and their decoded values. Tensors of other types are always sent raw and do
-/// not count.
+/// Differences between `F32`, `F16` or `BF16` values and their decoded values. Tensors of other types are never changed and do not
+/// count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Errors {
     values: u64,
@@ -248,9 +248,8 @@ impl Link {
 
     /// Encodes into `body` and decodes into `decoded`. The inner error is the reason why the codec refuses the tensor.
     fn send(&mut self, slot: usize, sample: &Sample<'_>) -> Result<Result<Times, String>, CodecError> {
-        let Some(dtype) = encodable(sample.dtype) else {
-            return Ok(Err(format!("{}, codecs take F32, F16 and BF16", sample.dtype.name())));
-        };
+        let refused = || format!("{}, codecs take F32, F16 and BF16", sample.dtype.name());
+        let Some(dtype) = wire_type(sample.dtype) else { return Ok(Err(refused())) };
         let shape = match Shape::new(sample.dims) {
             Ok(shape) => shape,
             Err(why) => return Ok(Err(why.to_string())),
@@ -263,6 +262,7 @@ impl Link {
         self.decoded.resize(sample.bytes.len(), 0);
         let start = Instant::now();
         match self.encoder.encode(view, &context, &mut self.body) {
+            Err(CodecError::DType { .. }) => return Ok(Err(refused())),
             Err(error) if error.refuses_tensor() => return Ok(Err(reason(error))),
             encoded => encoded?,
         }
@@ -282,7 +282,20 @@ fn reason(error: CodecError) -> String {
     }
 }
 
-/// The element type for codecs, if they encode it.
+/// The element type on the wire, if there is one. `Bool` is sent as bytes, because a file may have others than 0 and 1.
+fn wire_type(dtype: TensorType) -> Option<DType> {
+    match dtype {
+        TensorType::F64 => Some(DType::F64),
+        TensorType::I64 => Some(DType::I64),
+        TensorType::I32 => Some(DType::I32),
+        TensorType::I16 => Some(DType::I16),
+        TensorType::I8 => Some(DType::I8),
+        TensorType::U8 | TensorType::Bool => Some(DType::U8),
+        other => encodable(other),
+    }
+}
+
+/// The element type for all codecs, if they encode it.
 pub fn encodable(dtype: TensorType) -> Option<DType> {
     match dtype {
         TensorType::F32 => Some(DType::F32),

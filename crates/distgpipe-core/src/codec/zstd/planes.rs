@@ -40,7 +40,7 @@ pub(super) fn split<const N: usize>(bytes: &[u8], scratch: &mut Vec<u32>, mask: 
 
 /// The number of values that are not 0 according to a bitmap for `count` values; `None` if it has bits beyond.
 pub(super) fn kept(mask: &[u8], count: usize) -> Option<usize> {
-    let unused = mask.last().filter(|_| count % 8 != 0).is_some_and(|last| last >> (count % 8) != 0);
+    let unused = mask.last().filter(|_| !count.is_multiple_of(8)).is_some_and(|last| last >> (count % 8) != 0);
     let kept = mask.iter().map(|bits| bits.count_ones() as usize).sum();
     (!unused).then_some(kept)
 }
