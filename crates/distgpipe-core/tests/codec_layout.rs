@@ -77,3 +77,17 @@ fn tiles_do_not_see_the_order_in_memory() {
         }
     }
 }
+
+/// A fuzzer's find: the product of two dimensions overflowed, although a tensor with a dimension of 0 has no elements.
+#[test]
+fn a_tensor_without_elements_may_have_huge_dimensions() {
+    let dims = [3, 0, 1 << 61, 1 << 63];
+    let mut codec = codec::parse("tile:4").unwrap();
+    let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::ChannelsLast, bytes: &[] };
+    let mut body = Vec::new();
+    codec.encode(view, &CodecContext::default(), &mut body).unwrap();
+    if let Ok(shape) = Shape::new(&dims) {
+        let meta = TensorMeta { dtype: DType::F32, layout: Layout::ChannelsLast, shape, codec: codec.id() };
+        codec.decode(&meta, &body, &mut []).unwrap();
+    }
+}

@@ -33,9 +33,11 @@ const GAP: usize = 16;
 const WHOLE_MIN: usize = 1 << 13;
 
 impl ChannelPlanes {
-    /// The planes of a tensor; `None` if its order in memory is the logical one.
+    /// The planes of a tensor whose number of elements fits a `usize`; `None` if its order in memory is the logical one.
     pub fn of(layout: Layout, dims: &[usize]) -> Option<ChannelPlanes> {
         match (layout, dims) {
+            // The product of the other dimensions may overflow.
+            _ if dims.contains(&0) => None,
             (Layout::ChannelsLast, &[_, channels, height, width]) if channels > 1 && height * width > 1 => {
                 Some(ChannelPlanes { channels, pixels: height * width })
             }
