@@ -3,7 +3,7 @@
 //! The crate does no I/O, starts no threads, reads no clock and depends on no tensor library. So its tests are fast and
 //! deterministic, and everything that reads untrusted bytes is fuzzed (`fuzz/` in the repository). The only thing it
 //! reads from its environment is [`codec::SIMD_VARIABLE`], a switch for tests. Unsafe code is confined to the kernels
-//! of the codecs (`codec/simd`).
+//! of the codecs (`codec/simd`); [`codec::zstd`] calls the C library of that name.
 //!
 //! | module | subject |
 //! | --- | --- |

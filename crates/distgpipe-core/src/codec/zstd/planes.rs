@@ -76,13 +76,19 @@ pub(super) fn join<const N: usize>(mask: &[u8], planes: &[u8], scratch: &mut Vec
 #[inline(always)]
 fn gather<const N: usize>(group: &[[u8; N]; 8], to: &mut [u32]) -> u8 {
     let to: &mut [u32; 8] = to.first_chunk_mut().expect("room for a group");
-    let (mut bits, mut kept) = (0, 0);
-    for (at, value) in group.iter().enumerate() {
-        let value = value_of(value);
-        // The next value overwrites this one if it is 0.
-        to[kept & 7] = value;
-        kept += usize::from(value != 0);
-        bits |= u8::from(value != 0) << at;
+    let values = group.each_ref().map(value_of);
+    let bits = values.iter().enumerate().fold(0, |bits, (at, &value)| bits | u8::from(value != 0) << at);
+    match bits {
+        0 => {}
+        0xff => *to = values,
+        _ => {
+            let mut kept = 0;
+            for value in values {
+                // The next value overwrites this one if it is 0.
+                to[kept & 7] = value;
+                kept += usize::from(value != 0);
+            }
+        }
     }
     bits
 }
