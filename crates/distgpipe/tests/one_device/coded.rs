@@ -25,7 +25,7 @@ const MICRO_BATCHES: usize = 4;
 const RATE: f64 = 0.01;
 
 /// A codec for activations and one for gradients. Every codec there is goes both ways in one of them.
-const PAIRS: [(&str, &str); 12] = [
+const PAIRS: [(&str, &str); 13] = [
     ("raw", "raw"),
     ("f16", "bf16"),
     ("bf16", "f16"),
@@ -38,6 +38,7 @@ const PAIRS: [(&str, &str); 12] = [
     ("svd:2", "feedback(tile:8)"),
     ("feedback(tile:4)", "svd:2"),
     ("delta(tile:4)", "delta(uniform:8)"),
+    ("zstd(tile:4)", "zstd(feedback(tile:8))"),
 ];
 
 /// The two ends of one direction of a link. Each has a codec of its own, because a codec may remember.
@@ -185,19 +186,22 @@ impl Rounding {
     }
 
     /// A tensor as it comes out at the other end: rounded as 32-bit floats, and then to the type it had. What a codec refuses
-    /// goes as it is.
+    /// goes as it is. `zstd` carries masks as well.
     fn carry(&mut self, carried: &Carried<'_>, tensor: &Tensor) -> Tensor {
-        let raw = self.codecs[&(carried.pass, carried.cut)].sender.id() == codec::CodecId::Raw;
-        if engine::is_float(tensor) && !raw {
-            if let Some(rounded) = self.round(carried, &tensor.to_kind(Kind::Float)) {
-                return rounded.to_kind(tensor.kind());
-            }
+        let rounded = match self.codecs[&(carried.pass, carried.cut)].sender.id() {
+            codec::CodecId::Raw => None,
+            _ if engine::is_float(tensor) => self.round(carried, &tensor.to_kind(Kind::Float)),
+            codec::CodecId::Zstd => self.round(carried, tensor),
+            _ => None,
+        };
+        if let Some(rounded) = rounded {
+            return rounded.to_kind(tensor.kind());
         }
         self.wire_bytes += (HEADER_BYTES + engine::bytes(tensor).unwrap().len()) as u64;
         engine::copy(tensor).unwrap()
     }
 
-    /// 32-bit floats, encoded and decoded; `None` if the codec refuses them.
+    /// 32-bit floats or 64-bit integers, encoded and decoded; `None` if the codec refuses them.
     fn round(&mut self, carried: &Carried<'_>, tensor: &Tensor) -> Option<Tensor> {
         let (from, to) = match carried.pass {
             Pass::Forward => (carried.cut, carried.cut + 1),
@@ -216,7 +220,8 @@ impl Rounding {
             _ => wire::Layout::Contiguous,
         };
         let bytes = engine::bytes(tensor).unwrap();
-        let view = TensorView { dtype: DType::F32, dims: &dims, layout, bytes };
+        let dtype = if engine::is_float(tensor) { DType::F32 } else { DType::I64 };
+        let view = TensorView { dtype, dims: &dims, layout, bytes };
         let (mut body, mut out) = (Vec::new(), vec![0; bytes.len()]);
         let Ends { sender, receiver } = self.codecs.get_mut(&(carried.pass, carried.cut)).unwrap();
         match sender.encode(view, &context, &mut body) {
@@ -225,10 +230,9 @@ impl Rounding {
             Err(error) => panic!("{}: {error}", self.name),
         }
         self.wire_bytes += (HEADER_BYTES + body.len()) as u64;
-        let meta = TensorMeta { dtype: DType::F32, layout, shape: Shape::new(&dims).unwrap(), codec: sender.id() };
+        let meta = TensorMeta { dtype, layout, shape: Shape::new(&dims).unwrap(), codec: sender.id() };
         receiver.decode(&meta, &body, &mut out).unwrap();
-        let values: Vec<f32> = out.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect();
-        let values = Tensor::from_slice(&values);
+        let values = Tensor::from_data_size(&out, &[(out.len() / dtype.size_bytes()) as i64], tensor.kind());
         Some(match (layout, &tensor.size()[..]) {
             (wire::Layout::ChannelsLast, &[n, c, h, w]) => values.view([n, h, w, c]).permute([0, 3, 1, 2]),
             _ => values.view(&tensor.size()[..]),

@@ -7,7 +7,7 @@ use crate::exit::usage;
 use crate::report;
 use crate::report::table::{Side, Table};
 use crate::report::units;
-use distgpipe_core::codec::{CodecSpec, ALL};
+use distgpipe_core::codec::{CodecId, CodecSpec, Member, ALL};
 use distgpipe_core::wire::{Layout, HEADER_BYTES};
 use serde_json::json;
 use std::cmp::Reverse;
@@ -216,14 +216,14 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// The first variants of every codec. Of a codec that wraps others, one: it differs from the wrapped codec only over several
+/// The first variants of every codec. Of `feedback` and `delta`, one: they differ from the wrapped codec only over several
 /// steps.
 fn examples() -> Vec<CodecSpec> {
-    let shown = |examples: &'static [&'static str]| {
-        let wraps = examples.iter().any(|example| example.contains('('));
-        examples.iter().take(if wraps { 1 } else { EXAMPLES_MAX })
+    let shown = |member: &'static Member| {
+        let needs_steps = matches!(member.id, CodecId::Feedback | CodecId::Delta);
+        member.examples.iter().take(if needs_steps { 1 } else { EXAMPLES_MAX })
     };
-    ALL.iter().flat_map(|member| shown(member.examples)).filter_map(|example| example.parse().ok()).collect()
+    ALL.iter().flat_map(shown).filter_map(|example| example.parse().ok()).collect()
 }
 
 /// The codecs without duplicates, in their order.
