@@ -6,11 +6,14 @@
   thin       client and server in separate network namespaces, connected by a link of --mbit Mbit/s (veth, `tc … tbf`), with
              the same model and with one that computes almost nothing, so that the link is the bottleneck.
              Needs root, `ip` and `tc` (Debian: iproute2); removes everything it created.
+  real       like thin, with pretrained models on real data, because what zstd saves depends on the data: MobileNetV2 on
+             photographs, and a small text encoder on CoLA, with first and last layers on the client. --files names a folder with
+             mobilenet_v2_features.safetensors, food101/, encoder/ (config.json, model.safetensors, tokenizer.json) and CoLA/.
 
-Both compare raw with several codecs. Measurements run in rounds, each going through the whole list, so that an outside
+All compare raw with several codecs. Measurements run in rounds, each going through the whole list, so that an outside
 disturbance affects all of them alike. Ratios compare medians over all steps of all rounds.
 
-usage: bench/links.py overhead|thin [--rounds 3] [--steps 4] [--mbit 100] [--name NAME]            needs: a release build
+usage: bench/links.py overhead|thin|real [--files FOLDER] [--rounds 3] [--steps 4] [--mbit 100] [--name NAME]            needs: a release build
 """
 import argparse
 import contextlib
@@ -29,25 +32,38 @@ from run import machine
 HERE = Path(__file__).resolve().parent
 BINARY = HERE.parent / "target" / "release" / "distgpipe"
 WARM_UP = 1
-CODECS = ["raw", "bf16", "sort:16", "sort:12", "sort:8", "sort:4", "tile:4"]
+LOSSY = ["raw", "bf16", "sort:16", "sort:12", "sort:8", "sort:4", "tile:4"]
+CODECS = {
+    "overhead": LOSSY,
+    "thin": LOSSY,
+    "real": [codec for inner in ("raw", "tile:4", "tile:3", "sort:8") for codec in (inner, f"zstd({inner})")],
+}
 TOKEN = "5e" * 32
 
+SYNTHETIC = "--place client,server --schedule 1f1b --data synthetic --epochs 1 --optimizer sgd --momentum 0 --lr 0.005"
+# Flags, and the rows of a batch in each mode.
 MODELS = {
-    # flags, rows of a batch
-    "MobileNetV2": ("--model mobilenet_v2 --set dropout=0.0 --balance 1,19 --chunks 8", {"overhead": 32, "thin": 16}),
-    "wide layer": ("--model mlp --set input=[64] --set hidden=[32768] --balance 1,1 --chunks 8", {"thin": 64}),
+    "MobileNetV2": (f"--model mobilenet_v2 --set dropout=0.0 --balance 1,19 --chunks 8 {SYNTHETIC}", {"overhead": 32, "thin": 16}),
+    "wide layer": (f"--model mlp --set input=[64] --set hidden=[32768] --balance 1,1 --chunks 8 {SYNTHETIC}", {"thin": 64}),
+    "MobileNetV2 on photographs": (
+        "--model mobilenet_v2 --set classes=101 --weights FILES/mobilenet_v2_features.safetensors --init-missing --data food101 "
+        "--data-dir FILES/food101 --cut first=1,last=1 --chunks 2 --optimizer sgd --lr 0.02 --epochs 100", {"real": 16}),
+    "encoder on CoLA": (
+        "--model roberta --set config=FILES/encoder/config.json --set classes=2 --weights FILES/encoder/model.safetensors --init-missing "
+        "--tokenizer FILES/encoder/tokenizer.json --data cola --data-dir FILES/CoLA --cut roberta-1 --chunks 4 --optimizer adamw "
+        "--lr 3e-5", {"real": 32}),
 }
 
 
-def train(model, codec, mode, steps, workers, prefix=()):
+def train(model, codec, options, workers, prefix=()):
     flags, rows = MODELS[model]
-    rows = rows[mode]
+    rows, steps = rows[options.mode], options.steps + WARM_UP
+    samples = ["--samples", str(rows * steps)] if "synthetic" in flags else []
     with tempfile.TemporaryDirectory() as log:
         command = [
-            *prefix, str(BINARY), "train", *flags.split(), "--place", "client,server", "--schedule", "1f1b",
-            "--data", "synthetic", "--samples", str(rows * (steps + WARM_UP)), "--batch", str(rows), "--threads", "1", "--device", "cpu",
-            "--optimizer", "sgd", "--momentum", "0", "--lr", "0.005", "--no-evaluate", "--epochs", "1", "--json",
-            "--codec", codec, "--log", log, "--trace", *workers,
+            *prefix, str(BINARY), "train", *flags.replace("FILES", str(options.files)).split(), *samples, "--steps", str(steps),
+            "--batch", str(rows), "--threads", "1", "--device", "cpu", "--no-evaluate", "--json", "--codec", codec, "--log", log,
+            "--trace", *workers,
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                               env={**os.environ, "DISTGPIPE_TOKEN": TOKEN})
@@ -69,7 +85,7 @@ def train(model, codec, mode, steps, workers, prefix=()):
         "decode_ms_a_step": sum(cut["decode_ms"] for cut in cuts) / len(lines),
         "overlap": overlap(spans),
         "delivered_bytes_per_s": rates,
-        "command": "distgpipe " + " ".join(command[len(prefix) + 1:]).replace(log, "LOG"),
+        "command": "distgpipe " + " ".join(command[len(prefix) + 1:]).replace(log, "LOG").replace(str(options.files), "FILES"),
     }
 
 
@@ -129,7 +145,8 @@ def thin_link(mbit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["overhead", "thin"])
+    parser.add_argument("mode", choices=["overhead", "thin", "real"])
+    parser.add_argument("--files", type=Path, help="the pretrained models and the data of real")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="steps per round, after the warm-up")
     parser.add_argument("--mbit", type=int, default=100, help="rate of the thin link, in Mbit/s")
@@ -137,46 +154,50 @@ def main():
     options = parser.parse_args()
     if not BINARY.exists():
         raise SystemExit(f"{BINARY.relative_to(HERE.parent)} does not exist: run `cargo build --release` first")
+    if (options.mode == "real") != (options.files is not None):
+        raise SystemExit("--files belongs to real: give both or neither")
     rows = []
-    link = thin_link(options.mbit) if options.mode == "thin" else contextlib.nullcontext(([], ["--workers", "processes"]))
+    link = thin_link(options.mbit) if options.mode != "overhead" else contextlib.nullcontext(([], ["--workers", "processes"]))
     with link as (prefix, workers):
         for round_number in range(options.rounds):
             for model in (m for m, (_, sizes) in MODELS.items() if options.mode in sizes):
-                for codec in CODECS:
-                    row = train(model, codec, options.mode, options.steps, workers, prefix)
+                for codec in CODECS[options.mode]:
+                    row = train(model, codec, options, workers, prefix)
                     rows.append({**row, "round": round_number})
-                    print(f"round {round_number}  {model:12} {codec:8} {statistics.median(row['step_s']):7.3f} s per step", flush=True)
+                    print(f"round {round_number}  {model:12} {codec:12} {statistics.median(row['step_s']):7.3f} s per step", flush=True)
     folder = HERE / "runs" / options.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{options.mode}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = report(rows, options)
-    (folder / f"{options.mode}.md").write_text(text)
+    name = options.mode if options.mode != "real" else f"real-{options.mbit}"
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report(rows, options, name)
+    (folder / f"{name}.md").write_text(text)
     print(text)
 
 
-def report(rows, options):
-    title = {"overhead": "on one host, where the link is as fast as memory", "thin": f"over a {options.mbit} Mbit/s link"}
-    mbit = f" --mbit {options.mbit}" if options.mode == "thin" else ""
+def report(rows, options, name):
+    thin, codecs = options.mode != "overhead", CODECS[options.mode]
+    title = f"over a {options.mbit} Mbit/s link" if thin else "on one host, where the link is as fast as memory"
+    flags = (" --files FILES" if options.files else "") + (f" --mbit {options.mbit}" if thin else "")
     lines = [
-        f"# Codecs in training steps, {title[options.mode]}",
+        f"# Codecs in training steps, {title}",
         "",
         f"Machine: {machine()}.  ",
-        f"Command: `bench/links.py {options.mode} --rounds {options.rounds} --steps {options.steps}{mbit}`; "
-        f"every step's time is in `{options.mode}.jsonl`.",
+        f"Command: `bench/links.py {options.mode} --rounds {options.rounds} --steps {options.steps}{flags}`; "
+        f"every step's time is in `{name}.jsonl`.",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
-        of = {codec: [row for row in rows if (row["model"], row["codec"]) == (model, codec)] for codec in CODECS}
-        step = {codec: statistics.median(t for row in of[codec] for t in row["step_s"]) for codec in CODECS}
+        of = {codec: [row for row in rows if (row["model"], row["codec"]) == (model, codec)] for codec in codecs}
+        step = {codec: statistics.median(t for row in of[codec] for t in row["step_s"]) for codec in codecs}
         lines += [
             "",
-            f"## {model}, {of['raw'][0]['rows']} rows in 8 micro-batches",
+            f"## {model}, {of['raw'][0]['rows']} rows per batch",
             "",
             f"`{of['raw'][0]['command']}`",
             "",
             "| codec | seconds per step, median | speed-up over raw | bytes on the wire per step | encoding per step | decoding per step | overlap with compute | delivered at |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
-        for codec in CODECS:
+        for codec in codecs:
             mean = lambda key: statistics.mean(row[key] for row in of[codec])
             beside = [row["overlap"] for row in of[codec] if row["overlap"] is not None]
             beside = f"{statistics.mean(beside):.0%}" if beside else "–"

@@ -47,18 +47,8 @@ impl CheckpointConfig {
     /// overridden by `given`; or `otherwise`, if the run does not resume.
     pub fn open(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<(Option<Self>, TrainFlags)> {
         let Some(directory) = &given.checkpoint else {
-            let others = [
-                ("--resume", given.resume.is_some()),
-                ("--keep", given.keep.is_some()),
-                ("--checkpoint-every", given.checkpoint_every.is_some()),
-                ("--save-best", given.save_best.is_some()),
-            ];
-            return match others.iter().find(|(_, given)| *given) {
-                Some((flag, _)) => {
-                    Err(usage(format!("{flag}: add --checkpoint DIR, the directory of the checkpoints")))
-                }
-                None => Ok((None, otherwise.clone())),
-            };
+            check_without_directory(given)?;
+            return Ok((None, otherwise.clone()));
         };
         let flag = || format!("--checkpoint {}", directory.display());
         if matches!(given.resume, Some(ResumeName::Newest | ResumeName::Best)) && !directory.is_dir() {
@@ -188,6 +178,20 @@ impl CheckpointConfig {
         flags.keep_cut(balance);
         flags.threads = Some(threads);
         serde_json::to_value(flags)
+    }
+}
+
+/// Checks that no flag needs the directory that `--checkpoint` would name.
+fn check_without_directory(given: &TrainFlags) -> anyhow::Result<()> {
+    let others = [
+        ("--resume", given.resume.is_some()),
+        ("--keep", given.keep.is_some()),
+        ("--checkpoint-every", given.checkpoint_every.is_some()),
+        ("--save-best", given.save_best.is_some()),
+    ];
+    match others.iter().find(|(_, given)| *given) {
+        Some((flag, _)) => Err(usage(format!("{flag}: add --checkpoint DIR, the directory of the checkpoints"))),
+        None => Ok(()),
     }
 }
 

@@ -98,7 +98,7 @@ fn small_tensors_stay_on_the_calling_thread() {
 
 /// A value that is not finite is found in any piece, with its index.
 #[test]
-fn a_crew_finds_what_is_not_finite() {
+fn several_threads_find_what_is_not_finite() {
     for at in [0, 150_000, 299_999] {
         let mut bytes = memory(300_000);
         bytes[4 * at..4 * at + 4].copy_from_slice(&f32::NAN.to_ne_bytes());

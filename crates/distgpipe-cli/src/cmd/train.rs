@@ -131,59 +131,14 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     }
     let mut pipeline = start(config)?;
     let plan = pipeline.plan().clone();
-    let placement = plan.placement();
-    let (topology, replicas) = (pipeline.topology(), pipeline.topology().replicas());
-    let names: Vec<String> = topology.members().map(|worker| topology.name(worker)).collect();
+    let (placement, replicas) = (plan.placement(), pipeline.topology().replicas());
     let placed: Vec<String> =
         placement.partition_ids().map(|p| placement.name(placement.worker_of(p)).to_owned()).collect();
     let model = config.model.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let balance = pipeline.balance().sizes().to_vec();
     report::note(&headline(config, &model, &balance, &placed));
     note_setup(config, &pipeline);
-    let (mut log, mut done) = (None, 0);
-    let (summary, steps, training);
-    {
-        let trainer = Trainer::new(&mut pipeline, config.train.clone(), config.test.clone(), config.options.clone());
-        let mut trainer = trainer.map_err(|e| usage(e.to_string()))?;
-        steps = trainer.steps();
-        if let Some(saving) = &config.saving {
-            trainer =
-                trainer.save_to(&saving.checkpoints, saving.every, saving.settings(&balance, config.compute.threads)?);
-            if let Some(checkpoint) = &saving.from {
-                trainer = trainer.resume(checkpoint).map_err(cannot_resume)?;
-                done = checkpoint.manifest().progress.step;
-            }
-            saving.resume_notes().iter().for_each(|note| report::note(note));
-        }
-        // Only after the checkpoint is accepted: a rejected run must leave the previous log unchanged.
-        if let Some(directory) = &config.log {
-            log = Some(Log::create(directory, config, &balance, &names)?);
-        }
-        if let Some(directory) = &config.capture {
-            capture::prepare(directory)?;
-        }
-        let length = RunLength {
-            steps,
-            epochs: steps.div_ceil(config.train.batches() as u64),
-            test_batches: config.test.as_ref().map_or(0, Loader::batches),
-        };
-        let mut progress = Progress::new(length, done);
-        training = signals::begin();
-        summary = trainer.run(|event, run| {
-            if training.stop_requested().is_some() {
-                run.stop();
-            }
-            progress.on(event)?;
-            match (event, &config.capture) {
-                (Event::StepDone(step), _) => done = step.step + 1,
-                (Event::Captured { step, tensors }, Some(directory)) => {
-                    report::note(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
-                }
-                _ => {}
-            }
-            Ok(log.as_mut().map_or(Ok(()), |log| log.on(event))?)
-        });
-    }
+    let StepsRun { summary, total, done, log, training } = run_steps(config, &mut pipeline, &balance)?;
     let summary = match summary {
         Ok(summary) => summary,
         Err(error) => {
@@ -199,7 +154,7 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let done = summary.resumed_at.unwrap_or(0) + summary.steps;
     let interrupted = training.stop_requested().filter(|_| summary.end == RunEnd::Stopped);
     let interrupted =
-        interrupted.map(|signal| Interrupted { signal, message: format!("after step {done} of {steps}") });
+        interrupted.map(|signal| Interrupted { signal, message: format!("after step {done} of {total}") });
     drop(training);
     let report = RunReport {
         command: config.flags.to_command()?,
@@ -220,6 +175,64 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     }
     let failed = logged.and(saved).err();
     Ok((RunReport { failed, ..report }, plan))
+}
+
+/// What is left when the trainer has returned.
+struct StepsRun {
+    summary: Result<RunSummary, TrainError>,
+    /// The steps of the whole run.
+    total: u64,
+    /// The steps that are done, including those before a resume.
+    done: u64,
+    log: Option<Log>,
+    training: signals::Training,
+}
+
+/// Trains, and reports the progress on the terminal and in the log.
+fn run_steps(config: &RunConfig, pipeline: &mut Pipeline, balance: &[usize]) -> anyhow::Result<StepsRun> {
+    let topology = pipeline.topology();
+    let names: Vec<String> = topology.members().map(|worker| topology.name(worker)).collect();
+    let (mut log, mut done) = (None, 0);
+    let trainer = Trainer::new(pipeline, config.train.clone(), config.test.clone(), config.options.clone());
+    let mut trainer = trainer.map_err(|e| usage(e.to_string()))?;
+    let total = trainer.steps();
+    if let Some(saving) = &config.saving {
+        trainer = trainer.save_to(&saving.checkpoints, saving.every, saving.settings(balance, config.compute.threads)?);
+        if let Some(checkpoint) = &saving.from {
+            trainer = trainer.resume(checkpoint).map_err(cannot_resume)?;
+            done = checkpoint.manifest().progress.step;
+        }
+        saving.resume_notes().iter().for_each(|note| report::note(note));
+    }
+    // Only after the checkpoint is accepted: a rejected run must leave the previous log unchanged.
+    if let Some(directory) = &config.log {
+        log = Some(Log::create(directory, config, balance, &names)?);
+    }
+    if let Some(directory) = &config.capture {
+        capture::prepare(directory)?;
+    }
+    let length = RunLength {
+        steps: total,
+        epochs: total.div_ceil(config.train.batches() as u64),
+        test_batches: config.test.as_ref().map_or(0, Loader::batches),
+    };
+    let mut progress = Progress::new(length, done);
+    let training = signals::begin();
+    let summary = trainer.run(|event, run| {
+        if training.stop_requested().is_some() {
+            run.stop();
+        }
+        progress.on(event)?;
+        match (event, &config.capture) {
+            (Event::StepDone(step), _) => done = step.step + 1,
+            (Event::Captured { step, tensors }, Some(directory)) => {
+                report::note(&format!("captured {}", capture::save(directory, *step, tensors)?.display()));
+            }
+            _ => {}
+        }
+        Ok(log.as_mut().map_or(Ok(()), |log| log.on(event))?)
+    });
+    Ok(StepsRun { summary, total, done, log, training })
 }
 
 /// The error of a checkpoint that does not fit the run: the flags, or the data that they name, are others.
