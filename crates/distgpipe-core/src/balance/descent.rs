@@ -12,8 +12,8 @@ use std::collections::HashMap;
 
 /// The number of starts that are always followed to a local optimum, the best ones first.
 const STARTS_MIN: usize = 8;
-/// The others are followed too while the search has executed fewer instructions than this: some ten milliseconds.
-const ALL_STARTS_STEPS: u64 = 1 << 22;
+/// The others are followed too while the search has executed fewer instructions than this.
+const ALL_STARTS_STEPS: u64 = STEPS_MAX / 16;
 /// The number of random starts that are rated.
 const RANDOM_STARTS: usize = 64;
 /// A border with at most this many positions tries every one of them.

@@ -17,6 +17,39 @@ use super::order_statistics::Pivots;
 use super::quantile_bins::QuantileBins;
 use super::tile::{Grids, Ranges};
 
+/// Compiles the portable versions of the kernels that the compiler vectorizes well, by the macro that enables the
+/// instructions of a level.
+#[cfg(target_arch = "x86_64")]
+macro_rules! portable_kernels {
+    ($with:ident) => {
+        $with! {
+            pub fn extremes(bytes: &[u8]) -> Extremes {
+                portable::extremes(bytes)
+            }
+
+            pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
+                portable::symbols_of_many(bytes, bins, bin_bits, code_bits, out);
+            }
+
+            pub fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]) {
+                portable::look_up(symbols, table, out);
+            }
+
+            pub fn bf16s(bytes: &[u8], out: &mut [u8]) {
+                portable::bf16s(bytes, out);
+            }
+
+            pub fn values_of_bf16s(bytes: &[u8], out: &mut [u8]) {
+                portable::values_of_bf16s(bytes, out);
+            }
+
+            pub fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids) {
+                portable::tile_grids(table, exponent, grids);
+            }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

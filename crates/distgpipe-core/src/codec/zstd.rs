@@ -105,14 +105,14 @@ struct Inner {
 }
 
 impl Inner {
-    fn of(&self, dtype: DType) -> &dyn Codec {
+    fn codec(&self, dtype: DType) -> &dyn Codec {
         match dtype {
             DType::F32 | DType::F16 | DType::BF16 => &*self.floats,
             _ => &self.others,
         }
     }
 
-    fn of_mut(&mut self, dtype: DType) -> &mut dyn Codec {
+    fn codec_mut(&mut self, dtype: DType) -> &mut dyn Codec {
         match dtype {
             DType::F32 | DType::F16 | DType::BF16 => &mut *self.floats,
             _ => &mut self.others,
@@ -141,7 +141,7 @@ impl Zstd {
             }
         };
         if body.len() >= PARTS_MIN {
-            self.inner.of(dtype).body_parts(dtype, dims, body, &mut push);
+            self.inner.codec(dtype).body_parts(dtype, dims, body, &mut push);
         }
         push(BodyPart { form: PartForm::Bytes, bytes: body.len() });
     }
@@ -181,7 +181,7 @@ impl Zstd {
     fn read_heads(&mut self, meta: &TensorMeta, chunks: &[u8]) -> Result<usize, CodecError> {
         let mut dims = [0; DIMS_MAX];
         dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = usize::try_from(dim).unwrap_or(usize::MAX));
-        let inner = self.inner.of(meta.dtype);
+        let inner = self.inner.codec(meta.dtype);
         let most = inner.encoded_bytes(meta.dtype, &dims[..meta.shape.rank()]);
         self.coded.clear();
         let (mut at, mut bytes) = (0, 0);
@@ -228,7 +228,7 @@ impl Codec for Zstd {
     }
 
     fn encoded_bytes(&self, dtype: DType, dims: &[usize]) -> usize {
-        self.inner.of(dtype).encoded_bytes(dtype, dims).saturating_add(1)
+        self.inner.codec(dtype).encoded_bytes(dtype, dims).saturating_add(1)
     }
 
     fn refuses_shape(&self, dims: &[usize]) -> bool {
@@ -249,7 +249,7 @@ impl Codec for Zstd {
         context: &CodecContext<'_>,
         out: &mut Vec<u8>,
     ) -> Result<(), CodecError> {
-        let inner = self.inner.of_mut(tensor.dtype);
+        let inner = self.inner.codec_mut(tensor.dtype);
         if inner.is_identity(tensor.dtype) {
             tensor.elements()?;
             self.compress(&tensor, tensor.bytes, out);
@@ -266,10 +266,10 @@ impl Codec for Zstd {
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         check_codec(self.id(), meta)?;
         check_out(meta, out)?;
-        let inner = self.inner.of(meta.dtype);
+        let inner = self.inner.codec(meta.dtype);
         let (inner_meta, is_identity) = (TensorMeta { codec: inner.id(), ..*meta }, inner.is_identity(meta.dtype));
         match body.split_first() {
-            Some((&STORED, body)) => self.inner.of_mut(meta.dtype).decode(&inner_meta, body, out),
+            Some((&STORED, body)) => self.inner.codec_mut(meta.dtype).decode(&inner_meta, body, out),
             Some((&CHUNKS, chunks)) => {
                 let bytes = self.read_heads(meta, chunks)?;
                 let elements = out.len() / meta.dtype.size_bytes();
@@ -279,7 +279,7 @@ impl Codec for Zstd {
                 let mut plain = std::mem::take(&mut self.plain);
                 plain.resize(bytes, 0);
                 let decoded = self.decompress(elements, chunks, &mut plain);
-                let decoded = decoded.and_then(|()| self.inner.of_mut(meta.dtype).decode(&inner_meta, &plain, out));
+                let decoded = decoded.and_then(|()| self.inner.codec_mut(meta.dtype).decode(&inner_meta, &plain, out));
                 self.plain = plain;
                 decoded
             }

@@ -24,32 +24,7 @@ use memory::*;
 use packing::narrow_codes;
 pub use packing::{pack, unpack};
 
-// The kernels that the compiler vectorizes.
-with_avx2! {
-    pub fn extremes(bytes: &[u8]) -> Extremes {
-        portable::extremes(bytes)
-    }
-
-    pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
-        portable::symbols_of_many(bytes, bins, bin_bits, code_bits, out);
-    }
-
-    pub fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]) {
-        portable::look_up(symbols, table, out);
-    }
-
-    pub fn bf16s(bytes: &[u8], out: &mut [u8]) {
-        portable::bf16s(bytes, out);
-    }
-
-    pub fn values_of_bf16s(bytes: &[u8], out: &mut [u8]) {
-        portable::values_of_bf16s(bytes, out);
-    }
-
-    pub fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids) {
-        portable::tile_grids(table, exponent, grids);
-    }
-}
+portable_kernels!(with_avx2);
 
 /// 8 numbers in `f64`.
 type Wide = [__m256d; 2];
@@ -97,33 +72,15 @@ with_avx2! {
 
     /// Applies `code`, which returns 16-bit codes, to all values.
     #[inline]
-    fn each_code(bytes: &[u8], out: &mut [u16], code: impl Fn(__m256) -> __m128i) {
-        let (vectors, rest) = bytes.as_chunks();
-        let (rooms, room) = out.as_chunks_mut();
-        for (room, vector) in rooms.iter_mut().zip(vectors) {
-            store_codes(code(load_values(vector)), room);
-        }
-        if !rest.is_empty() {
-            let mut codes = [0; 8];
-            store_codes(code(load_values_front(rest, [0; 4])), &mut codes);
-            room.copy_from_slice(&codes[..room.len()]);
-        }
+    fn each_code(bytes: &[u8], out: &mut [u16], code: impl FnMut(__m256) -> __m128i) {
+        let mut code = code;
+        each(bytes, out, |vector, room| store_codes(code(load_values(vector)), room));
     }
 
     /// Applies `value`, which takes codes in 32-bit lanes, to all codes.
     #[inline]
     fn each_value(codes: &[u16], out: &mut [u8], value: impl Fn(__m256i) -> __m256) {
-        let (vectors, rest) = codes.as_chunks();
-        let (rooms, room) = out.as_chunks_mut();
-        for (room, vector) in rooms.iter_mut().zip(vectors) {
-            store_values(value(load_codes(vector)), room);
-        }
-        if !rest.is_empty() {
-            let (mut codes, mut values) = ([0; 8], [0; 32]);
-            codes[..rest.len()].copy_from_slice(rest);
-            store_values(value(load_codes(&codes)), &mut values);
-            room.copy_from_slice(&values[..room.len()]);
-        }
+        each(codes, out, |vector, room| store_values(value(load_codes(vector)), room));
     }
 
     #[inline]
@@ -205,32 +162,35 @@ with_avx2! {
     }
 
     pub fn f16s(bytes: &[u8], out: &mut [u8]) {
-        let (rooms, room) = out.as_chunks_mut();
-        // A half is a code of 16 bits here.
-        let halves = |values| _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(values);
-        let (vectors, rest) = bytes.as_chunks();
-        for (room, vector) in rooms.iter_mut().zip(vectors) {
-            store_sixteen_bytes(halves(load_values(vector)), room);
-        }
-        if !rest.is_empty() {
-            let mut last = [0; 16];
-            store_sixteen_bytes(halves(load_values_front(rest, [0; 4])), &mut last);
-            room.copy_from_slice(&last[..room.len()]);
-        }
+        each(bytes, out, |vector, room| {
+            store_sixteen_bytes(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(load_values(vector)), room);
+        });
     }
 
     pub fn values_of_f16s(bytes: &[u8], out: &mut [u8]) {
-        let (vectors, rest) = bytes.as_chunks();
-        let (rooms, room) = out.as_chunks_mut();
-        for (room, vector) in rooms.iter_mut().zip(vectors) {
-            store_values(_mm256_cvtph_ps(load_sixteen_bytes(vector)), room);
-        }
-        if !rest.is_empty() {
-            let (mut halves, mut values) = ([0; 16], [0; 32]);
-            halves[..rest.len()].copy_from_slice(rest);
-            store_values(_mm256_cvtph_ps(load_sixteen_bytes(&halves)), &mut values);
-            room.copy_from_slice(&values[..room.len()]);
-        }
+        each(bytes, out, |vector, room| store_values(_mm256_cvtph_ps(load_sixteen_bytes(vector)), room));
+    }
+}
+
+/// Applies `work` to every `I` elements, with room for `O` results. The last elements are followed by zeros, whose
+/// results are dropped.
+#[inline]
+#[target_feature(enable = "avx2,f16c,bmi1,bmi2,popcnt")]
+fn each<A: Copy + Default, B: Copy + Default, const I: usize, const O: usize>(
+    from: &[A],
+    to: &mut [B],
+    mut work: impl FnMut(&[A; I], &mut [B; O]),
+) {
+    let (vectors, rest) = from.as_chunks();
+    let (rooms, room) = to.as_chunks_mut();
+    for (room, vector) in rooms.iter_mut().zip(vectors) {
+        work(vector, room);
+    }
+    if !rest.is_empty() {
+        let (mut vector, mut results) = ([A::default(); I], [B::default(); O]);
+        vector[..rest.len()].copy_from_slice(rest);
+        work(&vector, &mut results);
+        room.copy_from_slice(&results[..room.len()]);
     }
 }
 
@@ -374,11 +334,10 @@ with_avx2! {
         let mut number = noise.first;
         for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
             let (lo, per_step) = (both(ranges.grid_lo[at]), both(ranges.per_step[at]));
-            let elements = _mm256_add_epi32(_mm256_set1_epi32(number as i32), eight_numbers());
-            let elements = std::cell::Cell::new(elements);
+            let mut elements = _mm256_add_epi32(_mm256_set1_epi32(number as i32), eight_numbers());
             each_code(bytes, out, |values| {
-                let random = widen_integers(random(_mm256_xor_si256(elements.get(), key)));
-                elements.set(_mm256_add_epi32(elements.get(), _mm256_set1_epi32(8)));
+                let random = widen_integers(random(_mm256_xor_si256(elements, key)));
+                elements = _mm256_add_epi32(elements, _mm256_set1_epi32(8));
                 let steps = steps(widen(values), lo, per_step);
                 let low = round_stochastic(steps[0], random[0], noise.code_max);
                 _mm_packus_epi32(low, round_stochastic(steps[1], random[1], noise.code_max))

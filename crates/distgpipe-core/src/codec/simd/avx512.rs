@@ -23,32 +23,7 @@ mod packing;
 use memory::*;
 pub use packing::{pack, unpack};
 
-// The kernels that the compiler vectorizes.
-with_avx512! {
-    pub fn extremes(bytes: &[u8]) -> Extremes {
-        portable::extremes(bytes)
-    }
-
-    pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
-        portable::symbols_of_many(bytes, bins, bin_bits, code_bits, out);
-    }
-
-    pub fn look_up(symbols: &[u16], table: &[f32], out: &mut [u8]) {
-        portable::look_up(symbols, table, out);
-    }
-
-    pub fn bf16s(bytes: &[u8], out: &mut [u8]) {
-        portable::bf16s(bytes, out);
-    }
-
-    pub fn values_of_bf16s(bytes: &[u8], out: &mut [u8]) {
-        portable::values_of_bf16s(bytes, out);
-    }
-
-    pub fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids) {
-        portable::tile_grids(table, exponent, grids);
-    }
-}
+portable_kernels!(with_avx512);
 
 /// 16 numbers in `f64`.
 type Wide = [__m512d; 2];
