@@ -17,7 +17,7 @@ mod defaults;
 mod inference;
 mod precedence;
 
-pub use choices::{DataName, DecayName, MetricName, OptimizerName, ResumeName};
+pub use choices::{CodecChoice, DataName, DecayName, MetricName, OptimizerName, ResumeName};
 pub use command_line::{explain_numbers, quoted, show_defaults, with_value};
 pub use config_file::from_toml;
 pub use inference::for_inference;
@@ -160,10 +160,10 @@ pub struct TrainFlags {
     pub peer_timeout: Option<f64>,
 
     /// Codec for activations between workers, and for gradients unless --codec-backward is given; `distgpipe codecs` lists
-    /// and measures codecs
-    #[arg(long, value_name = "CODEC", help_heading = "Codecs")]
+    /// and measures codecs. `auto` measures the links, and uses raw, zstd(raw) or zstd(tile:4)
+    #[arg(long, value_name = "CODEC|auto", help_heading = "Codecs")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub codec: Option<CodecSpec>,
+    pub codec: Option<CodecChoice>,
     /// Codec for gradients between workers [default: same as --codec]
     #[arg(long, value_name = "CODEC", help_heading = "Codecs")]
     #[serde(skip_serializing_if = "Option::is_none")]

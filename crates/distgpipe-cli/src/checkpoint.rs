@@ -1,6 +1,6 @@
 //! The flags of checkpoints: where a run is saved, and what it resumes from.
 
-use crate::args::{with_value, DataName, ResumeName, TrainFlags};
+use crate::args::{with_value, CodecChoice, DataName, ResumeName, TrainFlags};
 use crate::exit::usage;
 use crate::report::note;
 use crate::signals;
@@ -168,6 +168,11 @@ impl CheckpointConfig {
         let directory = self.checkpoints.directory().display().to_string();
         let any = self.checkpoints.steps().is_ok_and(|steps| !steps.is_empty());
         any.then(|| format!("{command} {} --resume", with_value("--checkpoint", &directory)))
+    }
+
+    /// Saves this codec in checkpoints, where `--codec` was `auto`: a link that is measured again might be given another one.
+    pub fn keep_codec(&mut self, codec: Option<&CodecChoice>) {
+        self.flags.codec = codec.cloned();
     }
 
     /// The flags to save in checkpoints. They have the cut that `--auto-balance` found: a second search might find another one, and

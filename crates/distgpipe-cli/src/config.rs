@@ -45,7 +45,7 @@ use distgpipe::train::TrainOptions;
 use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::Plan;
-use links::{codecs, timeouts};
+use links::{choose_codec, codecs, timeouts};
 use partitioning::{balance_options, implied_placement, partitioning, placement, Partitioning};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -107,7 +107,7 @@ impl RunConfig {
         Self::validated(saving, given)
     }
 
-    fn validated(saving: Option<CheckpointConfig>, given: TrainFlags) -> anyhow::Result<Self> {
+    fn validated(mut saving: Option<CheckpointConfig>, mut given: TrainFlags) -> anyhow::Result<Self> {
         let plan = given.plan.as_deref().map(|path| plan::given(path, &given)).transpose()?;
         let mut flags = given.or_defaults()?;
         let model = model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set)?;
@@ -132,11 +132,18 @@ impl RunConfig {
             let frozen: Vec<&str> = frozen(&flags).collect();
             saving.check_same(&model, flags.seed.unwrap_or_default(), optim, &groups, &frozen)?;
         }
+        let options = training::options(&flags, replica_workers)?;
+        let weights = initial_weights(&flags, &model, saving.as_ref())?;
+        choose_codec(&mut flags, &workers)?;
+        given.codec = given.codec.and(flags.codec.clone());
+        if let Some(saving) = &mut saving {
+            saving.keep_codec(given.codec.as_ref());
+        }
         Ok(RunConfig {
             train,
             test,
-            options: training::options(&flags, replica_workers)?,
-            weights: initial_weights(&flags, &model, saving.as_ref())?,
+            options,
+            weights,
             saving,
             given,
             capture: flags.capture.clone(),

@@ -1,9 +1,14 @@
 //! `distgpipe train` with codecs: the flags, the table, the warning, the captured file, the trace.
 
 mod command;
+mod servers;
 
 use command::{directory, ended};
 use serde_json::Value;
+use servers::{Servers, TOKEN};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::time::Duration;
 
 fn fine(arguments: &[&str]) -> (String, String) {
     ended(0, &[&["train"], arguments].concat())
@@ -157,4 +162,64 @@ fn the_trace_shows_encoding_and_decoding_beside_the_stages() {
         let stages = [0, 3].map(Value::from);
         assert!(spans.iter().all(|span| !stages.contains(&span["tid"])), "{category} is not on a stage's line");
     }
+}
+
+/// Forwards one connection after the other to `to`, in both directions, at no more than 20 MB/s.
+fn throttled(to: &str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, to) = (listener.local_addr().unwrap().to_string(), to.to_owned());
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) = (client.unwrap(), TcpStream::connect(&to).unwrap());
+            for (mut from, mut to) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
+                std::thread::spawn(move || {
+                    let mut piece = vec![0; 1 << 16];
+                    while let Ok(bytes @ 1..) = from.read(&mut piece) {
+                        std::thread::sleep(Duration::from_secs_f64(bytes as f64 / 20e6));
+                        if to.write_all(&piece[..bytes]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(Shutdown::Write);
+                });
+            }
+        }
+    });
+    address
+}
+
+#[test]
+fn auto_measures_the_link_and_says_what_it_chose() {
+    let (_, said) = fine(&with(&["--codec", "auto"]));
+    assert!(said.contains("--codec auto: raw, because all workers are threads of this process"), "{said}");
+
+    let servers = Servers::start(1);
+    let address = throttled(&servers.addresses()[0]);
+    let saved = directory("auto_codec");
+    let saved = saved.to_str().unwrap();
+    let arguments = with(&["--codec", "auto", "--workers", &address, "--checkpoint", saved, "--json"]);
+    let run =
+        command::distgpipe(&[&["train"], &arguments[..]].concat()).env("DISTGPIPE_TOKEN", TOKEN).output().unwrap();
+    let said = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success(), "{said}");
+    let line = said.lines().find(|line| line.contains("--codec auto")).unwrap();
+    assert!(line.contains(&format!("zstd(tile:4), for the link to {address}: ")), "{line}");
+    let report: Value = serde_json::from_slice(&run.stdout).unwrap();
+    assert!(cuts(&report).iter().all(|(_, codec, _)| codec == "zstd(tile:4)"), "{report}");
+    // The run goes on with the codec that it has, whatever the link is then.
+    let (_, said) = fine(&["--checkpoint", saved, "--resume", "--workers", "threads", "--steps", "5"]);
+    assert!(!said.contains("--codec auto"), "{said}");
+}
+
+#[test]
+fn auto_says_which_link_it_could_not_measure() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    drop(listener);
+    let arguments = with(&["--codec", "auto", "--workers", &address]);
+    let run =
+        command::distgpipe(&[&["train"], &arguments[..]].concat()).env("DISTGPIPE_TOKEN", TOKEN).output().unwrap();
+    let said = String::from_utf8_lossy(&run.stderr);
+    assert_eq!(run.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("measuring the link to {address} for --codec auto")), "{said}");
 }

@@ -96,6 +96,7 @@ fn numbers_are_never_reused() {
         "Ping",
         "Goodbye",
         "Share",
+        "Probe",
     ];
     for (index, name) in kinds.iter().enumerate() {
         assert_eq!(Kind::from_number(index as u8 + 1).unwrap().name(), *name);
@@ -115,7 +116,7 @@ fn numbers_are_never_reused() {
         assert!(Kind::from_number(number).is_none_or(|kind| kind.number() == number));
     }
     assert_eq!(Kind::from_number(0), None);
-    assert_eq!(Kind::from_number(18), None);
+    assert_eq!(Kind::from_number(19), None);
 }
 
 fn is_found(bytes: &[u8; HEADER_BYTES], body: &[u8]) -> bool {
@@ -199,8 +200,8 @@ fn refused(at: usize, with: &[u8]) -> WireError {
 #[test]
 fn each_field_is_checked() {
     let unknown = |field, expected_max, got| WireError::Unknown { field, expected_max, got };
-    assert_eq!(refused(6, &[18]), unknown("kind", 17, 18));
-    assert_eq!(refused(6, &[0]), unknown("kind", 17, 0));
+    assert_eq!(refused(6, &[19]), unknown("kind", 18, 19));
+    assert_eq!(refused(6, &[0]), unknown("kind", 18, 0));
     assert_eq!(refused(32, &[11]), unknown("dtype", 10, 11));
     assert_eq!(refused(33, &[3]), unknown("layout", 2, 3));
     assert_eq!(refused(34, &[13]), unknown("codec", 12, 13));

@@ -24,6 +24,8 @@ fn the_format_is_the_committed_one() {
     assert_eq!(hex(&hello().encode()), worker);
     let driver = Hello { role: Role::Driver, ..hello() };
     assert_eq!(hex(&driver.encode()), worker.replace("0107000000", "0000000000"));
+    let probe = Hello { role: Role::Probe, ..hello() };
+    assert_eq!(hex(&probe.encode()), worker.replace("0107000000", "0200000000"));
 
     let welcome = Welcome { worker: Some(WorkerId(258)), build: "0.1.0".into() };
     assert_eq!(hex(&welcome.encode()), "01020100000500302e312e30");
@@ -86,12 +88,14 @@ fn a_text_that_is_not_utf8_is_refused() {
 #[test]
 fn bytes_that_mean_nothing_are_refused() {
     let mut bytes = hello().encode();
-    bytes[48] = 2;
+    bytes[48] = 3;
     let error = Hello::decode(&bytes).unwrap_err();
-    assert!(matches!(error, MessageError::Unknown { field: "role", got: 2, .. }), "{error}");
-    bytes[48] = 0;
-    let error = Hello::decode(&bytes).unwrap_err();
-    assert!(matches!(error, MessageError::NotZero { field: "role", got: 7, .. }), "{error}");
+    assert!(matches!(error, MessageError::Unknown { field: "role", got: 3, .. }), "{error}");
+    for without_number in [0, 2] {
+        bytes[48] = without_number;
+        let error = Hello::decode(&bytes).unwrap_err();
+        assert!(matches!(error, MessageError::NotZero { field: "role", got: 7, .. }), "{error}");
+    }
     bytes[48] = 1;
     bytes.push(0);
     let error = Hello::decode(&bytes).unwrap_err();
@@ -121,9 +125,10 @@ proptest! {
         build in "\\PC{0,16}",
         text in "\\PC{0,32}",
     ) {
-        let role = worker.map_or(Role::Driver, Role::Worker);
-        let hello = Hello { run, token, role, build: build.clone() };
-        prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+        for role in [worker.map_or(Role::Driver, Role::Worker), Role::Probe] {
+            let hello = Hello { run, token, role, build: build.clone() };
+            prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+        }
         let welcome = Welcome { worker, build: build.clone() };
         prop_assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
         let refuse = Refuse { reason: text.clone() };

@@ -7,7 +7,7 @@
 //!  stage ── message ──► transport: memory │ loopback │ tcp ──► admission ──► mailbox ──► stage
 //!                       link_codecs: encode by codec_policy      (between processes,
 //!                       traffic: count                            after a handshake)
-//!                                                       arrivals: time
+//!                       probe: measure the link before        arrivals: time
 //!
 //!  failures  abort: ends all threads of a run; status, watchdog: find who stalls; timeouts: say when
 //!            notice: what the user should know before; suspension: this process itself did not run
@@ -22,6 +22,7 @@ pub mod link_codecs;
 pub mod mailbox;
 pub mod message;
 pub mod notice;
+pub mod probe;
 pub mod protocol;
 pub mod status;
 pub mod suspension;

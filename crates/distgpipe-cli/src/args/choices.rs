@@ -1,7 +1,10 @@
 //! The values of flags that name one of several things.
 
 use clap::ValueEnum;
+use distgpipe_core::codec::{CodecError, CodecSpec};
 use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
 
 /// Data sets: `--data`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -96,4 +99,52 @@ pub enum MetricName {
     F1,
     /// Matthews correlation of predicted and true classes
     Matthews,
+}
+
+/// Codecs: `--codec`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum CodecChoice {
+    /// The one that suits the measured links.
+    Auto,
+    /// This one.
+    Codec(CodecSpec),
+}
+
+impl Default for CodecChoice {
+    fn default() -> Self {
+        CodecChoice::Codec(CodecSpec::default())
+    }
+}
+
+impl FromStr for CodecChoice {
+    type Err = CodecError;
+    fn from_str(text: &str) -> Result<Self, CodecError> {
+        match text {
+            "auto" => Ok(CodecChoice::Auto),
+            codec => codec.parse().map(CodecChoice::Codec),
+        }
+    }
+}
+
+impl TryFrom<String> for CodecChoice {
+    type Error = CodecError;
+    fn try_from(text: String) -> Result<Self, CodecError> {
+        text.parse()
+    }
+}
+
+impl From<CodecChoice> for String {
+    fn from(choice: CodecChoice) -> String {
+        choice.to_string()
+    }
+}
+
+impl fmt::Display for CodecChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CodecChoice::Auto => f.write_str("auto"),
+            CodecChoice::Codec(codec) => codec.fmt(f),
+        }
+    }
 }

@@ -1,9 +1,8 @@
 //! The values of flags that were not given.
 
-use super::{DataName, DecayName, OptimizerName, TrainFlags};
+use super::{CodecChoice, DataName, DecayName, OptimizerName, TrainFlags};
 use distgpipe::engine::{Device, Devices};
 use distgpipe::Precision;
-use distgpipe_core::codec::CodecSpec;
 use distgpipe_core::schedule::{Recompute, Schedule};
 
 impl TrainFlags {
@@ -19,7 +18,7 @@ impl TrainFlags {
             schedule: Some(Schedule::OneFOneB),
             recompute: Some(Recompute::Never),
             timeout: Some(300.0),
-            codec: Some(CodecSpec::default()),
+            codec: Some(CodecChoice::default()),
             device: Some(Device::Auto.into()),
             precision: Some(Precision::Fp32),
             seed: Some(0),

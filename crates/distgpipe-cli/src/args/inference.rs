@@ -51,7 +51,7 @@ const HELP: &[(&str, &str)] = &[
     ("replicas", "Data parallelism: run N copies of the pipeline, which share each batch [default: 1]"),
     ("chunks", "Micro-batches per batch, in each replica [default: 1 with one worker, otherwise 4]"),
     ("batch", "Rows per batch [default: as in the tests of the training run, or 64]"),
-    ("codec", "Codec for activations between workers [default: raw]"),
+    ("codec", "Codec for activations between workers; `auto` chooses by the measured links [default: raw]"),
     ("codec-link", "Codec for one link, named by its partitions or its workers: 0-1=tile:4; repeatable"),
     ("workers", "Where workers run: as threads of this process, as processes on this host, or at the addresses of `distgpipe worker` processes, one for each worker after the first [default: threads]"),
     ("timeout", "Abort when no worker makes progress for this many seconds [default: 300]"),

@@ -1,6 +1,6 @@
 //! Validates the flags of `evaluate` and `predict`: weights, the model they belong to, and the pipeline that runs it.
 
-use super::links::{codecs, timeouts};
+use super::links::{choose_codec, codecs, timeouts};
 use super::partitioning::{implied_placement, partitioning, placement, Partitioning};
 use super::workers::workers;
 use super::{build, common_builder, model, model_of};
@@ -66,8 +66,10 @@ impl InferenceConfig {
         let workers = workers(&flags, worker_count)?;
         let compute = Compute::new(&flags, &workers, worker_count)?;
         flags.threads = Some(compute.threads);
+        let weights = fit_trained(&file, source, &model)?;
+        choose_codec(&mut flags, &workers)?;
         Ok(InferenceConfig {
-            weights: fit_trained(&file, source, &model)?,
+            weights,
             codecs: codecs(&flags)?,
             timeouts: timeouts(&flags)?,
             flags,

@@ -1,10 +1,16 @@
 //! What is encoded on the links between workers, and how long a link may stay silent.
+//!
+//! `--codec auto` becomes a codec here, before anything else reads the flags: a checkpoint has the codec of its run.
 
-use crate::args::TrainFlags;
+use crate::args::{CodecChoice, TrainFlags};
 use crate::exit::usage;
-use crate::report::note;
+use crate::report::{note, units};
+use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
+use distgpipe::comm::probe::{self, LinkMeasurement};
 use distgpipe::comm::timeouts::Timeouts;
+use distgpipe::Workers;
+use distgpipe_core::codec::CodecSpec;
 
 /// The codecs of all links.
 pub(super) fn codecs(flags: &TrainFlags) -> anyhow::Result<CodecPolicy> {
@@ -23,7 +29,10 @@ pub(super) fn codecs(flags: &TrainFlags) -> anyhow::Result<CodecPolicy> {
                     "{flag}: it applies to --sortquant only: add --sortquant, or use --codec sort:Q+S"
                 )));
             }
-            codec.clone().unwrap_or_default()
+            match codec {
+                Some(CodecChoice::Codec(codec)) => codec.clone(),
+                Some(CodecChoice::Auto) | None => CodecSpec::default(),
+            }
         }
     };
     let link = |text: &String| text.parse().map_err(|e| usage(format!("--codec-link: {e}")));
@@ -44,6 +53,54 @@ pub(super) fn codecs(flags: &TrainFlags) -> anyhow::Result<CodecPolicy> {
     Ok(policy)
 }
 
+/// Replaces `--codec auto` by the codec that suits the slowest link, and says which it is.
+pub(super) fn choose_codec(flags: &mut TrainFlags, workers: &Workers) -> anyhow::Result<()> {
+    if flags.codec != Some(CodecChoice::Auto) {
+        return Ok(());
+    }
+    let (codec, reason) = match workers {
+        Workers::Remote { addresses, token } => {
+            let limit = timeouts(flags)?.connect();
+            let mut slowest: Option<(&str, LinkMeasurement)> = None;
+            for address in addresses {
+                let link = probe::measure(address, *token, limit)
+                    .with_context(|| format!("measuring the link to {address} for --codec auto"))?;
+                if slowest.is_none_or(|(_, other)| link.slower_per_s() < other.slower_per_s()) {
+                    slowest = Some((address, link));
+                }
+            }
+            let (address, link) = slowest.context("--codec auto: there is no link to measure")?;
+            (codec_for(link.slower_per_s()), format!("for the link to {address}: {}", in_words(&link)))
+        }
+        Workers::Threads => (RAW, "because all workers are threads of this process".to_owned()),
+        _ => (RAW, "because all workers are on this host".to_owned()),
+    };
+    note(&format!("--codec auto: {codec}, {reason}"));
+    flags.codec = Some(codec.parse().map_err(|e| anyhow::anyhow!("the codec {codec}: {e}"))?);
+    Ok(())
+}
+
+const RAW: &str = "raw";
+
+/// One thread compresses at least this many bytes per second losslessly, so that a faster link gains nothing from it.
+const LOSSLESS_PER_S: f64 = 1e9;
+
+/// The codec for a link that delivers this many bytes per second. `zstd(raw)` about halves what crosses the link, so a link of
+/// half the speed of compression is as busy as the thread that compresses. A slower one is the bottleneck, and `zstd(tile:4)`
+/// makes it several times faster.
+fn codec_for(link_per_s: f64) -> &'static str {
+    match link_per_s {
+        rate if rate >= LOSSLESS_PER_S => RAW,
+        rate if rate >= LOSSLESS_PER_S / 2.0 => "zstd(raw)",
+        _ => "zstd(tile:4)",
+    }
+}
+
+fn in_words(link: &LinkMeasurement) -> String {
+    let (sent, received) = (units::bytes(link.sent_per_s), units::bytes(link.received_per_s));
+    format!("{sent}/s there, {received}/s back, round trip {}", units::seconds(link.round_trip.as_secs_f64()))
+}
+
 /// Whether a codec other than `raw` applies to any link.
 fn encodes(policy: &CodecPolicy) -> bool {
     let links = policy.links.iter().flat_map(|link| [&link.forward, &link.backward]);
@@ -61,4 +118,25 @@ pub(super) fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {
         }
     }
     Ok(Timeouts { stall_s, silence_s, ..standard })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table in docs/codecs.md.
+    #[test]
+    fn auto_chooses_by_the_rate() {
+        for (link_per_s, codec) in [
+            (3e9, "raw"),
+            (1e9, "raw"),
+            (9e8, "zstd(raw)"),
+            (5e8, "zstd(raw)"),
+            (1.2e8, "zstd(tile:4)"),
+            (1e3, "zstd(tile:4)"),
+        ] {
+            assert_eq!(codec_for(link_per_s), codec, "{link_per_s}");
+            assert!(codec.parse::<CodecSpec>().is_ok());
+        }
+    }
 }

@@ -37,6 +37,7 @@ impl Servers {
     }
 
     /// The first `count` of them, as the workers of a run beside worker 0.
+    #[allow(dead_code)]
     pub fn first(&self, count: usize) -> Workers {
         Workers::Remote { addresses: self.addresses[..count].to_vec(), token: TOKEN.parse::<Token>().expect("a token") }
     }

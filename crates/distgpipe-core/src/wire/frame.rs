@@ -38,7 +38,8 @@ pub const MAGIC: [u8; 4] = *b"\x89DGP";
 /// reports. Both ends must have the same version. Increase it with every change to any of these.
 ///
 /// 2: jobs name frozen parameters and groups of parameters; reports time what links deliver.
-pub const VERSION: u16 = 2;
+/// 3: probes measure a link.
+pub const VERSION: u16 = 3;
 
 /// The size of an encoded header in bytes.
 pub const HEADER_BYTES: usize = 120;
@@ -82,6 +83,8 @@ numbered! {
         Goodbye = 16,
         /// A part of a replica's gradients, for the next replica.
         Share = 17,
+        /// Bytes that measure a link. `step` is the number of bytes that the peer answers with.
+        Probe = 18,
     }
 }
 

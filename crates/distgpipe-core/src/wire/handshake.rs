@@ -25,6 +25,8 @@ pub enum Role {
     Driver,
     /// A worker that opens a link to another worker.
     Worker(WorkerId),
+    /// A process that measures the link, and sends no job.
+    Probe,
 }
 
 /// The first message of a dialling peer.
@@ -66,6 +68,7 @@ impl Hello {
         let (role, worker) = match self.role {
             Role::Driver => (0, 0),
             Role::Worker(worker) => (1, worker.0),
+            Role::Probe => (2, 0),
         };
         let mut out = Vec::with_capacity(Self::BYTES_MAX);
         out.extend_from_slice(&self.run);
@@ -81,9 +84,14 @@ impl Hello {
         let mut fields = Fields::new("Hello", body);
         let run = fields.array("run")?;
         let token = fields.array("token")?;
-        let role = match fields.optional_worker("role")? {
-            None => Role::Driver,
-            Some(worker) => Role::Worker(worker),
+        let [role] = fields.array("role")?;
+        let number = u32::from_le_bytes(fields.array("role")?);
+        let role = match (role, number) {
+            (0, 0) => Role::Driver,
+            (1, number) => Role::Worker(WorkerId(number)),
+            (2, 0) => Role::Probe,
+            (0 | 2, got) => return Err(MessageError::NotZero { message: "Hello", field: "role", got }),
+            (got, _) => return Err(MessageError::Unknown { message: "Hello", field: "role", expected_max: 2, got }),
         };
         let build = fields.text("build", BUILD_BYTES_MAX)?;
         fields.end()?;

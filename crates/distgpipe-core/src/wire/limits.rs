@@ -43,7 +43,7 @@ impl Limits {
         match kind {
             Kind::Hello | Kind::Welcome | Kind::Refuse => (self.handshake_bytes_max, "handshake_bytes_max"),
             Kind::Job => (self.job_bytes_max, "job_bytes_max"),
-            Kind::Ready | Kind::Command | Kind::Report | Kind::Abort | Kind::Ping | Kind::Goodbye => {
+            Kind::Ready | Kind::Command | Kind::Report | Kind::Abort | Kind::Ping | Kind::Goodbye | Kind::Probe => {
                 (self.text_bytes_max, "text_bytes_max")
             }
             Kind::Input

@@ -83,8 +83,12 @@ pub struct Credentials {
 
 /// Sends one frame without a tensor, outside of a [`Connection`](crate::comm::transport::tcp::Connection).
 pub fn send_text(stream: &mut TcpStream, kind: Kind, body: &[u8], limit: Duration) -> Result<(), Fault> {
+    send_frame(stream, Header::new(kind), body, limit)
+}
+
+/// Sends one frame without a tensor, whose header it seals.
+pub fn send_frame(stream: &mut TcpStream, mut header: Header, body: &[u8], limit: Duration) -> Result<(), Fault> {
     let abort = AbortFlag::default();
-    let mut header = Header::new(kind);
     header.seal(body);
     header.check(&limits())?;
     write_frame(stream, &header, body, &Deadline::new(&abort, limit)).map_err(|fault| match fault {
@@ -177,7 +181,7 @@ impl Terms<'_> {
     fn check(&self, hello: &Hello) -> Result<(), String> {
         let checked = hello.check(&self.run.unwrap_or(hello.run), &self.token.0);
         match (checked, self.busy) {
-            (Err(HandshakeError::Run { .. }), Some(busy)) if hello.role == Role::Driver => {
+            (Err(HandshakeError::Run { .. }), Some(busy)) if !matches!(hello.role, Role::Worker(_)) => {
                 Err(format!("{BUSY} with {busy}"))
             }
             (Err(other), _) => Err(other.to_string()),

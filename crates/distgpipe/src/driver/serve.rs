@@ -11,6 +11,7 @@ use crate::comm::admission::Peer;
 use crate::comm::handshake;
 use crate::comm::handshake::{Credentials, Terms, Token};
 use crate::comm::notice::{Notice, Notify};
+use crate::comm::probe;
 use crate::comm::protocol::Job;
 use crate::comm::transport::tcp::{join_until, Connection};
 use crate::driver::wiring::{Links, LocalWorker, Remote};
@@ -128,12 +129,17 @@ impl Server {
         while let Some((mut stream, from)) = pending.next(&self.listener, &stop) {
             let terms = Terms { token: &self.options.token, run: None, busy: None };
             let hello = handshake::answer(&mut stream, &terms, HANDSHAKE_LIMIT);
-            let hello = hello.and_then(|hello| match hello.role {
-                Role::Driver => Ok(hello),
+            let driver = hello.and_then(|hello| match hello.role {
+                Role::Driver => Ok(Some(hello)),
+                Role::Probe => probe::answer(&mut stream).map(|()| None),
                 role => Err(Fault::protocol("a driver", format!("{role:?}"))),
             });
-            let end = match hello {
-                Ok(hello) => {
+            let end = match driver {
+                Ok(None) => {
+                    report(&ServeEvent::Probed(from));
+                    continue;
+                }
+                Ok(Some(hello)) => {
                     let busy = BusyListener::new(self, &mut pending, from, hello.run);
                     self.serve_job(stream, from, busy, &report)
                 }

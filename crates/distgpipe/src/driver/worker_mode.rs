@@ -252,6 +252,7 @@ fn log_line(event: &ServeEvent<'_>, child: bool) -> Option<String> {
             format!("run {} failed after {:.1} s: {failure}", job.run, duration.as_secs_f64())
         }
         ServeEvent::RefusedBusy(driver) => format!("refused {driver}: busy with a run"),
+        ServeEvent::Probed(peer) => format!("{peer} has measured the link"),
         ServeEvent::Notice(notice) => notice.to_string(),
     };
     Some(format!("{} {line}", utc_now()))

@@ -27,6 +27,8 @@ pub enum ServeEvent<'a> {
     },
     /// A second driver was refused, because the server is in a run.
     RefusedBusy(SocketAddr),
+    /// A peer has measured the link.
+    Probed(SocketAddr),
     /// Something to know about a job that goes on.
     Notice(&'a Notice),
     /// A job is over but its thread does not end; [`ServeOptions::on_stuck`](super::ServeOptions::on_stuck) decides what happens next.
