@@ -54,6 +54,13 @@ impl CheckpointConfig {
         if matches!(given.resume, Some(ResumeName::Newest | ResumeName::Best)) && !directory.is_dir() {
             return Err(usage(format!("{}: no such directory: check the name, or start without --resume", flag())));
         }
+        if let Some(parent) = directory.parent().filter(|_| Checkpoint::is_at(directory)) {
+            return Err(usage(format!(
+                "{}: this is a single checkpoint: name the directory that it is in, --checkpoint {}",
+                flag(),
+                parent.display()
+            )));
+        }
         let mut checkpoints = Checkpoints::open(directory, KEEP).with_context(flag)?;
         let created = checkpoints.created();
         signals::if_never_begun(move || created.remove());

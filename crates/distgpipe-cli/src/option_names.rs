@@ -53,6 +53,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("ServeOptions::listen", "--listen"),
     ("ServeOptions::once", "--once"),
     ("ServeOptions::token", "--token-file"),
+    ("Timeouts::connect_s", "--peer-timeout"),
     ("Timeouts::silence_s", "--peer-timeout"),
     ("Timeouts::stall_s", "--timeout"),
     ("TrainOptions::accumulate", "--accumulate"),

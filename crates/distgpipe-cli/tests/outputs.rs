@@ -208,3 +208,33 @@ fn a_checkpoint_that_cannot_be_written_does_not_lose_the_model() {
     assert!(scores["accuracy"].as_f64() > Some(0.5), "{scores}");
     assert!(refused(2, &["evaluate", "--weights", text(&saved)]).contains("--weights"));
 }
+
+/// With a limit on the size of files that everything but the log of the steps fits: what a full disk is to --log, while
+/// --checkpoint has a healthy one.
+#[test]
+fn a_log_that_cannot_be_written_does_not_lose_the_checkpoint() {
+    let root = directory("outputs/full_log");
+    let (saved, log) = (root.join("saved"), root.join("log"));
+    let run =
+        ["train", "--set", "hidden=[8]", "--epochs", "400", "--limit", "320", "--threads", "1", "--device", "cpu"];
+    let outputs = ["--checkpoint", text(&saved), "--checkpoint-every", "100000", "--log", text(&log)];
+    let mut command = Command::new("bash");
+    let limited = ["-c", "trap '' XFSZ; ulimit -f 32; exec \"$@\"", "bash", env!("CARGO_BIN_EXE_distgpipe")];
+    let command = command.args(limited).args(run).args(outputs).stdin(Stdio::null());
+    let output = command.output().expect("bash runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("error: --log") && said.contains("File too large"), "{said}");
+    assert!(said.contains("to go on from the newest checkpoint: distgpipe train --checkpoint"), "{said}");
+    let more = distgpipe(&["train", "--checkpoint", text(&saved), "--resume", "--epochs", "1"]).output().expect("runs");
+    let said = String::from_utf8_lossy(&more.stderr);
+    assert!(more.status.success() && said.contains("already finished after step "), "{said}");
+    // The directory of the checkpoint itself is a likely mistake.
+    let step = std::fs::read_dir(&saved).expect("a directory").map(|entry| entry.expect("an entry").path());
+    let step = step.into_iter().find(|path| path.is_dir()).expect("a checkpoint");
+    let said = refused(2, &["train", "--checkpoint", text(&step), "--resume"]);
+    assert!(
+        said.contains("single checkpoint") && said.contains(&format!("--checkpoint {}", saved.display())),
+        "{said}"
+    );
+}

@@ -95,7 +95,10 @@ pub enum Fault {
         limit_s: f64,
     },
     /// A worker did not accept a run in time.
-    #[error("no answer within {limit_s:.1} s: the worker is suspended or overloaded, or the network is down")]
+    #[error(
+        "no answer within {limit_s:.1} s (`Timeouts::connect_s`): the worker is suspended or overloaded, the network is down, or \
+         another program listens there"
+    )]
     NoAnswer {
         /// The time-out in seconds.
         limit_s: f64,

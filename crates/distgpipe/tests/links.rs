@@ -4,11 +4,14 @@ mod relay;
 mod soundness;
 
 use distgpipe::comm::handshake::Token;
+use distgpipe::comm::notice::Notice;
+use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{Batch, Pipeline, ServeOptions, Server, StepLink, Workers};
 use relay::relay;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::mpsc;
 
 const RATE: f64 = 5e6;
 
@@ -78,4 +81,30 @@ fn small_messages_have_no_rate() {
         assert_eq!(link.delivered_bytes_per_s, None, "{link:?}");
         assert!(link.training_bytes > 8 * 16 * 4, "{link:?}");
     }
+}
+
+/// It once took 20 s without a word, and the error named no option.
+#[test]
+fn a_worker_that_does_not_answer_is_reported_before_the_run_fails() {
+    // The system accepts connections, and nobody answers.
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = silent.local_addr().expect("an address").to_string();
+    let (sender, notices) = mpsc::channel();
+    let timeouts = Timeouts { connect_s: 2.0, ..Timeouts::default() };
+    let failed = Pipeline::builder(Mlp::default().model().expect("a model"))
+        .device(distgpipe::Device::Cpu)
+        .threads(1)
+        .place("client,server")
+        .timeouts(timeouts)
+        .workers(Workers::Remote { addresses: vec![address], token: Token([7; 32]) })
+        .on_notice(move |notice| drop(sender.send(notice.clone())))
+        .build();
+    let Err(failed) = failed else { panic!("nobody has answered") };
+    let said = failed.to_string();
+    assert!(
+        said.contains("server failed while joining the run: no answer within 2.0 s (`Timeouts::connect_s`)"),
+        "{said}"
+    );
+    let joining = |notice: &Notice| matches!(notice, Notice::NotJoined { worker, .. } if worker == "server");
+    assert_eq!(notices.iter().filter(joining).count(), 1);
 }

@@ -53,7 +53,13 @@ pub fn from_toml(text: &str, path: &Path) -> anyhow::Result<TrainFlags> {
         alone.try_into::<TrainFlags>().map_err(|e| wrong(format!("`{written}`: {}", plain(e.message()))))?;
         flags.insert(key, value);
     }
-    flags.try_into().map_err(|e: toml::de::Error| wrong(plain(e.message())))
+    let mut flags: TrainFlags = flags.try_into().map_err(|e: toml::de::Error| wrong(plain(e.message())))?;
+    for (flag, path) in flags.paths_mut() {
+        if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
+            return Err(wrong(format!("`{}`: expected a path, got an empty text", flag.trim_start_matches('-'))));
+        }
+    }
+    Ok(flags)
 }
 
 /// The message of the parser in the words of the command line, without the names of Rust's types.
@@ -82,6 +88,8 @@ fn normalized(key: &str, value: toml::Value) -> Result<toml::Value, String> {
         ("balance" | "place" | "workers", toml::Value::Array(values)) => {
             toml::Value::String(values.iter().map(word).collect::<Vec<_>>().join(","))
         }
+        // As --resume alone.
+        ("resume", toml::Value::Boolean(true)) => toml::Value::String("newest".to_owned()),
         ("freeze" | "group", toml::Value::String(text)) => toml::Value::Array(vec![toml::Value::String(text)]),
         ("set", toml::Value::Table(settings)) => {
             let setting = |(key, value): (String, toml::Value)| {
@@ -96,6 +104,7 @@ fn normalized(key: &str, value: toml::Value) -> Result<toml::Value, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ResumeName;
     use super::*;
 
     fn parse(text: &str) -> anyhow::Result<TrainFlags> {
@@ -115,6 +124,8 @@ mod tests {
         ] {
             assert!(error(text).ends_with(expected), "{}", error(text));
         }
+        assert!(error("checkpoint = ''").ends_with("`checkpoint`: expected a path, got an empty text"));
+        assert_eq!(parse("resume = true").unwrap().resume, Some(ResumeName::Newest));
         assert!(error("config = 'other.toml'").contains("unknown key"));
         assert!(error("batch = ").contains("--config run.toml"));
     }

@@ -138,7 +138,7 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
     let balance = pipeline.balance().sizes().to_vec();
     report::note(&headline(config, &model, &balance, &placed));
     note_setup(config, &pipeline);
-    let StepsRun { summary, total, done, log, training } = run_steps(config, &mut pipeline, &balance)?;
+    let StepsRun { summary, total, done, log, log_failed, training } = run_steps(config, &mut pipeline, &balance)?;
     let summary = match summary {
         Ok(summary) => summary,
         Err(error) => {
@@ -169,7 +169,10 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         interrupted,
         failed: None,
     };
-    let logged = log.map_or(Ok(()), |log| log.finish(&report));
+    let logged = match log_failed {
+        Some(error) => Err(error),
+        None => log.map_or(Ok(()), |log| log.finish(&report)),
+    };
     if let (Err(first), Err(_)) = (&saved, &logged) {
         report::note(&format!("error: {first:#}"));
     }
@@ -185,6 +188,8 @@ struct StepsRun {
     /// The steps that are done, including those before a resume.
     done: u64,
     log: Option<Log>,
+    /// Why the log could not be written. The run was stopped, so that its checkpoint is not lost.
+    log_failed: Option<anyhow::Error>,
     training: signals::Training,
 }
 
@@ -192,7 +197,7 @@ struct StepsRun {
 fn run_steps(config: &RunConfig, pipeline: &mut Pipeline, balance: &[usize]) -> anyhow::Result<StepsRun> {
     let topology = pipeline.topology();
     let names: Vec<String> = topology.members().map(|worker| topology.name(worker)).collect();
-    let (mut log, mut done) = (None, 0);
+    let (mut log, mut log_failed, mut done) = (None, None, 0);
     let trainer = Trainer::new(pipeline, config.train.clone(), config.test.clone(), config.options.clone());
     let mut trainer = trainer.map_err(|e| usage(e.to_string()))?;
     let total = trainer.steps();
@@ -230,9 +235,13 @@ fn run_steps(config: &RunConfig, pipeline: &mut Pipeline, balance: &[usize]) -> 
             }
             _ => {}
         }
-        Ok(log.as_mut().map_or(Ok(()), |log| log.on(event))?)
+        if let Some(Err(error)) = log.as_mut().filter(|_| log_failed.is_none()).map(|log: &mut Log| log.on(event)) {
+            log_failed = Some(anyhow::Error::from(error));
+            run.stop();
+        }
+        Ok(())
     });
-    Ok(StepsRun { summary, total, done, log, training })
+    Ok(StepsRun { summary, total, done, log, log_failed, training })
 }
 
 /// The error of a checkpoint that does not fit the run: the flags, or the data that they name, are others.

@@ -16,6 +16,15 @@ pub enum Notice {
         /// The run fails when the silence has lasted this long, in seconds.
         limit_s: f64,
     },
+    /// A worker has not answered yet that it joins the run.
+    NotJoined {
+        /// The name of the worker.
+        worker: String,
+        /// How long it has been asked, in seconds.
+        waited_s: f64,
+        /// The run fails when it has not answered for this long, in seconds.
+        limit_s: f64,
+    },
     /// A silent worker sends again.
     Back {
         /// The name of the worker.
@@ -37,6 +46,11 @@ impl fmt::Display for Notice {
                 f,
                 "nothing has arrived from {worker} for {silent_s:.1} s, not even a heartbeat; the run fails after {limit_s:.1} s \
                  (`Timeouts::silence_s`)"
+            ),
+            Notice::NotJoined { worker, waited_s, limit_s } => write!(
+                f,
+                "{worker} was asked to join the run {waited_s:.1} s ago and has not answered; the run fails after {limit_s:.1} s \
+                 (`Timeouts::connect_s`)"
             ),
             Notice::Back { worker, silent_s } => write!(f, "{worker} is back after {silent_s:.1} s"),
             Notice::Suspended { seconds } => {

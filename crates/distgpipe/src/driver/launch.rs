@@ -6,7 +6,7 @@ use crate::comm::handshake;
 use crate::comm::handshake::{Credentials, Token};
 use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::mailbox::Mailbox;
-use crate::comm::notice::Notify;
+use crate::comm::notice::{Notice, Notify};
 use crate::comm::protocol::Job;
 use crate::comm::status::SharedStatus;
 use crate::comm::topology::Topology;
@@ -27,6 +27,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::sync::{mpsc, Arc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -208,6 +209,7 @@ impl Launch<'_> {
         remote: &[WorkerId],
         addresses: &[String],
         credentials: &Credentials,
+        notify: &Notify,
     ) -> Result<Vec<TcpStream>, Failure> {
         let limit = self.job.timeouts.connect();
         let at = |worker: WorkerId| {
@@ -216,6 +218,7 @@ impl Launch<'_> {
         };
         let mut streams = Vec::new();
         for (&worker, address) in remote.iter().zip(addresses) {
+            let _notice = NotJoinedNotice::start(self.topology.name(worker), limit, notify).map_err(at(worker))?;
             let dialed = handshake::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
                 Fault::TimedOut { limit_s, .. } => Fault::NoAnswer { limit_s },
                 other => other,
@@ -228,6 +231,37 @@ impl Launch<'_> {
             handshake::send_text(stream, Kind::Job, &text, limit).map_err(at(worker))?;
         }
         Ok(streams)
+    }
+}
+
+/// While it exists, a thread waits to say that a worker has not joined yet.
+struct NotJoinedNotice {
+    joined: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// How long a worker may take to answer before the user is told.
+const NOT_JOINED: Duration = Duration::from_secs(5);
+
+impl NotJoinedNotice {
+    fn start(worker: String, limit: Duration, notify: &Notify) -> Result<Self, Fault> {
+        let (joined, waiting) = mpsc::channel();
+        let (after, notify) = (NOT_JOINED.min(limit / 4), notify.clone());
+        let thread = engine::spawn("joining", move || {
+            if waiting.recv_timeout(after) == Err(RecvTimeoutError::Timeout) {
+                let (waited_s, limit_s) = (after.as_secs_f64(), limit.as_secs_f64());
+                notify.send(&Notice::NotJoined { worker, waited_s, limit_s });
+            }
+        })?;
+        Ok(NotJoinedNotice { joined: Some(joined), thread: Some(thread) })
+    }
+}
+
+impl Drop for NotJoinedNotice {
+    fn drop(&mut self) {
+        // The thread ends when there is no sender left.
+        self.joined = None;
+        self.thread.take().map(JoinHandle::join);
     }
 }
 
@@ -271,7 +305,7 @@ impl WorkerSet {
         let launch = Launch { job, topology, model, locals };
         if let Some(token) = token {
             let run = handshake::random().map_err(failed_in("starting workers"))?;
-            let streams = launch.connect_all(&remote, &addresses, &Credentials { run, token })?;
+            let streams = launch.connect_all(&remote, &addresses, &Credentials { run, token }, &self.notify)?;
             for (&worker, stream) in remote.iter().zip(streams) {
                 let connection = self.connect(&launch, stream, worker);
                 let connection =
