@@ -34,7 +34,7 @@ const LOADER_THREADS_MAX: usize = 64;
 
 /// The training data, the test data unless evaluation is off, and the loss that suits the targets.
 pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Option<Loader>, Loss)> {
-    let source = Source::new(flags, model)?;
+    let source = Source::new(flags, model, Purpose::Training)?;
     let train = limited(source.open(Split::Train)?, "--limit", flags.limit)?;
     source.check_classes(train.as_ref())?;
     let batch_rows = flags.batch.unwrap_or_default();
@@ -55,9 +55,10 @@ pub fn loaders(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Opt
     Ok((train, Some(Loader::new(test, options)?), source.loss()))
 }
 
-/// The test data alone, in batches of `--batch` rows, and the loss that suits its targets.
-pub fn test_loader(flags: &TrainFlags, model: &Model) -> anyhow::Result<(Loader, Loss)> {
-    let source = Source::new(flags, model)?;
+/// The test data alone, in batches of `--batch` rows, and the loss that suits its targets. `classes` are those of the trained
+/// model, if they are known.
+pub fn test_loader(flags: &TrainFlags, model: &Model, classes: Option<&[String]>) -> anyhow::Result<(Loader, Loss)> {
+    let source = Source::new(flags, model, Purpose::Inference(classes))?;
     let test = limited(source.open(Split::Test)?, "--limit", flags.limit)?;
     source.check_classes(test.as_ref())?;
     let options = LoaderOptions { threads: threads(flags)?, ..LoaderOptions::testing(flags.batch.unwrap_or_default()) };
@@ -71,7 +72,7 @@ pub fn test_rows(batch_rows: usize) -> usize {
 
 /// The names of the classes of a data set, if they have any.
 pub fn class_names(flags: &TrainFlags, model: &Model) -> anyhow::Result<Option<Vec<String>>> {
-    Ok(Source::new(flags, model)?.open(Split::Test)?.class_names())
+    Ok(Source::new(flags, model, Purpose::Inference(None))?.open(Split::Test)?.class_names())
 }
 
 /// How the images of a data set are normalised; `None` for other data.
@@ -103,16 +104,29 @@ pub fn output(model: &Model) -> anyhow::Result<SampleShape> {
     output.ok_or_else(|| usage("--model: the model has no output"))
 }
 
+/// What data is opened for.
+#[derive(Clone, Copy)]
+enum Purpose<'a> {
+    /// Training, for which the model can be chosen to suit the data.
+    Training,
+    /// Running a trained model, with its classes if they are known. The data must suit it.
+    Inference(Option<&'a [String]>),
+}
+
+/// What to do about data that does not suit a trained model.
+const SUITABLE: &str = "use data of the kind that the model was trained on";
+
 /// The data set that flags name, for a model.
 struct Source<'a> {
     name: DataName,
     flags: &'a TrainFlags,
     model: &'a Model,
     output: SampleShape,
+    purpose: Purpose<'a>,
 }
 
 impl<'a> Source<'a> {
-    fn new(flags: &'a TrainFlags, model: &'a Model) -> anyhow::Result<Self> {
+    fn new(flags: &'a TrainFlags, model: &'a Model, purpose: Purpose<'a>) -> anyhow::Result<Self> {
         let name = flags.data.unwrap_or(DataName::Digits);
         if flags.samples.is_some() && name != DataName::Synthetic {
             return Err(usage(format!(
@@ -129,7 +143,7 @@ impl<'a> Source<'a> {
         if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
             return Err(usage(format!("--tokenizer: {} has no text: remove it", name.name())));
         }
-        Ok(Source { name, flags, model, output: output(model)? })
+        Ok(Source { name, flags, model, output: output(model)?, purpose })
     }
 
     fn open(&self, part: Split) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
@@ -137,7 +151,7 @@ impl<'a> Source<'a> {
             DataName::Synthetic => synthetic(self.flags, self.model, &self.output, part),
             DataName::Rte => text(Task::Rte, self.flags, self.model, part),
             DataName::Cola => text(Task::Cola, self.flags, self.model, part),
-            name => open(name, self.flags, &self.model.input, part),
+            name => open_images(name, self.flags, &self.model.input, part, self.purpose),
         }
     }
 
@@ -150,14 +164,15 @@ impl<'a> Source<'a> {
                 self.name.name()
             )));
         };
-        let mismatch =
-            format!("the model has {scores} classes, and the data has {classes}: use --set classes={classes}");
+        let counts = format!("the model has {scores} classes, and the data has {classes}");
+        let mismatch = match self.purpose {
+            Purpose::Training => format!("--model: {counts}: use --set classes={classes}"),
+            Purpose::Inference(_) => format!("--data {}: {counts}: {SUITABLE}", self.name.name()),
+        };
         match scores.cmp(&classes) {
-            Ordering::Less => return Err(usage(format!("--model: {mismatch}"))),
+            Ordering::Less => return Err(usage(mismatch)),
             Ordering::Equal => {}
-            Ordering::Greater => {
-                report::note(&format!("warning: --model: {mismatch}, unless more classes are intended"))
-            }
+            Ordering::Greater => report::note(&format!("warning: {mismatch}, unless more classes are intended")),
         }
         Ok(())
     }
@@ -178,11 +193,24 @@ pub fn open(
     input: &[SampleShape],
     part: Split,
 ) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
+    open_images(name, flags, input, part, Purpose::Training)
+}
+
+fn open_images(
+    name: DataName,
+    flags: &TrainFlags,
+    input: &[SampleShape],
+    part: Split,
+    purpose: Purpose<'_>,
+) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
     let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
-    let images = Images { name, input, part, layout };
+    let images = Images { name, input, part, layout, purpose };
+    if name != DataName::Digits {
+        images.check_trained_model()?;
+    }
     match name {
-        DataName::Digits => opened(name, Digits::for_input(part, input)),
+        DataName::Digits => images.opened(Digits::for_input(part, input)),
         DataName::Cifar10 => images.data_set(Cifar::open(&directory()?, Edition::Ten, part)),
         DataName::Cifar100 => images.data_set(Cifar::open(&directory()?, Edition::Hundred, part)),
         DataName::Food101 => images.data_set(food101::open(&directory()?, part)),
@@ -190,9 +218,13 @@ pub fn open(
             Err(usage("--data image-folder: add --data-dir DIR, the directory of the images"))
         }
         DataName::ImageFolder => {
-            let files = ImageFiles::folder(&directory()?, part);
+            let files = match (purpose, part) {
+                (Purpose::Inference(Some(classes)), Split::Test) => ImageFiles::test_folder(&directory()?, classes),
+                _ => ImageFiles::folder(&directory()?, part),
+            };
             if let Ok(files) = &files {
                 warn_of_skipped(files.skipped());
+                warn_of_missing(files);
             }
             images.data_set(files)
         }
@@ -297,16 +329,44 @@ struct Images<'a> {
     input: &'a [SampleShape],
     part: Split,
     layout: Layout,
+    purpose: Purpose<'a>,
 }
 
 impl Images<'_> {
+    fn model_takes_images(&self) -> bool {
+        matches!(self.input, [shape] if matches!(shape.dims[..], [3, _, _]))
+    }
+
+    /// Whether the images are what a trained model takes. Training rather suggests another model, once it knows the classes.
+    fn check_trained_model(&self) -> anyhow::Result<()> {
+        match self.purpose {
+            Purpose::Inference(_) if !self.model_takes_images() => Err(usage(format!(
+                "--data {}: it has images of 3 channels, and the model does not take them: {SUITABLE}",
+                self.name.name()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn opened<D: Dataset + Sync + 'static>(
+        &self,
+        set: Result<D, DataError>,
+    ) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
+        let failed = |error: DataError| match (self.purpose, &error) {
+            (Purpose::Inference(_), DataError::Unsuitable { .. }) => {
+                usage(format!("--data {}: {error}; {SUITABLE}", self.name.name()))
+            }
+            _ => data_error(self.name)(error),
+        };
+        Ok(Arc::new(set.map_err(failed)?))
+    }
+
     fn data_set<S: ImageSource + 'static>(
         &self,
         source: Result<S, DataError>,
     ) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
         let source = source.map_err(data_error(self.name))?;
-        let takes_images = matches!(self.input, [shape] if matches!(shape.dims[..], [3, _, _]));
-        if !takes_images {
+        if !self.model_takes_images() {
             return Err(usage(format!(
                 "--model: --data {} has images of 3 channels, and the model does not take them: use a model for images, such as \
                  --model mobilenet_v2 --set classes={}",
@@ -314,7 +374,7 @@ impl Images<'_> {
                 source.classes()
             )));
         }
-        opened(self.name, ImageSet::for_input(source, self.input, self.part, self.layout))
+        self.opened(ImageSet::for_input(source, self.input, self.part, self.layout))
     }
 }
 
@@ -325,6 +385,22 @@ fn warn_of_skipped(skipped: &Skipped) {
             "warning: --data image-folder: skipped {} such as {}: only .jpg, .jpeg and .png files in class folders are read",
             plural(skipped.count, "file"),
             example.display()
+        ));
+    }
+}
+
+/// Warns of classes without images: the scores say nothing about them.
+fn warn_of_missing(files: &ImageFiles) {
+    if let Some((folder, missing)) = files.missing_classes() {
+        let names: Vec<String> = missing.iter().map(|&name| name.to_owned()).collect();
+        report::note(&format!(
+            "warning: --data image-folder: {} has no images of {}: {}",
+            folder.display(),
+            match missing.len() {
+                1 => "1 class".to_owned(),
+                count => format!("{count} classes"),
+            },
+            report::listed(&names, report::NAMES_LISTED_MAX)
         ));
     }
 }

@@ -10,7 +10,7 @@ use crate::datasets;
 use crate::exit::usage;
 use crate::report;
 use anyhow::Context;
-use distgpipe::train::checkpoint::newest_in;
+use distgpipe::train::checkpoint::{newest_in, Manifest};
 use distgpipe::train::weights::{self, TensorSource};
 use distgpipe::{Checkpoint, CheckpointError, ModelSpec};
 use serde::{Deserialize, Serialize};
@@ -69,8 +69,7 @@ impl SavedModel {
         Ok(BTreeMap::from([(KEY.to_owned(), serde_json::to_string(self)?)]))
     }
 
-    fn from_checkpoint(checkpoint: &Checkpoint, flag: &str) -> anyhow::Result<Self> {
-        let manifest = checkpoint.manifest();
+    fn from_manifest(manifest: &Manifest, flag: &str) -> anyhow::Result<Self> {
         let spec = manifest.model.clone();
         let spec = spec.ok_or_else(|| usage(format!("{flag}: the checkpoint is not of a model of this program")))?;
         let flags: TrainFlags = serde_json::from_value(manifest.settings.clone())
@@ -97,12 +96,12 @@ pub struct Opened {
 pub fn open(path: &Path) -> anyhow::Result<Opened> {
     let flag = format!("--weights {}", path.display());
     if path.is_dir() {
-        let (checkpoint, source) = match Checkpoint::is_at(path) {
+        let OpenedCheckpoint { manifest, file, source } = match Checkpoint::is_at(path) {
             true => open_checkpoint(path).map_err(|e| usage(format!("{flag}: {e}")))?,
             false => newest(path, &flag)?,
         };
-        let about = Some(SavedModel::from_checkpoint(&checkpoint, &flag)?);
-        return Ok(Opened { file: checkpoint.model_file(), source, about });
+        let about = Some(SavedModel::from_manifest(&manifest, &flag)?);
+        return Ok(Opened { file, source, about });
     }
     let source = weights::open(path).map_err(|e| usage(format!("--weights {e}")))?;
     let about = source.metadata(KEY).map(|text| parse(text, &flag)).transpose()?;
@@ -146,15 +145,22 @@ fn parse(text: &str, flag: &str) -> anyhow::Result<SavedModel> {
     }
 }
 
+/// A checkpoint without the optimizer's state, which training alone needs.
+struct OpenedCheckpoint {
+    manifest: Manifest,
+    file: PathBuf,
+    source: Box<dyn TensorSource>,
+}
+
 /// Opens a checkpoint and its file of tensors, so that both stay readable when the checkpoint is removed.
-fn open_checkpoint(folder: &Path) -> Result<(Checkpoint, Box<dyn TensorSource>), CheckpointError> {
-    let checkpoint = Checkpoint::open(folder)?;
-    let source = weights::open(&checkpoint.model_file())?;
-    Ok((checkpoint, source))
+fn open_checkpoint(folder: &Path) -> Result<OpenedCheckpoint, CheckpointError> {
+    let (manifest, file) = Checkpoint::model_at(folder)?;
+    let source = weights::open(&file)?;
+    Ok(OpenedCheckpoint { manifest, file, source })
 }
 
 /// The newest intact checkpoint of a directory. The directory is not locked: the run that writes there may go on.
-fn newest(directory: &Path, flag: &str) -> anyhow::Result<(Checkpoint, Box<dyn TensorSource>)> {
+fn newest(directory: &Path, flag: &str) -> anyhow::Result<OpenedCheckpoint> {
     let (found, damaged) = newest_in(directory, open_checkpoint).map_err(|e| usage(format!("{flag}: {e}")))?;
     for error in &damaged {
         report::note(&format!("warning: skipping a damaged checkpoint: {error}"));

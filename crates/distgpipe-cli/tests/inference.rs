@@ -156,7 +156,18 @@ fn images_are_classified_as_the_test_loader_and_the_library_do() {
         std::fs::rename(other.join(part).join("dog"), other.join(part).join("wolf")).expect("renamed");
     }
     let said = refused(2, &["evaluate", "--weights", text(&weights), "--data-dir", text(&other)]);
-    assert!(said.contains("expected the classes of the model, cat, dog; got cat, wolf"), "{said}");
+    assert!(said.contains("test/wolf: the model has no such class: use data with the classes"), "{said}");
+    // Only the test images are needed, and those of each class keep its number if another class has none.
+    let evaluate =
+        [&["evaluate", "--weights", text(&weights), "--data-dir", text(&other), "--json"], &CPU[..]].concat();
+    std::fs::remove_dir_all(other.join("train")).expect("removed");
+    std::fs::rename(other.join("test/wolf"), other.join("test/dog")).expect("renamed");
+    assert_eq!(json(&evaluate)["accuracy"], scores["accuracy"]);
+    std::fs::remove_dir_all(other.join("test/cat")).expect("removed");
+    let (out, said) = ended(0, &evaluate);
+    let dogs = expected[2..].iter().filter(|row| row[1] > row[0]).count() as f64 / 2.0;
+    assert_eq!(serde_json::from_str::<Value>(&out).expect("JSON")["accuracy"], dogs);
+    assert!(said.contains("test has no images of 1 class: cat"), "{said}");
 }
 
 /// A black and white PNG of 8 × 8 pixels.
@@ -197,6 +208,13 @@ fn a_saved_model_says_what_it_is_and_evaluates_to_the_figures_of_its_run() {
         assert_eq!((&scores["rows"], &scores["data"]), (&360.into(), &"digits".into()));
     }
     assert_eq!(evaluate(&weights, &["--limit", "50"])["rows"], 50);
+
+    // The optimizer's state is for training alone.
+    let optimizer = step.join("optimizer.safetensors");
+    let state = std::fs::read(&optimizer).expect("saved");
+    std::fs::write(&optimizer, "damaged").expect("written");
+    assert_eq!(evaluate(&step, &[])["loss"], last["test_loss"]);
+    std::fs::write(&optimizer, &state).expect("written");
 
     // The checkpoint before a damaged one counts, as when a run resumes.
     let file = step.join("model.safetensors");
@@ -278,6 +296,12 @@ fn flags_that_contradict_the_file_and_files_that_say_nothing_are_errors() {
             assert!(said.contains(word), "{arguments:?}: expected `{word}` in: {said}");
         }
     }
+    // What to change is the data: the model is what it is.
+    let photos = root.join("photos");
+    images(&photos);
+    let said = refused(2, &["evaluate", "--weights", w, "--data", "image-folder", "--data-dir", text(&photos)]);
+    assert!(said.contains("--data image-folder: it has images of 3 channels"), "{said}");
+    assert!(said.contains("use data of the kind that the model was trained on") && !said.contains("--model"), "{said}");
     let unet = root.join("unet.safetensors");
     let small = ["--set", "image=16", "--set", "channels=4", "--set", "convolutions=1", "--set", "depth=2"];
     let data = ["--data", "synthetic", "--samples", "32", "--batch", "32", "--epochs", "2", "--save", text(&unet)];

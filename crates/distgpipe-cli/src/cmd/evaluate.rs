@@ -52,7 +52,8 @@ pub fn run(args: &EvaluateArgs) -> anyhow::Result<()> {
     let Some(data) = config.flags.data else {
         return Err(usage("--data: the file does not say which data the model was trained on: add --data NAME"));
     };
-    let (loader, loss) = datasets::test_loader(&config.flags, &config.model)?;
+    let classes = config.about.as_ref().and_then(|about| about.classes.as_deref());
+    let (loader, loss) = datasets::test_loader(&config.flags, &config.model, classes)?;
     config.check_normalisation(datasets::normalisation(data)?.as_ref())?;
     check_names(&config, &loader)?;
     let mut pipeline = config.start(loss)?;

@@ -5,7 +5,8 @@
 //! DIR/test/CLASS/anything.jpg       test set; may also be named `val`
 //! ```
 //!
-//! Classes are numbered in the order of their names, which need not be UTF-8. Hidden files are skipped; other files that
+//! Classes are numbered in the order of their names, which need not be UTF-8. Those of the test set are numbered as in the
+//! training set, or as a model's, if they are given; without both, by themselves. Hidden files are skipped; other files that
 //! are not images are skipped and [counted](ImageFiles::skipped). Opening the data set checks the beginning and the end of every
 //! file. Corruption in between is detected when the image is decoded.
 
@@ -32,6 +33,8 @@ pub struct ImageFiles {
     /// Each file with its class.
     files: Vec<(PathBuf, usize)>,
     classes: Vec<String>,
+    /// The folder of the split, if it has one folder for each class.
+    folder: Option<PathBuf>,
     skipped: Skipped,
     /// What to do about an unreadable file, and about a corrupt one.
     remedies: [String; 2],
@@ -56,34 +59,62 @@ impl Skipped {
 impl ImageFiles {
     /// One split of a directory that has a folder per split and class.
     pub fn folder(directory: &Path, split: Split) -> Result<Self, DataError> {
+        Self::with_classes(directory, split, None)
+    }
+
+    /// The test set of such a directory, for a model with these classes, in the order of its scores. The directory needs no
+    /// training set.
+    pub fn test_folder(directory: &Path, classes: &[String]) -> Result<Self, DataError> {
+        Self::with_classes(directory, Split::Test, Some(classes))
+    }
+
+    fn with_classes(directory: &Path, split: Split, classes: Option<&[String]>) -> Result<Self, DataError> {
         let remedy =
             format!("put images into {0}/train/CLASS and {0}/test/CLASS (.jpg, .jpeg or .png)", directory.display());
         let (train, mut skipped) = (directory.join("train"), Skipped::default());
-        let classes = names(&train, EntryKind::Folder, &remedy, &mut skipped)?;
         let folder = match split {
-            Split::Train => train,
-            Split::Test => {
-                skipped = Skipped::default();
-                test_folder(directory)?
-            }
+            Split::Train => train.clone(),
+            Split::Test => test_folder(directory)?,
         };
-        let own = match split {
-            Split::Train => classes.clone(),
-            Split::Test => names(&folder, EntryKind::Folder, &remedy, &mut skipped)?,
+        let own = names(&folder, EntryKind::Folder, &remedy, &mut skipped)?;
+        // The names of a model's classes are text, and those of folders need not be.
+        let of_model = |class: OsString| if classes.is_some() { class_name(&class).into() } else { class };
+        let known: Vec<OsString> = match (classes, split) {
+            (Some(classes), _) => classes.iter().map(OsString::from).collect(),
+            (None, Split::Test) if train.is_dir() => {
+                names(&train, EntryKind::Folder, &remedy, &mut Skipped::default())?
+            }
+            (None, _) => own.clone(),
         };
         let mut files = Vec::new();
         for class in own {
-            let path = folder.join(&class);
-            let Some(number) = classes.iter().position(|known| *known == class) else {
-                let why = "the training set has no such class".to_owned();
-                return Err(DataError::Unreadable { file: path, why, remedy });
+            let (path, class) = (folder.join(&class), of_model(class));
+            let mut numbers = known.iter().enumerate().filter(|(_, known)| **known == class).map(|(number, _)| number);
+            let number = match (numbers.next(), numbers.next()) {
+                (Some(number), None) => number,
+                (found, _) => {
+                    let (owner, remedy) = match classes {
+                        Some(_) => ("the model", "use data with the classes that the model was trained on".to_owned()),
+                        None => ("the training set", remedy),
+                    };
+                    let has = if found.is_some() { "several classes of this name" } else { "no such class" };
+                    return Err(DataError::Unreadable { file: path, why: format!("{owner} has {has}"), remedy });
+                }
             };
             let found = names(&path, EntryKind::Image, &remedy, &mut skipped)?;
             files.extend(found.iter().map(|file| (path.join(file), number)));
         }
-        let classes = classes.iter().map(|class| class.to_string_lossy().into_owned()).collect();
+        let classes = known.iter().map(|class| class_name(class)).collect();
         let set = Self::new("image-folder", files, classes, [&remedy, "replace it, or remove it"])?;
-        Ok(ImageFiles { skipped, ..set })
+        Ok(ImageFiles { skipped, folder: Some(folder), ..set })
+    }
+
+    /// The folder of the split, and the classes of which it has no image.
+    pub fn missing_classes(&self) -> Option<(&Path, Vec<&str>)> {
+        let mut missing: Vec<Option<&str>> = self.classes.iter().map(|class| Some(&class[..])).collect();
+        self.files.iter().for_each(|(_, class)| missing[*class] = None);
+        let missing: Vec<&str> = missing.into_iter().flatten().collect();
+        self.folder.as_deref().filter(|_| !missing.is_empty()).map(|folder| (folder, missing))
     }
 
     /// The files and folders beside the images, which are not part of the data set. Hidden ones do not count.
@@ -100,7 +131,7 @@ impl ImageFiles {
         remedies: [&str; 2],
     ) -> Result<Self, DataError> {
         let skipped = Skipped::default();
-        let set = ImageFiles { name, files, classes, skipped, remedies: remedies.map(str::to_owned) };
+        let set = ImageFiles { name, files, classes, folder: None, skipped, remedies: remedies.map(str::to_owned) };
         set.each(LOOKING_THREADS, |row, _| check_ends(&mut set.opened(row)?).map_err(|error| set.named(row, error)))?;
         Ok(set)
     }
@@ -137,6 +168,7 @@ impl ImageFiles {
             name: "files",
             files: files.into_iter().map(|file| (file, 0)).collect(),
             classes: Vec::new(),
+            folder: None,
             skipped: Skipped::default(),
             remedies,
         }
@@ -234,6 +266,11 @@ const NO_IMAGE: &str = "there is no image";
 fn has_image_extension(path: &Path) -> bool {
     let extension = path.extension().unwrap_or_default();
     ["jpg", "jpeg", "png"].iter().any(|known| extension.eq_ignore_ascii_case(OsStr::new(known)))
+}
+
+/// The name of a class. Bytes that are not UTF-8 are replaced.
+fn class_name(folder: &OsStr) -> String {
+    folder.to_string_lossy().into_owned()
 }
 
 /// The folder of the test set.
@@ -364,6 +401,13 @@ mod tests {
         put(&root, "train/cat/x.jpg", "plain.jpg");
         put(&root, "train/cat/y.jpg", "plain.jpg");
         put(&root, "test/dog/y.jpg", "plain.jpg");
+        let classes = |names: &[&str]| {
+            ImageFiles::test_folder(&root, &names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>())
+        };
+        let said = classes(&["cat"]).unwrap_err().to_string();
+        assert!(said.contains("test/dog: the model has no such class"), "{said}");
+        let test = classes(&["bird", "dog"]).unwrap();
+        assert_eq!((test.label(0), test.missing_classes()), (1, Some((&*root.join("test"), vec!["bird"]))));
         assert!(error(Split::Test).contains("test/dog: the training set has no such class"), "{}", error(Split::Test));
         let whole = fs::read(root.join("train/cat/y.jpg")).unwrap();
         for (bytes, words) in [

@@ -86,7 +86,7 @@ pub enum CheckpointError {
         directory: PathBuf,
     },
     /// A file of the checkpoint is not as it was written.
-    #[error("{} is corrupt: expected {expected}, got {got}; resume from an earlier checkpoint", path.display())]
+    #[error("{} is corrupt: expected {expected}, got {got}; use an earlier checkpoint", path.display())]
     Corrupt {
         /// The file that is corrupt.
         path: PathBuf,
@@ -195,6 +195,20 @@ impl Manifest {
         }
         serde_json::from_value(value).map_err(|e| damaged("a checkpoint's manifest", e.to_string()))
     }
+
+    /// Verifies the checksum of a file in the checkpoint's folder, and returns its path.
+    fn verify(&self, folder: &Path, name: &str) -> Result<PathBuf, CheckpointError> {
+        let Some(expected) = self.files.get(name) else {
+            let expected = format!("the checksum of {name}");
+            return Err(CheckpointError::Corrupt { path: folder.join(MANIFEST), expected, got: "none".to_owned() });
+        };
+        let file = folder.join(name);
+        let got = FileDigest::of(&file)?;
+        if got != *expected {
+            return Err(CheckpointError::Corrupt { path: file, expected: expected.text(), got: got.text() });
+        }
+        Ok(file)
+    }
 }
 
 /// The checksum of a manifest without its checksum.
@@ -245,20 +259,18 @@ fn own_rule(pipeline: &Pipeline) -> Option<String> {
 impl Checkpoint {
     /// Reads the manifest of a checkpoint's folder and verifies the checksums of its files.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let manifest_path = path.join(MANIFEST);
-        let manifest = Manifest::read(&manifest_path)?;
-        for name in [MODEL, OPTIMIZER] {
-            let file = path.join(name);
-            let Some(expected) = manifest.files.get(name) else {
-                let expected = format!("the checksum of {name}");
-                return Err(CheckpointError::Corrupt { path: manifest_path, expected, got: "none".to_owned() });
-            };
-            let got = FileDigest::of(&file)?;
-            if got != *expected {
-                return Err(CheckpointError::Corrupt { path: file, expected: expected.text(), got: got.text() });
-            }
-        }
+        let manifest = Manifest::read(&path.join(MANIFEST))?;
+        manifest.verify(path, MODEL)?;
+        manifest.verify(path, OPTIMIZER)?;
         Ok(Checkpoint { path: path.to_owned(), manifest })
+    }
+
+    /// The manifest of a checkpoint's folder, and its file of parameters and buffers, whose checksum is verified. Whoever only
+    /// runs the model needs no more: the optimizer's state may be damaged.
+    pub fn model_at(path: &Path) -> Result<(Manifest, PathBuf), CheckpointError> {
+        let manifest = Manifest::read(&path.join(MANIFEST))?;
+        let file = manifest.verify(path, MODEL)?;
+        Ok((manifest, file))
     }
 
     /// Whether a folder is a checkpoint, intact or not.
