@@ -85,8 +85,14 @@ fn measurements_are_kept_until_something_they_depend_on_changes() {
     let again = json_with(&cache, &[&flags[..], &["--chunks", "8"]].concat());
     assert_eq!((&again["costs"]["source"], &again["costs"]["rounds"]), (&"kept".into(), &first["costs"]["rounds"]));
     let (_, out, _) = run_with(&cache, &flags);
-    let said = format!("read from {}; --measure-again measures them again", file[0].display());
-    assert!(out.contains(&said), "expected `{said}` in: {out}");
+    let read = out.lines().find(|line| line.contains(&format!("read from {}", file[0].display())));
+    let read = read.unwrap_or_else(|| panic!("the costs are read: {out}"));
+    assert!(read.ends_with("; --measure-again measures them again"), "{read}");
+    for known in [", measured ", " ago; a round took ", " in the median"] {
+        assert!(read.contains(known), "expected `{known}` in: {read}");
+    }
+    let round = &again["costs"]["round"];
+    assert!(again["costs"]["age_s"].as_f64() >= Some(0.0) && round["min_s"].as_f64() <= round["max_s"].as_f64());
     // The file is one that --costs takes, with the same result.
     let given = json_with(&cache, &[&flags[..], &["--costs", file[0].to_str().unwrap()]].concat());
     assert_eq!((&given["balance"], &given["step_s"]), (&first["balance"], &first["step_s"]));

@@ -27,6 +27,8 @@ pub struct Kept {
     pub costs: LayerCosts,
     /// How long measuring them took.
     pub measured_s: f64,
+    /// How long ago they were written, in seconds, if the file system knows.
+    pub age_s: Option<f64>,
 }
 
 impl Cache {
@@ -85,7 +87,11 @@ impl Cache {
         }
         let measured_s = value["measured_s"].as_f64().filter(|seconds| seconds.is_finite() && *seconds >= 0.0);
         match measured_s {
-            Some(measured_s) if !costs.rounds.is_empty() && costs.memory_known => Ok(Kept { costs, measured_s }),
+            Some(measured_s) if !costs.rounds.is_empty() && costs.memory_known => {
+                let written = std::fs::metadata(&self.path).and_then(|file| file.modified()).ok();
+                let age = written.and_then(|written| written.elapsed().ok());
+                Ok(Kept { costs, measured_s, age_s: age.map(|age| age.as_secs_f64()) })
+            }
             _ => anyhow::bail!("{flag}: the file is incomplete"),
         }
     }

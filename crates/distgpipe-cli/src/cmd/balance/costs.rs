@@ -3,12 +3,14 @@
 use crate::cmd::models::{layer_cost_json, SampleArgs};
 use crate::exit::usage;
 use crate::files::read_text;
+use crate::report::units;
 use distgpipe::driver::profile::LayerProfile;
 use distgpipe::{Model, Precision};
 use distgpipe_core::wire::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
 /// The largest file of costs that is read.
@@ -25,6 +27,28 @@ pub struct LayerCosts {
     pub rows: usize,
     pub precision: Precision,
     pub memory_known: bool,
+}
+
+/// How long the rounds took: the sum of all layers' times.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    pub min_s: f64,
+    pub median_s: f64,
+    pub max_s: f64,
+}
+
+/// A median this many times the shortest round shows that the machine was busy.
+const BUSY: f64 = 1.25;
+
+impl fmt::Display for Spread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [min, median, max] = [self.min_s, self.median_s, self.max_s].map(units::seconds);
+        write!(f, "a round took {min} to {max}, {median} in the median")?;
+        if self.median_s > BUSY * self.min_s {
+            f.write_str(", so the machine was busy, or its speed varied: measure again when it is idle")?;
+        }
+        Ok(())
+    }
 }
 
 /// The times of all layers in one round, in nanoseconds.
@@ -134,6 +158,18 @@ impl LayerCosts {
         let layers = costs.into_iter().zip(&model.layers).map(|(cost, layer)| profile(cost, layer.name().to_owned()));
         let layers = layers.collect::<Result<_, String>>().map_err(wrong)?;
         Ok(LayerCosts { layers, rounds, rows, precision, memory_known })
+    }
+
+    /// How much the rounds differ; `None` if there are none.
+    pub fn spread(&self) -> Option<Spread> {
+        let mut totals: Vec<f64> = self
+            .rounds
+            .iter()
+            .map(|round| round.seconds().map(|(forward, backward)| forward + backward).sum())
+            .collect();
+        totals.sort_by(f64::total_cmp);
+        let (min_s, max_s) = (*totals.first()?, *totals.last()?);
+        Some(Spread { min_s, median_s: totals[totals.len() / 2], max_s })
     }
 
     /// The same as a file, with `key`, which says what was measured.

@@ -1,7 +1,7 @@
 //! What `distgpipe balance` prints.
 
 use super::ranking::{Order, Ranked};
-use super::search::{CostSource, Outcome};
+use super::search::{age_and_spread, CostSource, Outcome};
 use super::BalanceArgs;
 use crate::report::cut::CutReport;
 use crate::report::units;
@@ -19,14 +19,16 @@ pub fn text(args: &BalanceArgs, report: &CutReport<'_>, outcome: &Outcome) -> an
     let sample = || args.sample.describe(report.placement.workers());
     match source {
         CostSource::File => {}
-        CostSource::Kept(path) => text.push_str(&format!(
-            "layer costs of {rounds} with {} read from {}; --measure-again measures them again\n",
+        CostSource::Kept(path, age_s) => text.push_str(&format!(
+            "layer costs of {rounds} with {} read from {}{}; --measure-again measures them again\n",
             sample()?,
-            path.display()
+            path.display(),
+            age_and_spread(*age_s, costs)
         )),
         CostSource::Measured(path) => {
             let kept = path.as_ref().map(|path| format!(", kept in {}", path.display())).unwrap_or_default();
-            text.push_str(&format!("layers measured with {} in {rounds}{kept}\n", sample()?));
+            let spread = costs.spread().map(|spread| format!("; {spread}")).unwrap_or_default();
+            text.push_str(&format!("layers measured with {} in {rounds}{kept}{spread}\n", sample()?));
         }
     }
     if let Some((given, estimate)) = &ranked.given {
@@ -59,8 +61,12 @@ fn order_text(args: &BalanceArgs, order: &Order, ranked: &Ranked) -> String {
             format!("faster than {other} in {faster} of {rounds} rounds after the choice, significant at {level}\n")
         }
         Verdict::SecondFaster => format!(
-            "slower than {other} in {} of {rounds} rounds after the choice, significant at {level}; that cut exceeds the memory limit\n",
-            rounds - faster
+            "slower than {other} in {} of {rounds} rounds after the choice, significant at {level}; {}\n",
+            rounds - faster,
+            match order.rival_fits {
+                true => "faster by the shortest times of each layer",
+                false => "that cut exceeds the memory limit",
+            }
         ),
         Verdict::Equal => format!(
             "as fast as {other}: they differ by less than {} in {rounds} rounds after the choice, significant at {level}\n",
@@ -71,7 +77,12 @@ fn order_text(args: &BalanceArgs, order: &Order, ranked: &Ranked) -> String {
                 Some(_) => "",
                 None => "; raise --time-limit to measure longer",
             };
-            format!("not shown to be faster than {other}: it was in {faster} of {rounds} rounds after the choice{remedy}\n")
+            match rounds {
+                0 => format!("not compared with {other} in rounds of their own{remedy}\n"),
+                _ => format!(
+                    "not shown to be faster than {other}: it was in {faster} of {rounds} rounds after the choice{remedy}\n"
+                ),
+            }
         }
     }
 }
@@ -85,12 +96,13 @@ pub fn json(args: &BalanceArgs, report: &CutReport<'_>, outcome: &Outcome) -> an
     value["precision"] = serde_json::to_value(costs.precision)?;
     value["given"] = ranked.given.as_ref().map(|(cut, estimate)| report.cut_json(cut, estimate)).into();
     value["order"] = ranked.order.as_ref().map(order_json).into();
-    let (name, path) = match source {
-        CostSource::File => ("file", args.costs.clone()),
-        CostSource::Kept(path) => ("kept", Some(path.clone())),
-        CostSource::Measured(path) => ("measured", path.clone()),
+    let (name, path, age_s) = match source {
+        CostSource::File => ("file", args.costs.clone(), None),
+        CostSource::Kept(path, age_s) => ("kept", Some(path.clone()), *age_s),
+        CostSource::Measured(path) => ("measured", path.clone(), None),
     };
-    value["costs"] = json!({ "source": name, "path": path, "rounds": costs.rounds.len() });
+    let (rounds, spread) = (costs.rounds.len(), costs.spread());
+    value["costs"] = json!({ "source": name, "path": path, "rounds": rounds, "age_s": age_s, "round": spread });
     Ok(value)
 }
 

@@ -22,8 +22,8 @@ use std::time::Duration;
 pub enum CostSource {
     /// The file that `--costs` names.
     File,
-    /// An earlier call.
-    Kept(PathBuf),
+    /// An earlier call, so many seconds ago if that is known.
+    Kept(PathBuf, Option<f64>),
     /// Measured now, and kept in this file for the next call.
     Measured(Option<PathBuf>),
 }
@@ -70,6 +70,7 @@ impl<'a> CutSearch<'a> {
             _ => None,
         };
         let earlier_s = kept.as_ref().map_or(0.0, |kept| kept.measured_s);
+        let age_s = kept.as_ref().and_then(|kept| kept.age_s);
         clock.count_earlier(earlier_s);
         let (mut layers, mut ranking, measures) = match kept {
             Some(Kept { costs, .. }) => {
@@ -97,12 +98,12 @@ impl<'a> CutSearch<'a> {
         let mut costs = LayerCosts { layers, rounds, rows, precision, memory_known: true };
         let source = match cache {
             Some(cache) if measures => {
-                let kept = Kept { costs, measured_s: earlier_s + clock.elapsed().as_secs_f64() };
+                let kept = Kept { costs, measured_s: earlier_s + clock.elapsed().as_secs_f64(), age_s: None };
                 let written = cache.write(&kept);
                 costs = kept.costs;
                 CostSource::Measured(written.then(|| cache.path().to_owned()))
             }
-            Some(cache) => CostSource::Kept(cache.path().to_owned()),
+            Some(cache) => CostSource::Kept(cache.path().to_owned(), age_s),
             None => CostSource::Measured(None),
         };
         Ok(Outcome { ranked: ranking.finish().map_err(no_cut_found)?, costs, source })
@@ -192,7 +193,10 @@ pub fn kept_or_measured(model: &Model, sample: &SampleArgs) -> anyhow::Result<(V
     let kept = cache.as_ref().and_then(|cache| cache.read(model, sample));
     if let (Some(kept), Some(cache)) = (kept.filter(|kept| kept.costs.rounds.len() >= CHOOSING_ROUNDS), &cache) {
         let described = format!("layer costs with {} read from {}", sample.describe(1)?, cache.path().display());
-        report::note(&format!("{described}; `distgpipe balance --measure-again` measures them again"));
+        report::note(&format!(
+            "{described}{}; to measure again, delete this file",
+            age_and_spread(kept.age_s, &kept.costs)
+        ));
         return Ok((kept.costs.layers, limit));
     }
     let (mut activity, mut layers, mut rounds) = (Activity::new(), Vec::new(), Vec::new());
@@ -212,11 +216,23 @@ pub fn kept_or_measured(model: &Model, sample: &SampleArgs) -> anyhow::Result<(V
     drop(activity);
     let counted = units::plural(rounds.len(), "round");
     let costs = LayerCosts { layers, rounds, rows: sample.rows, precision: sample.precision, memory_known: true };
-    let kept = Kept { costs, measured_s: clock.elapsed().as_secs_f64() };
+    let spread = costs.spread().map(|spread| format!("; {spread}")).unwrap_or_default();
+    let kept = Kept { costs, measured_s: clock.elapsed().as_secs_f64(), age_s: None };
     let written = cache.filter(|cache| cache.write(&kept)).map(|cache| format!(", kept in {}", cache.path().display()));
-    report::note(&format!("layers measured with {} in {counted}{}", sample.describe(1)?, written.unwrap_or_default()));
+    report::note(&format!(
+        "layers measured with {} in {counted}{}{spread}",
+        sample.describe(1)?,
+        written.unwrap_or_default()
+    ));
     // The rest of the time is for searching, as in `distgpipe balance`.
     Ok((kept.costs.layers, limit.saturating_sub(clock.elapsed()).max(limit / 4)))
+}
+
+/// How old kept costs are, and how much they vary: those of a busy machine, or of long ago, may be wrong.
+pub fn age_and_spread(age_s: Option<f64>, costs: &LayerCosts) -> String {
+    let age = age_s.map(|age_s| format!(", measured {} ago", units::duration(age_s))).unwrap_or_default();
+    let spread = costs.spread().map(|spread| format!("; {spread}")).unwrap_or_default();
+    age + &spread
 }
 
 fn no_cut_found(error: BalanceError) -> anyhow::Error {
