@@ -6,9 +6,10 @@ use crate::report::note;
 use crate::signals;
 use anyhow::Context;
 use distgpipe::engine::Device;
-use distgpipe::train::checkpoint::{Checkpoint, Checkpoints};
+use distgpipe::train::checkpoint::{newest_in, Checkpoint, Checkpoints};
 use distgpipe::train::{RunEnd, SaveEvery, TrainOptions};
 use distgpipe::{Model, Optim, ParameterGroup};
+use std::path::Path;
 
 /// The default of `--keep`.
 const KEEP: usize = 2;
@@ -63,7 +64,7 @@ impl CheckpointConfig {
         }
         let mut checkpoints = Checkpoints::open(directory, KEEP).with_context(flag)?;
         let created = checkpoints.created();
-        signals::if_never_begun(move || created.remove());
+        signals::if_nothing_saved(move || created.remove());
         let (newest, damaged) = match given.resume {
             Some(ResumeName::Best) => (checkpoints.best().with_context(flag)?, Vec::new()),
             _ => checkpoints.newest().with_context(flag)?,
@@ -172,9 +173,7 @@ impl CheckpointConfig {
 
     /// A command that resumes from the newest checkpoint, or `None` if there is none.
     pub fn resume_command(&self, command: &str) -> Option<String> {
-        let directory = self.checkpoints.directory().display().to_string();
-        let any = self.checkpoints.steps().is_ok_and(|steps| !steps.is_empty());
-        any.then(|| format!("{command} {} --resume", with_value("--checkpoint", &directory)))
+        resume_command(self.checkpoints.directory(), command)
     }
 
     /// Saves this codec in checkpoints, where `--codec` was `auto`: a link that is measured again might be given another one.
@@ -191,6 +190,12 @@ impl CheckpointConfig {
         flags.threads = Some(threads);
         serde_json::to_value(flags)
     }
+}
+
+/// A command that resumes from the newest checkpoint of a directory, or `None` if there is none.
+pub fn resume_command(directory: &Path, command: &str) -> Option<String> {
+    let (newest, _) = newest_in(directory, |_| Ok(())).ok()?;
+    newest.map(|()| format!("{command} {} --resume", with_value("--checkpoint", &directory.display().to_string())))
 }
 
 /// Checks that no flag needs the directory that `--checkpoint` would name.

@@ -11,10 +11,6 @@ use signal_hook::iterator::Signals;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::Duration;
-
-/// After how long the user is told why the run has not ended yet.
-const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What this process does about signals.
 #[derive(Default)]
@@ -22,28 +18,52 @@ struct State {
     phase: Mutex<Phase>,
     /// The signal that asked the run to stop, or 0.
     received: AtomicI32,
+    checkpoints: Mutex<CheckpointHooks>,
 }
 
 impl State {
     fn phase(&self) -> MutexGuard<'_, Phase> {
-        self.phase.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.phase)
+    }
+
+    /// Ends the process without finishing anything. `when` completes the line about it.
+    fn end_at_once(&self, signal: i32, when: &str) -> ! {
+        let mut hooks = lock(&self.checkpoints);
+        let command = hooks.resume_command.as_ref().and_then(|command| command());
+        if command.is_none() {
+            hooks.created.drain(..).for_each(|remove| remove());
+        }
+        note(&format!("{}: ended at once{when}", name(signal)));
+        if let Some(command) = command {
+            note(&format!("to go on from the newest checkpoint: {command}"));
+        }
+        exit_at_once(status(signal))
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// What the end of the process needs to know of the checkpoints.
+#[derive(Default)]
+struct CheckpointHooks {
+    /// Each removes something that is useless without a checkpoint.
+    created: Vec<Box<dyn FnOnce() + Send>>,
+    /// The command that resumes from the newest checkpoint, if there is one.
+    resume_command: Option<Box<dyn Fn() -> Option<String> + Send>>,
+}
+
 /// How far the run is.
+#[derive(Clone, Copy, Default)]
 enum Phase {
-    /// No step has been made. What was created so far is useless without one, and this removes it.
-    Starting(Vec<Box<dyn FnOnce() + Send>>),
+    /// No step has been made.
+    #[default]
+    Starting,
     /// Steps and tests are made.
     Training,
     /// The last step and test are done, and the results are written.
     Finishing,
-}
-
-impl Default for Phase {
-    fn default() -> Self {
-        Phase::Starting(Vec::new())
-    }
 }
 
 static STATE: OnceLock<Arc<State>> = OnceLock::new();
@@ -54,41 +74,53 @@ pub fn watch() -> anyhow::Result<()> {
     if STATE.set(state.clone()).is_err() {
         return Ok(());
     }
-    let mut signals = Signals::new([SIGINT, SIGTERM]).context("taking over SIGINT and SIGTERM")?;
+    let mut signals = both()?;
     spawn("signals", move || {
         for signal in signals.forever() {
             let again = state.received.swap(signal, Ordering::SeqCst) != 0;
-            if let Phase::Starting(leftovers) = &mut *state.phase() {
-                leftovers.drain(..).for_each(|remove| remove());
-                note(&format!("{}: ended at once, before the first step", name(signal)));
-                exit_at_once(status(signal));
-            }
-            if again {
-                note(&format!("{}: ended at once", name(signal)));
-                exit_at_once(status(signal));
-            }
-            let state = state.clone();
-            // Without this thread, the line is missing, and the run ends as it does with it.
-            let _ = spawn("signals", move || {
-                std::thread::sleep(PATIENCE);
-                let doing = match *state.phase() {
-                    Phase::Finishing => "writing the results",
-                    _ => "finishing the step",
-                };
-                note(&format!("{}: {doing}; a second one ends the run at once", name(signal)));
-            });
+            // Held until the process has ended, so that no step begins meanwhile.
+            let phase = state.phase();
+            let doing = match *phase {
+                Phase::Starting => state.end_at_once(signal, ", before the first step"),
+                _ if again => state.end_at_once(signal, ""),
+                Phase::Training => "finishing the step",
+                Phase::Finishing => "writing the results",
+            };
+            drop(phase);
+            note(&format!("{}: {doing}; a second one ends the run at once", name(signal)));
         }
     })?;
     Ok(())
 }
 
-/// Removes something if a signal ends the process before the first step.
-pub fn if_never_begun(remove: impl FnOnce() + Send + 'static) {
+fn both() -> anyhow::Result<Signals> {
+    Signals::new([SIGINT, SIGTERM]).context("taking over SIGINT and SIGTERM")
+}
+
+/// Removes something if a signal ends the process at once and there is no checkpoint.
+pub fn if_nothing_saved(remove: impl FnOnce() + Send + 'static) {
     if let Some(state) = STATE.get() {
-        if let Phase::Starting(leftovers) = &mut *state.phase() {
-            leftovers.push(Box::new(remove));
-        }
+        lock(&state.checkpoints).created.push(Box::new(remove));
     }
+}
+
+/// Prints this command if a signal ends the process at once.
+pub fn resume_with(command: impl Fn() -> Option<String> + Send + 'static) {
+    if let Some(state) = STATE.get() {
+        lock(&state.checkpoints).resume_command = Some(Box::new(command));
+    }
+}
+
+/// Ends a worker that serves drivers at the first signal. `last_line` makes the last line of its log, with the signal's name.
+pub fn end_worker(last_line: impl Fn(&str) -> String + Send + 'static) -> anyhow::Result<()> {
+    let mut signals = both()?;
+    spawn("signals", move || {
+        if let Some(signal) = signals.forever().next() {
+            note(&last_line(name(signal)));
+            exit_at_once(status(signal));
+        }
+    })?;
+    Ok(())
 }
 
 /// From now on there is something to finish.

@@ -128,13 +128,16 @@ fn a_run_without_checkpoints_says_that_there_is_nothing_to_go_on_from() {
 /// The link stalls after some steps, so the step in progress cannot be finished.
 #[test]
 fn a_second_signal_ends_the_run_and_its_workers_at_once() {
-    let log = directory("signals/second").join("log");
+    let folder = directory("signals/second");
+    let [log, saved] = ["log", "saved"].map(|name| folder.join(name));
     // The link stalls in the fifth step: heartbeats are not counted, and each step sends the same messages.
     const STEPS: usize = 4;
     let stalls = ["--faults", "client>server:stall@40", "--log", log.to_str().unwrap()];
     // No time-out may end the run instead.
     let patient = ["--timeout", "600", "--peer-timeout", "600"];
-    let mut run = start(&[&LONG[..], &PROCESSES, &stalls, &patient].concat());
+    // The first checkpoint would come after the epoch.
+    let checkpoint = ["--checkpoint", saved.to_str().unwrap()];
+    let mut run = start(&[&LONG[..], &PROCESSES, &stalls, &patient, &checkpoint].concat());
     wait_until("the last step before the stall", || steps_in(&log) == STEPS);
     // The next step has begun soon after.
     std::thread::sleep(Duration::from_secs(5));
@@ -148,10 +151,33 @@ fn a_second_signal_ends_the_run_and_its_workers_at_once() {
     next("SIGINT: ended at once");
     assert_eq!(run.wait().unwrap().code(), Some(130));
     assert!(second.elapsed() < LIMIT);
+    assert!(!saved.exists(), "a directory without a checkpoint is of no use");
     wait_until("the end of the worker processes", || {
         let left = Command::new("sh").args(["-c", &format!("kill -0 -- -{}", run.id())]).output().unwrap();
         !left.status.success()
     });
+}
+
+/// The second one comes while the first lets the run write its results, which go to a pipe that nobody reads.
+#[test]
+fn a_second_signal_prints_the_command_that_resumes_the_run() {
+    let folder = directory("signals/second-resume");
+    let [log, weights, saved] = ["log", "model.safetensors", "saved"].map(|name| folder.join(name));
+    std::fs::create_dir(&log).unwrap();
+    assert!(Command::new("mkfifo").arg(log.join("summary.json")).status().unwrap().success());
+    let outputs = ["--log", log.to_str().unwrap(), "--save", weights.to_str().unwrap()];
+    let checkpoint = ["--checkpoint", saved.to_str().unwrap()];
+    let mut run = start(&[&["train", "--set", "hidden=[16]", "--epochs", "1"], &outputs[..], &checkpoint].concat());
+    // It is written after the last step, before the log is finished.
+    wait_until("the model", || weights.exists());
+    let mut said = BufReader::new(run.stderr.take().unwrap()).lines();
+    let mut next = |wanted: &str| assert!(said.any(|line| line.unwrap().contains(wanted)), "no line with `{wanted}`");
+    signal(&run, "INT");
+    next("a second one ends the run at once");
+    signal(&run, "INT");
+    next("SIGINT: ended at once");
+    next(&format!("to go on from the newest checkpoint: distgpipe train --checkpoint {} --resume", saved.display()));
+    assert_eq!(run.wait().unwrap().code(), Some(130));
 }
 
 #[test]

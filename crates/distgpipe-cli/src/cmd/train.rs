@@ -2,6 +2,7 @@
 
 use crate::args::TrainFlags;
 use crate::capture;
+use crate::checkpoint::resume_command as resume_command_in;
 use crate::cmd::balance;
 use crate::config::RunConfig;
 use crate::exit::{usage, ResumeCommand, Usage};
@@ -88,6 +89,10 @@ pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<Outcome> {
         Some(command) if !error.is::<Usage>() => error.context(ResumeCommand(command)),
         _ => error,
     };
+    if let Some(saving) = &config.saving {
+        let (directory, command) = (saving.checkpoints.directory().to_owned(), command.to_owned());
+        signals::resume_with(move || resume_command_in(&directory, &command));
+    }
     if let Some((checkpoint, end)) = config.saving.as_ref().and_then(|saving| saving.ended(&config.options)) {
         return nothing_left(config, checkpoint, end).map(Outcome::NothingLeft).map_err(with_command);
     }

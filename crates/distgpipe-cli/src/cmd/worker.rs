@@ -4,6 +4,7 @@ use crate::exit::usage;
 use crate::report;
 use crate::signals;
 use distgpipe::driver::worker_mode::{self, WorkerFlags, WorkerModeError, TOKEN_VARIABLE};
+use distgpipe::engine::exit_at_once;
 use distgpipe::{zoo, Token};
 use std::path::{Path, PathBuf};
 
@@ -49,7 +50,15 @@ pub fn run(args: WorkerArgs) -> anyhow::Result<()> {
         let address = worker.address().map_err(cli_error)?;
         report::note(&format!("connect with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));
     }
-    worker.serve(report::note).map_err(cli_error)
+    if !child {
+        let current = worker.current_run();
+        signals::end_worker(move |signal| current.ended_by(signal))?;
+    }
+    match worker.serve(report::note) {
+        // The driver, whose terminal this is, says how the run failed.
+        Err(error) if child && error.is_of_run() => exit_at_once(1),
+        served => served.map_err(cli_error),
+    }
 }
 
 /// The token from the file, or else from the environment.

@@ -21,6 +21,8 @@ use std::ffi::OsString;
 use std::io::{BufRead, Read, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// The first argument of a program that is to be a worker.
 pub(super) const WORKER: &str = "worker";
@@ -81,9 +83,11 @@ pub fn worker_mode(models: fn(&ModelSpec) -> Result<Model, ModelError>) {
     }
     tune_allocator();
     let note = |text: &str| drop(writeln!(std::io::stderr(), "{text}"));
+    let mut child = false;
     let served = WorkerFlags::parse(arguments).and_then(|flags| {
         let Some(flags) = flags else { return print(USAGE) };
         let worker = flags.start(models)?;
+        child = worker.child;
         if let Some(token) = worker.new_token() {
             note(&format!("connect to {} with the token {TOKEN_VARIABLE}={token}", worker.address()?));
         }
@@ -91,6 +95,7 @@ pub fn worker_mode(models: fn(&ModelSpec) -> Result<Model, ModelError>) {
     });
     exit_at_once(match served {
         Ok(()) => 0,
+        Err(error) if child && error.is_of_run() => 1,
         Err(error) => {
             note(&format!("error: {error}"));
             if matches!(error, WorkerModeError::Usage(_)) {
@@ -118,6 +123,13 @@ pub enum WorkerModeError {
     /// Standard output is closed.
     #[error("writing to standard output: {0}")]
     Output(#[source] std::io::Error),
+}
+
+impl WorkerModeError {
+    /// Whether the run failed. The driver of a child says so itself, on the same terminal.
+    pub fn is_of_run(&self) -> bool {
+        matches!(self, WorkerModeError::Job(_))
+    }
 }
 
 fn usage(text: impl Into<String>) -> WorkerModeError {
@@ -199,6 +211,7 @@ impl WorkerFlags {
             server: Server::bind(options)?,
             new_token: given.is_none().then_some(token),
             child: self.child,
+            current: CurrentRun::default(),
         })
     }
 
@@ -215,6 +228,28 @@ pub struct ListeningWorker {
     server: Server,
     new_token: Option<Token>,
     child: bool,
+    current: CurrentRun,
+}
+
+/// The run that a worker is in, for a program that a signal ends.
+#[derive(Clone, Debug, Default)]
+pub struct CurrentRun(Arc<Mutex<Option<(String, Instant)>>>);
+
+impl CurrentRun {
+    fn set(&self, run: Option<String>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = run.map(|run| (run, Instant::now()));
+    }
+
+    /// The last line of the worker's log if this ends its process now.
+    pub fn ended_by(&self, cause: &str) -> String {
+        let line = match &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some((run, start)) => {
+                format!("run {run} failed after {:.1} s: {cause} ended this worker", start.elapsed().as_secs_f64())
+            }
+            None => format!("{cause} ended this worker"),
+        };
+        format!("{} {line}", utc_now())
+    }
 }
 
 impl ListeningWorker {
@@ -228,11 +263,23 @@ impl ListeningWorker {
         Ok(self.server.address()?)
     }
 
+    /// The run that it is in, also while it serves.
+    pub fn current_run(&self) -> CurrentRun {
+        self.current.clone()
+    }
+
     /// Prints `listening ADDRESS` on standard output and serves until the process is killed, or until the first job is over
     /// where the flags say so. Passes the lines of its log to `note`.
     pub fn serve(&self, note: impl Fn(&str)) -> Result<(), WorkerModeError> {
         print(&format!("listening {}\n", self.address()?))?;
-        let report = |event: &ServeEvent<'_>| log_line(event, self.child).iter().for_each(|line| note(line));
+        let report = |event: &ServeEvent<'_>| {
+            match event {
+                ServeEvent::JobStarted(job) => self.current.set(Some(job.run.to_string())),
+                ServeEvent::JobEnded { .. } => self.current.set(None),
+                _ => {}
+            }
+            log_line(event, self.child).iter().for_each(|line| note(line));
+        };
         Ok(self.server.run(|| false, report)?)
     }
 }
