@@ -153,8 +153,8 @@ pub struct TrainFlags {
     #[arg(long, value_name = "SECONDS", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<f64>,
-    /// Abort the run when nothing arrives from a worker for this many seconds, not even a heartbeat; raise it for machines or
-    /// networks that pause [default: 20, or --timeout if that is less]
+    /// Abort the run when nothing arrives from a worker for this many seconds, not even a heartbeat or an answer while it joins
+    /// the run; raise it for machines or networks that pause [default: 20, or --timeout if that is less]
     #[arg(long, value_name = "SECONDS", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer_timeout: Option<f64>,

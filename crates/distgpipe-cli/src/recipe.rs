@@ -15,6 +15,7 @@ pub mod published;
 
 use crate::args::{from_toml, TrainFlags};
 use crate::exit::usage;
+use crate::report::{nearest, unknown};
 use anyhow::Context;
 use published::PublishedRow;
 use serde::{Deserialize, Serialize};
@@ -115,13 +116,8 @@ pub fn find(name: &str) -> anyhow::Result<Recipe> {
     if let Some((name, text)) = TEXTS.iter().find(|(known, _)| *known == name) {
         return Recipe::parse(name, text);
     }
-    let likeness = |known: &str| strsim::jaro_winkler(known, name);
-    let nearest = TEXTS.iter().map(|(known, _)| *known).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-    Err(usage(format!(
-        "unknown recipe `{name}`: did you mean `{}`? `distgpipe recipe list` lists all {}",
-        nearest.unwrap_or_default(),
-        TEXTS.len()
-    )))
+    let unknown = unknown("recipe", name, nearest(name, TEXTS.iter().map(|(known, _)| *known)));
+    Err(usage(format!("{unknown} `distgpipe recipe list` lists all {}", TEXTS.len())))
 }
 
 #[cfg(test)]

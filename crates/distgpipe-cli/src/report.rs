@@ -9,6 +9,7 @@ pub mod table;
 pub mod units;
 
 use crate::option_names::with_flags;
+use anyhow::Context;
 use distgpipe_core::schedule::Pass;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -23,6 +24,24 @@ pub fn listed(names: &[String], most: usize) -> String {
     let more = names.len().saturating_sub(most);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     format!("{}{more}", names[..names.len().min(most)].join(", "))
+}
+
+/// Names below this likeness are not suggested.
+const LIKENESS_MIN: f64 = 0.8;
+
+/// The known name that a misspelt one resembles most, if it resembles any.
+pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let rated = known.map(|known| (strsim::jaro_winkler(known, name), known));
+    let nearest = rated.max_by(|(a, _), (b, _)| a.total_cmp(b));
+    nearest.filter(|(likeness, _)| *likeness >= LIKENESS_MIN).map(|(_, known)| known)
+}
+
+/// A sentence about a name that is not known, such as a key or a recipe.
+pub fn unknown(what: &str, name: &str, nearest: Option<&str>) -> String {
+    match nearest {
+        Some(nearest) => format!("unknown {what} `{name}`: did you mean `{nearest}`?"),
+        None => format!("unknown {what} `{name}`."),
+    }
 }
 
 /// The width of the terminal in columns, or 120 where there is none.
@@ -48,8 +67,7 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
 /// Prints on standard output. A closed output is an error, not a panic.
 pub fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    Ok(out.flush()?)
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("writing to standard output")
 }
 
 /// The bar that is on the terminal, if any. Threads of a run print notices while it is there.

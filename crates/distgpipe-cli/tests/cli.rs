@@ -132,6 +132,14 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["schedule", "--chunks", "0"], &["--chunks", "use 1 to run the batch in one piece"]),
         (&["schedule", "--forward", "1,2,3"], &["--forward", "each of 2 partitions"]),
         (&["balance", "mlp", "--partitions", "5"], &["--partitions", "use fewer partitions"]),
+        (&["train", "--model", "resnet50"], &["unknown model `resnet50`", "use resnet and --set depth=50"]),
+        (&["train", "--partitions", "2", "--workers", "h:99999"], &["--workers h:99999", "a port from 1 to 65535"]),
+        (&["train", "--auto-balance", "2", "--link-rate", "-5mbit"], &["--link-rate -5mbit", "such as 100mbit"]),
+        (&["balance", "mlp", "--partitions", "2", "--memory-limit", "-2GiB"], &["--memory-limit -2GiB", "2GiB"]),
+        (&["train", "--batch", "-1"], &["--batch", "at least 1"]),
+        (&["train", "--limit", "-1"], &["--limit", "at least 1"]),
+        (&["train", "--codec", "zstd(tile:4"], &["--codec", "expected `)` at the end of `zstd(tile:4`"]),
+        (&["train", "--codec", "zstd"], &["--codec", "got `zstd`"]),
         (&["worker", "--listen", "0.0.0.0:0"], &["--listen", "--expose"]),
         (&["worker", "--listen", "nowhere"], &["--listen nowhere", "such as 127.0.0.1:7000"]),
     ];
@@ -435,6 +443,31 @@ fn a_failed_run_ends_with_1_and_names_the_cause() {
 }
 
 #[test]
+fn a_worker_that_is_not_there_is_missed_and_one_that_a_signal_ends_says_so() {
+    let token = "5a".repeat(32);
+    let mut worker = distgpipe(&["worker"]);
+    let mut worker = worker.env("DISTGPIPE_TOKEN", &token).spawn().expect("it starts");
+    let mut line = String::new();
+    BufReader::new(worker.stdout.take().expect("piped")).read_line(&mut line).expect("it says where it listens");
+    let address = line.trim().strip_prefix("listening ").expect("listening ADDRESS");
+    let run = ["train", "--partitions", "2", "--epochs", "100000", "--no-evaluate", "--workers", address];
+    let drive = || distgpipe(&run).env("DISTGPIPE_TOKEN", &token).spawn().expect("it starts");
+    let driver = drive();
+    let mut log = BufReader::new(worker.stderr.take().expect("piped")).lines().map(|line| line.expect("text"));
+    log.find(|line| line.contains(" from 127.0.0.1:")).expect("the start of the run");
+    let ended = std::process::Command::new("kill").arg(worker.id().to_string()).status().expect("kill");
+    assert!(ended.success());
+    let last = log.last().expect("a last line");
+    assert!(last.contains(" UTC run ") && last.contains(" s: SIGTERM ended this worker"), "{last}");
+    assert_eq!(worker.wait().expect("it ends").code(), Some(143));
+    assert_eq!(driver.wait_with_output().expect("it ends").status.code(), Some(1));
+    let output = drive().wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let expected = format!("w1 failed while joining the run: no worker listens at {address}: start `distgpipe worker");
+    assert!(output.status.code() == Some(1) && said.contains(&expected), "{said}");
+}
+
+#[test]
 fn a_worker_logs_its_runs_with_the_time() {
     let token = "5a".repeat(32);
     let mut worker = distgpipe(&["worker", "--once"]);
@@ -494,6 +527,23 @@ fn a_worker_whose_driver_is_gone_ends_by_itself_and_does_not_crash() {
         said.read_to_string(&mut line).expect("it says why");
         assert!(line.contains("error: lost the connection to w1"), "{line}");
     }
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_named() {
+    let full = std::fs::File::options().write(true).open("/dev/full").expect("a device of every Linux");
+    let output = distgpipe(&["schedule", "--partitions", "2"]).stdout(full).output().expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.starts_with("error: writing to standard output: No space left"), "{said}");
+}
+
+/// The table of phases once showed 0.0 % everywhere.
+#[test]
+fn a_run_that_ends_within_its_warm_up_claims_no_shares() {
+    let out = fine(&["train", "--partitions", "2", "--steps", "2", "--no-evaluate"]);
+    let row = out.lines().find(|line| line.trim_start().starts_with("w1 ")).unwrap_or_else(|| panic!("{out}"));
+    assert!(row.contains('–') && !row.contains('%'), "{out}");
 }
 
 #[test]

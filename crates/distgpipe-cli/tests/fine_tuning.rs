@@ -113,8 +113,9 @@ fn a_run_without_improvement_ends_early_and_says_so() {
 fn negative_numbers_are_told_the_range_of_the_flag() {
     let error = |more: &[&str]| refused(2, &[&SMALL[..], more].concat());
     assert!(error(&["--lr", "-1"]).contains("--lr -1: expected a number from 0 to 1000"));
-    assert!(error(&["--epochs", "-1"]).contains("expected a whole number of at least 0"));
-    assert!(error(&["--chunks", "-2"]).contains("expected a whole number of at least 0"));
+    assert!(error(&["--epochs", "-1"]).contains("expected a whole number of at least 1"));
+    assert!(error(&["--chunks", "-2"]).contains("expected a whole number of at least 1"));
+    assert!(error(&["--seed", "-2"]).contains("expected a whole number of at least 0"));
     assert!(error(&["--clip-norm", "-0.5"]).contains("--clip-norm -0.5: expected a number above 0"));
-    assert!(refused(2, &["schedule", "--partitions", "-2"]).contains("expected a whole number of at least 0"));
+    assert!(refused(2, &["schedule", "--partitions", "-2"]).contains("expected a whole number of at least 1"));
 }

@@ -103,6 +103,12 @@ pub enum Fault {
         /// The time-out in seconds.
         limit_s: f64,
     },
+    /// No process listens at a worker's address.
+    #[error("no worker listens at {address}: start `distgpipe worker` or your own program's worker there, or check the address")]
+    NobodyListens {
+        /// The address of the worker.
+        address: String,
+    },
     /// A worker is in another run.
     #[error("{text}: wait until that run is over, or start another worker")]
     Busy {

@@ -79,21 +79,38 @@ pub fn explain_numbers(mut command: clap::Command) -> clap::Command {
             return arg;
         }
         let takes = arg.get_value_parser().type_id();
+        let name = arg.get_long().unwrap_or_default().to_owned();
         let arg = arg.allow_negative_numbers(true);
         if takes == TypeId::of::<usize>() {
-            arg.value_parser(whole_number::<usize>)
+            arg.value_parser(move |text: &str| whole_number::<usize>(&name, text))
         } else if takes == TypeId::of::<u64>() {
-            arg.value_parser(whole_number::<u64>)
+            arg.value_parser(move |text: &str| whole_number::<u64>(&name, text))
+        } else if WITH_UNIT.contains(&&name[..]) {
+            arg.allow_hyphen_values(true)
         } else {
             arg
         }
     })
 }
 
-fn whole_number<T: FromStr>(text: &str) -> Result<T, String> {
+/// Flags that take a number with a unit: clap would take a negative one for another flag.
+const WITH_UNIT: [&str; 2] = ["link-rate", "memory-limit"];
+
+/// Flags that take whole numbers, 0 too. All others start at 1.
+const FROM_0: [&str; 4] = ["codec-warm-up", "frozen", "seed", "split"];
+
+/// The whole numbers that a flag takes, for an error.
+pub(super) fn whole_numbers(flag: &str) -> &'static str {
+    match FROM_0.contains(&flag) {
+        true => "a whole number of at least 0",
+        false => "a whole number of at least 1",
+    }
+}
+
+fn whole_number<T: FromStr>(flag: &str, text: &str) -> Result<T, String> {
     let too_large = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().map_err(|_| match too_large {
         true => format!("expected at most {}", i64::MAX),
-        false => "expected a whole number of at least 0".to_owned(),
+        false => format!("expected {}", whole_numbers(flag)),
     })
 }

@@ -107,8 +107,8 @@ fn encodes(policy: &CodecPolicy) -> bool {
     links.chain([&policy.forward, &policy.backward]).any(|codec| !codec.is_raw())
 }
 
-/// The timeouts of a run. Without `--peer-timeout`, a silent worker is given no longer than `--timeout`. `--peer-timeout` is also the
-/// limit of a worker that does not answer while it joins the run.
+/// The timeouts of a run. Without `--peer-timeout`, a silent worker is given no longer than `--timeout`. `--peer-timeout` is
+/// also the limit of a worker that does not answer while it joins the run.
 pub(super) fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {
     let standard = Timeouts::default();
     let stall_s = flags.timeout.unwrap_or(standard.stall_s);

@@ -11,8 +11,20 @@ const MODEL_CONFIG_BYTES_MAX: u64 = 32 << 20;
 
 /// Builds the model `name`, with settings of the form `key=value`. Errors about the name start with `flag`.
 pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
-    let settings = zoo::default_settings(name).map_err(|e| usage(format!("{flag}: {e}")))?;
+    let settings = zoo::default_settings(name).map_err(|e| usage(format!("{flag}: {e}{}", depth_setting(name))))?;
     model_of(&ModelSpec { name: name.to_owned(), settings }, set)
+}
+
+/// How to choose the depth that a name such as `resnet50` has in it, or nothing.
+fn depth_setting(name: &str) -> String {
+    let family = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    let depth = &name[family.len()..];
+    let family = family.trim_end_matches(['-', '_']).to_ascii_lowercase();
+    let settings = zoo::default_settings(&family).unwrap_or_default();
+    match settings.get("depth") {
+        Some(_) if !depth.is_empty() => format!("; for {name}, use {family} and --set depth={depth}"),
+        _ => String::new(),
+    }
 }
 
 /// Builds the model of a specification, with settings of the form `key=value` that change it.

@@ -17,6 +17,12 @@ pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Worker
             "--workers {wrong}: expected `threads`, `processes`, or addresses such as 10.0.0.2:7000"
         )));
     }
+    let port = |address: &str| address.rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
+    if let Some(wrong) = addresses.iter().find(|address| port(address).is_none_or(|port| port == 0)) {
+        return Err(usage(format!(
+            "--workers {wrong}: expected a port from 1 to 65535 after the last colon, such as 10.0.0.2:7000"
+        )));
+    }
     if let Some(twice) = addresses.iter().enumerate().find(|(i, address)| addresses[..*i].contains(address)) {
         return Err(usage(format!(
             "--workers: {} is named twice, and a worker process takes one worker's part: start another `distgpipe worker`",

@@ -128,7 +128,11 @@ impl RunReport {
             let assigned =
                 self.placement.iter().enumerate().filter(|(_, name)| *name == role).map(|(i, _)| i.to_string());
             let mut cells = vec![worker.name.clone(), assigned.collect::<Vec<_>>().join(",")];
-            let share = |seconds: f64| units::percent(seconds / worker.steps_s.max(1e-12));
+            // No step is measured in a run that ends within its warm-up.
+            let share = |seconds: f64| match worker.steps_s > 0.0 {
+                true => units::percent(seconds / worker.steps_s),
+                false => "–".to_owned(),
+            };
             let times: Vec<f64> =
                 Phase::ALL.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
             cells.extend(times.iter().map(|&seconds| share(seconds)));

@@ -16,13 +16,21 @@ pub enum CodecError {
         got: String,
     },
     /// The codec exists, but not with these parameters.
-    #[error("expected {expected}; got `{codec}:{got}`")]
+    #[error("expected {expected}; got `{got}`")]
     Parameter {
         /// The name of the codec.
         codec: &'static str,
         /// The parameters that it takes.
         expected: &'static str,
-        /// The beginning of what follows the colon.
+        /// The beginning of the text.
+        got: String,
+    },
+    /// A parenthesis is open.
+    #[error("expected `)` at the end of `{got}`, after the codec that is wrapped, as in {codec}(tile:4)")]
+    Unclosed {
+        /// The name of the codec.
+        codec: &'static str,
+        /// The beginning of the text.
         got: String,
     },
     /// A wrapper was put around a codec that it cannot improve.

@@ -292,8 +292,8 @@ mod tests {
              got `feedback(raw)`"
         );
         assert!(told("feedback(feedback(tile:4))").ends_with("got `feedback(feedback(tile:4))`"));
-        assert_eq!(told("feedback"), format!("expected {EXPECTED}; got `feedback:`"));
-        assert_eq!(told("feedback:2(tile:4)"), format!("expected {EXPECTED}; got `feedback:2`"));
+        assert_eq!(told("feedback"), format!("expected {EXPECTED}; got `feedback`"));
+        assert_eq!(told("feedback:2(tile:4)"), format!("expected {EXPECTED}; got `feedback:2(tile:4)`"));
         assert!(told("feedback(tile:99)").starts_with("expected tile:Q"));
         for text in ["feedback()", "feedback(tile:4", "feedback(tile:4))", "feedback tile:4"] {
             assert!(told(text).starts_with("expected "), "{text}");

@@ -112,7 +112,7 @@ pub(super) fn parse_f32(text: &str) -> Result<Box<dyn Codec>, CodecError> {
         return Err(unknown());
     }
     let (front, inner) = match text.split_once('(') {
-        Some((front, rest)) => (front, Some(rest.strip_suffix(')').ok_or_else(unknown)?)),
+        Some((front, rest)) => (front, Some(rest)),
         None => (text, None),
     };
     let (name, parameter) = match front.split_once(':') {
@@ -120,7 +120,15 @@ pub(super) fn parse_f32(text: &str) -> Result<Box<dyn Codec>, CodecError> {
         None => (front, None),
     };
     let member = ALL.iter().find(|member| member.name == name).ok_or_else(unknown)?;
-    (member.parse)(Arguments { parameter, inner })
+    let unclosed = || CodecError::Unclosed { codec: member.name, got: beginning(text) };
+    let inner = inner.map(|rest| rest.strip_suffix(')').ok_or_else(unclosed)).transpose()?;
+    (member.parse)(Arguments { parameter, inner }).map_err(|error| match error {
+        // The codec knows its own part of the text only.
+        CodecError::Parameter { codec, expected, .. } if codec == member.name => {
+            CodecError::parameter(codec, expected, text)
+        }
+        other => other,
+    })
 }
 
 /// The names of all codecs, for error messages.
@@ -168,7 +176,14 @@ mod tests {
             "expected uniform:Q with Q from 1 to 16 bits, such as uniform:8; got `uniform:17`"
         );
         assert!(told("sort")
-            .ends_with("such as sort:6+2, or sort:16, sort:12, sort:8, sort:4 for 12+4, 9+3, 6+2, 3+1; got `sort:`"));
+            .ends_with("such as sort:6+2, or sort:16, sort:12, sort:8, sort:4 for 12+4, 9+3, 6+2, 3+1; got `sort`"));
+        for text in ["zstd", "zstd:", "zstd()", "zstd:0(raw)", "feedback", "feedback()", "delta()", "raw(tile:4)"] {
+            assert!(told(text).ends_with(&format!("; got `{text}`")), "{}", told(text));
+        }
+        for text in ["zstd(", "zstd(tile:4", "feedback(tile:4"] {
+            assert!(told(text).starts_with(&format!("expected `)` at the end of `{text}`")), "{}", told(text));
+        }
+        assert!(told("zip(raw").starts_with("expected a codec out of"), "{}", told("zip(raw"));
         for text in [
             "uniform",
             "uniform:",

@@ -18,7 +18,8 @@ impl WrappedCodec {
     /// values.
     pub fn parse(wrapper: &'static str, expected: &'static str, arguments: Arguments<'_>) -> Result<Self, CodecError> {
         let given = arguments.parameter.unwrap_or("");
-        let text = arguments.inner.ok_or_else(|| CodecError::parameter(wrapper, expected, given))?;
+        let inner = arguments.inner.filter(|text| !text.is_empty());
+        let text = inner.ok_or_else(|| CodecError::parameter(wrapper, expected, given))?;
         let encoder = parse_f32(text)?;
         // The body is the same with `zstd` outside, and the sender need not decompress what it has compressed.
         if encoder.id() == CodecId::Zstd {

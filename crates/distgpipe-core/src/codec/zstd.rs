@@ -77,7 +77,7 @@ fn parse(arguments: Arguments<'_>) -> Result<Zstd, CodecError> {
         None => Some(LEVEL_DEFAULT),
         Some(text) => number(text).filter(|level| (1..=LEVEL_MAX).contains(level)),
     };
-    let (level, text) = level.zip(arguments.inner).ok_or_else(wrong)?;
+    let (level, text) = level.zip(arguments.inner.filter(|text| !text.is_empty())).ok_or_else(wrong)?;
     let inner = parse_f32(text)?;
     if inner.id() == CodecId::Zstd {
         return Err(CodecError::CompressedInside { got: beginning(text) });

@@ -23,7 +23,7 @@ use crate::model::Model;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::net::{IpAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -221,6 +221,12 @@ impl Launch<'_> {
             let _notice = NotJoinedNotice::start(self.topology.name(worker), limit, notify).map_err(at(worker))?;
             let dialed = handshake::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
                 Fault::TimedOut { limit_s, .. } => Fault::NoAnswer { limit_s },
+                Fault::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => {
+                    Fault::NoAnswer { limit_s: limit.as_secs_f64() }
+                }
+                Fault::Io { source, .. } if source.kind() == io::ErrorKind::ConnectionRefused => {
+                    Fault::NobodyListens { address: address.clone() }
+                }
                 other => other,
             });
             streams.push(dialed.map_err(at(worker))?);

@@ -38,7 +38,7 @@ pub enum DeviceError {
         why: String,
     },
     /// CUDA is available, but has no device of this number.
-    #[error("device `cuda:{index}` does not exist: this machine has {count} CUDA device(s)")]
+    #[error("device `cuda:{index}` does not exist: the number of CUDA devices in this machine is {count}")]
     NoSuchCuda {
         /// The number of the requested device.
         index: usize,

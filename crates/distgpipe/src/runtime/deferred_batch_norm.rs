@@ -99,7 +99,7 @@ impl DeferredBatchNorm {
         if count < 2 {
             let source = format!(
                 "a batch norm in training needs more than one value of each channel in a micro-batch, got an input of \
-                 {:?}; use more rows per micro-batch or larger images",
+                 {:?}; raise `LoaderOptions::batch_rows`, lower `Builder::micro_batches`, or use larger images",
                 x.size()
             );
             return Err(Fault::invalid_job("the size of a micro-batch", source));

@@ -60,7 +60,7 @@ pub enum ParameterGroupError {
         why: String,
     },
     /// No parameter has a matching name.
-    #[error("{option}: no parameter matches `{pattern}`; the closest names are {closest}")]
+    #[error("{option}: no parameter matches `{pattern}`; parameters have names such as {closest}")]
     NoMatch {
         /// The option that has the pattern.
         option: &'static str,
