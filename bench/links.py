@@ -13,7 +13,8 @@
 All compare raw with several codecs. Measurements run in rounds, each going through the whole list, so that an outside
 disturbance affects all of them alike. Ratios compare medians over all steps of all rounds.
 
-usage: bench/links.py overhead|thin|real [--files FOLDER] [--rounds 3] [--steps 4] [--mbit 100] [--name NAME]            needs: a release build
+usage: bench/links.py overhead|thin|real [--files FOLDER] [--rounds 3] [--steps 4] [--mbit 100] [--codecs LIST] [--models LIST]
+                                           [--name NAME]            needs: a release build
 """
 import argparse
 import contextlib
@@ -150,6 +151,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="steps per round, after the warm-up")
     parser.add_argument("--mbit", type=int, default=100, help="rate of the thin link, in Mbit/s")
+    parser.add_argument("--codecs", type=lambda text: text.split(), help="measure these codecs, of those of the mode, separated by spaces")
+    parser.add_argument("--models", type=lambda text: text.split(","), help="measure these models, separated by commas")
     parser.add_argument("--name", default=datetime.date.today().isoformat() + "-links", help="name of the folder under bench/runs")
     options = parser.parse_args()
     if not BINARY.exists():
@@ -160,8 +163,8 @@ def main():
     link = thin_link(options.mbit) if options.mode != "overhead" else contextlib.nullcontext(([], ["--workers", "processes"]))
     with link as (prefix, workers):
         for round_number in range(options.rounds):
-            for model in (m for m, (_, sizes) in MODELS.items() if options.mode in sizes):
-                for codec in CODECS[options.mode]:
+            for model in (m for m, (_, sizes) in MODELS.items() if options.mode in sizes and m in (options.models or MODELS)):
+                for codec in options.codecs or CODECS[options.mode]:
                     row = train(model, codec, options, workers, prefix)
                     rows.append({**row, "round": round_number})
                     print(f"round {round_number}  {model:12} {codec:12} {statistics.median(row['step_s']):7.3f} s per step", flush=True)
@@ -175,9 +178,11 @@ def main():
 
 
 def report(rows, options, name):
-    thin, codecs = options.mode != "overhead", CODECS[options.mode]
+    thin, codecs = options.mode != "overhead", options.codecs or CODECS[options.mode]
     title = f"over a {options.mbit} Mbit/s link" if thin else "on one host, where the link is as fast as memory"
     flags = (" --files FILES" if options.files else "") + (f" --mbit {options.mbit}" if thin else "")
+    flags += f" --codecs '{' '.join(options.codecs)}'" if options.codecs else ""
+    flags += f" --models '{','.join(options.models)}'" if options.models else ""
     lines = [
         f"# Codecs in training steps, {title}",
         "",
