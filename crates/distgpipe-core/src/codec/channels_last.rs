@@ -5,7 +5,8 @@
 //! ```
 //!
 //! A cache line has 16 channels of one pixel. The channels of two lines are transposed together. If planes consist of
-//! whole units, this is done in strips of pixels that fit the first-level cache; otherwise in whole planes.
+//! whole units, this is done in strips of pixels that fit the first-level cache when they are read, and the second when
+//! they are written; otherwise in whole planes.
 
 use super::simd::{self, Level, Transposition};
 use crate::wire::Layout;
@@ -22,10 +23,21 @@ pub(super) struct ChannelPlanes {
 /// The number of planes that are transposed together: those of two cache lines.
 const TOGETHER: usize = 32;
 
-/// The approximate number of pixels in a strip.
-const STRIP: usize = 1024;
+/// Rows of consecutive values: the index of the first value, the number of rows, the distance from one to the next in
+/// logical order, and the length of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rows {
+    pub first: usize,
+    pub count: usize,
+    pub stride: usize,
+    pub length: usize,
+}
 
-/// The number of unused values between two strips in the buffer. Without it, strips at distances of a power of two
+/// The approximate number of pixels in a strip that is read, and in one that is written.
+const READ_STRIP: usize = 128;
+const WRITE_STRIP: usize = 1024;
+
+/// The number of unused values between two strips in the buffer for writing. Without it, strips at distances of a power of two
 /// would compete for the same cache sets.
 const GAP: usize = 16;
 
@@ -54,8 +66,8 @@ impl ChannelPlanes {
         }
     }
 
-    /// Calls `take` with parts of the values in `range` and the index of each part's first value, in an order that
-    /// suits the memory. Each part begins at a multiple of `unit`, and ends at one or at the end of the range.
+    /// Calls `take` with parts of the values in `range`, in an order that suits the memory: rows that follow each other
+    /// without a gap. Each row begins at a multiple of `unit`, and ends at one or at the end of the range.
     pub fn read(
         self,
         level: Level,
@@ -63,7 +75,7 @@ impl ChannelPlanes {
         range: Range<usize>,
         unit: usize,
         room: &mut Vec<u8>,
-        mut take: impl FnMut(usize, &[u8]),
+        mut take: impl FnMut(Rows, &[u8]),
     ) {
         if !self.pixels.is_multiple_of(unit) {
             let block = (TOGETHER * self.pixels).max(WHOLE_MIN).next_multiple_of(unit);
@@ -71,21 +83,19 @@ impl ChannelPlanes {
                 let length = block.min(range.end - first);
                 room.resize(room.len().max(4 * length), 0);
                 self.gather(level, memory, first, &mut room[..4 * length]);
-                take(first, &room[..4 * length]);
+                take(Rows { first, count: 1, stride: 0, length }, &room[..4 * length]);
             }
             return;
         }
-        let strip = unit * (STRIP / unit).max(1);
-        self.strips(range, strip, |plane, planes, pixels| {
-            let stride = pixels.len() + GAP;
-            room.resize(room.len().max(4 * stride * planes), 0);
+        let strip = unit * (READ_STRIP / unit).max(1);
+        self.strips(range, strip, TOGETHER, |plane, planes, pixels| {
+            let length = pixels.len();
+            room.resize(room.len().max(4 * length * planes), 0);
             let from = &memory[4 * self.place(plane, pixels.start)..];
-            let shape =
-                Transposition { rows: pixels.len(), columns: planes, from_stride: self.channels, to_stride: stride };
+            let shape = Transposition { rows: length, columns: planes, from_stride: self.channels, to_stride: length };
             simd::transpose(level, from, room, shape);
-            for (at, values) in room.chunks_exact(4 * stride).take(planes).enumerate() {
-                take((plane + at) * self.pixels + pixels.start, &values[..4 * pixels.len()]);
-            }
+            let first = plane * self.pixels + pixels.start;
+            take(Rows { first, count: planes, stride: self.pixels, length }, &room[..4 * length * planes]);
         });
     }
 
@@ -103,9 +113,9 @@ impl ChannelPlanes {
         let (unit, end) = units;
         let base = range.start;
         let aligned = self.pixels.is_multiple_of(unit);
-        let strip = if aligned { unit * (STRIP / unit).max(1) } else { self.pixels };
+        let strip = if aligned { unit * (WRITE_STRIP / unit).max(1) } else { self.pixels };
         let together = if aligned { TOGETHER } else { TOGETHER.max(WHOLE_MIN / self.pixels) };
-        self.strips_of(range, strip, together, |plane, planes, pixels| {
+        self.strips(range, strip, together, |plane, planes, pixels| {
             // A part that is not made of whole units is extended to them.
             let first = plane * self.pixels + pixels.start;
             let begin = first / unit * unit;
@@ -134,13 +144,9 @@ impl ChannelPlanes {
         (sample * self.pixels + pixel) * self.channels + channel
     }
 
-    fn strips(self, range: Range<usize>, strip: usize, each: impl FnMut(usize, usize, Range<usize>)) {
-        self.strips_of(range, strip, TOGETHER, each);
-    }
-
     /// Calls `each` with the first plane, the number of planes of one sample, and the pixels of each strip in a range
     /// of whole planes.
-    fn strips_of(
+    fn strips(
         self,
         range: Range<usize>,
         strip: usize,

@@ -64,6 +64,20 @@ impl Grid {
         }
     }
 
+    /// Whether `lo + code · step` needs no rounding in `f64`, for all codes up to `code_max`.
+    pub fn is_exact(self, code_max: u16) -> bool {
+        // A finite number that is not 0 is a multiple of 2 to the power of the place of its lowest bit.
+        let exponent = |number: f64| (number.to_bits() >> 52 & 0x7ff) as i32 - 1023;
+        let lowest = |number: f64| match number.to_bits() << 12 {
+            _ if number == 0.0 => i32::MAX,
+            0 => exponent(number),
+            fraction => exponent(number) - 52 + (fraction >> 12).trailing_zeros() as i32,
+        };
+        let bound = self.lo.abs() + f64::from(code_max) * self.step.abs();
+        // The bound was rounded, so sums may have one place more.
+        bound == 0.0 || exponent(bound) + 1 - lowest(self.lo).min(lowest(self.step)) < 53
+    }
+
     /// The quantizer of this grid.
     pub fn quantizer(self, code_max: u16) -> Quantizer {
         Quantizer { lo: self.lo, per_step: self.per_step(), code_max }

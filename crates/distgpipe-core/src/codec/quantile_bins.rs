@@ -137,11 +137,7 @@ impl QuantileBins {
         let width = self.width();
         let few = width <= 4;
         if !few && self.bin_bits <= 4 && (level.has_register_tables() || elements < 1 << width) {
-            let (mut los, mut steps) = ([0.0; FEW], [0.0; FEW]);
-            for (bin, grid) in self.grids.iter().enumerate() {
-                (los[bin], steps[bin]) = (grid.lo as f32, grid.step as f32);
-            }
-            return Decoding::Computed { los, steps, code_bits: self.code_bits };
+            return Decoding::Computed(FewGrids::new(&self.grids, self.code_bits));
         }
         if !few && elements < 1 << width {
             return Decoding::Searched { grids: &self.grids, code_bits: self.code_bits };
@@ -157,6 +153,30 @@ impl QuantileBins {
     }
 }
 
+/// The grids of at most 16 bins.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FewGrids {
+    pub los: [f32; FEW],
+    pub steps: [f32; FEW],
+    /// The bits of a code within its bin.
+    pub code_bits: u32,
+    /// Whether there are at most eight bins.
+    pub are_eight: bool,
+    /// Whether every value is exact in `f64`. A fused multiply-add in `f32` then gives the same bits.
+    pub are_exact: bool,
+}
+
+impl FewGrids {
+    pub fn new(grids: &[Grid], code_bits: u32) -> FewGrids {
+        let (mut los, mut steps) = ([0.0; FEW], [0.0; FEW]);
+        for (bin, grid) in grids.iter().enumerate() {
+            (los[bin], steps[bin]) = (grid.lo as f32, grid.step as f32);
+        }
+        let are_exact = grids.iter().all(|grid| grid.is_exact(code_max(code_bits)));
+        FewGrids { los, steps, code_bits, are_eight: grids.len() <= FEW / 2, are_exact }
+    }
+}
+
 /// How symbols are decoded. All variants give the same values.
 #[derive(Clone, Copy, Debug)]
 enum Decoding<'a> {
@@ -165,7 +185,7 @@ enum Decoding<'a> {
     /// Looks values up in a table in memory.
     Table(&'a [f32]),
     /// Computes values from grids in registers.
-    Computed { los: [f32; FEW], steps: [f32; FEW], code_bits: u32 },
+    Computed(FewGrids),
     /// Computes values from grids in memory, for tensors that are smaller than a table would be.
     Searched { grids: &'a [Grid], code_bits: u32 },
 }
@@ -175,9 +195,7 @@ impl Decoding<'_> {
         match self {
             Decoding::Few(table) => simd::look_up_few(level, symbols, table, out),
             Decoding::Table(table) => simd::look_up(level, symbols, table, out),
-            Decoding::Computed { los, steps, code_bits } => {
-                simd::values_of_few(level, symbols, los, steps, *code_bits, out);
-            }
+            Decoding::Computed(grids) => simd::values_of_few(level, symbols, grids, out),
             Decoding::Searched { grids, code_bits } => {
                 for (to, &symbol) in out.as_chunks_mut().0.iter_mut().zip(symbols) {
                     let grid = grids[usize::from(symbol) >> code_bits];

@@ -14,7 +14,7 @@
 
 use super::grid::Quantizer;
 use super::order_statistics::Pivots;
-use super::quantile_bins::QuantileBins;
+use super::quantile_bins::{FewGrids, QuantileBins};
 use super::tile::{Grids, Ranges};
 
 /// Compiles the portable versions of the kernels that the compiler vectorizes well, by the macro that enables the
@@ -23,10 +23,6 @@ use super::tile::{Grids, Ranges};
 macro_rules! portable_kernels {
     ($with:ident) => {
         $with! {
-            pub fn extremes(bytes: &[u8]) -> Extremes {
-                portable::extremes(bytes)
-            }
-
             pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]) {
                 portable::symbols_of_many(bytes, bins, bin_bits, code_bits, out);
             }
@@ -98,8 +94,8 @@ dispatch! {
     fn symbols_of_few<const S: u32>(bytes: &[u8], bins: &QuantileBins, code_bits: u32, out: &mut [u16]);
     /// The symbols of values in any number of bins.
     fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bits: u32, out: &mut [u16]);
-    /// The values of symbols in at most 16 bins, which are given by `lo` and `step`.
-    fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]);
+    /// The values of symbols in at most 16 bins.
+    fn values_of_few(symbols: &[u16], grids: &FewGrids, out: &mut [u8]);
     /// Looks up the values of symbols in a table of 16.
     fn look_up_few(symbols: &[u16], table: &[f32; 16], out: &mut [u8]);
     /// Looks up the values of symbols in a table.
@@ -117,8 +113,9 @@ dispatch! {
     fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize;
     /// Transposes a matrix of 32-bit numbers.
     fn transpose(from: &[u8], to: &mut [u8], shape: Transposition);
-    /// The smallest and the largest value of each tile, for at most `TILES` tiles.
-    fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges);
+    /// The smallest and the largest value of each tile, 0.0 instead of −0.0. Returns whether a value is NaN, in which
+    /// case the results are meaningless.
+    fn tile_ends(bytes: &[u8], tile: usize, lo: &mut [f32], hi: &mut [f32]) -> bool;
     /// The grids of tiles, from their smallest and largest values.
     fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges);
     /// Quantizes the values of tiles.
@@ -139,8 +136,6 @@ pub(super) const KEPT_MORE: usize = 16;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Noise {
     pub key: u32,
-    /// The index of the first element, modulo 2^32.
-    pub first: u32,
     pub code_max: u16,
 }
 

@@ -21,10 +21,10 @@
 //! decoded value is the value. The error is below one step instead of half a step.
 
 use super::bits::{self, packed_bytes};
-use super::channels_last::ChannelPlanes;
+use super::channels_last::{ChannelPlanes, Rows};
 use super::grid::{code_max, Grid};
 use super::half::{f16_from_f32, f32_from_f16};
-use super::kernel_runner::KernelRunner;
+use super::kernel_runner::{check_finite, KernelRunner};
 use super::simd::{self, Level, Noise};
 use super::{check_body, check_f32, number};
 use super::{
@@ -100,16 +100,26 @@ struct TileFormat {
     tile: usize,
 }
 
-/// Buffers for the codes and grids of a block, and for its values if the tensor is not in logical order.
+/// Buffers for the codes and grids of a block, for its values if the tensor is not in logical order, and otherwise for
+/// the smallest and largest value of each tile of the piece.
 #[derive(Clone, Debug, Default)]
 struct Scratch {
     values: Vec<u8>,
+    ends: Ends,
     block: Block,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Ends {
+    lo: Vec<f32>,
+    hi: Vec<f32>,
+    has_nan: bool,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Block {
     codes: Vec<u16>,
+    table: Vec<u8>,
     ranges: Ranges,
     grids: Grids,
 }
@@ -120,6 +130,28 @@ impl Tile {
         let valid = (1..=bits::WIDTH_MAX).contains(&bits) && (1..=TILE_MAX).contains(&tile);
         let format = TileFormat { bits, tile: tile as usize };
         valid.then(|| Tile { format, rounding, runner: KernelRunner::default(), scratch: Vec::new() })
+    }
+
+    /// Finds the smallest and the largest value of each tile; returns the bits of the largest magnitude, or an error if
+    /// a value is not finite.
+    fn find_ends(&mut self, bytes: &[u8], piece: usize) -> Result<u32, CodecError> {
+        let (tile, level) = (self.format.tile, self.runner.level);
+        let work = bytes.chunks(4 * piece).zip(&mut self.scratch);
+        self.runner.each(work, |(bytes, scratch)| {
+            let Ends { lo, hi, has_nan } = &mut scratch.ends;
+            let tiles = (bytes.len() / 4).div_ceil(tile);
+            lo.resize(tiles, 0.0);
+            hi.resize(tiles, 0.0);
+            *has_nan = simd::tile_ends(level, bytes, tile, lo, hi);
+        });
+        let pieces = (bytes.len() / 4).div_ceil(piece);
+        let ends = self.scratch[..pieces].iter().map(|scratch| &scratch.ends);
+        let magnitude = ends.fold(0, |most, ends| {
+            let magnitudes = ends.lo.iter().chain(&ends.hi).map(|end| end.to_bits() & 0x7fff_ffff);
+            most.max(if ends.has_nan { f32::NAN.to_bits() } else { magnitudes.max().unwrap_or(0) })
+        });
+        check_finite(CodecId::Tile, bytes, magnitude)?;
+        Ok(magnitude)
     }
 }
 
@@ -169,27 +201,31 @@ impl Codec for Tile {
         out: &mut Vec<u8>,
     ) -> Result<(), CodecError> {
         let elements = check_f32(self.id(), &tensor)?;
-        let exponent = exponent_for(self.runner.extremes(self.id(), tensor.bytes)?.magnitude_max());
+        let (format, level, bytes) = (self.format, self.runner.level, tensor.bytes);
+        let planes = ChannelPlanes::of(tensor.layout, tensor.dims);
+        let piece = self.runner.piece(elements, planes.map_or(format.unit(), |planes| planes.unit(format.unit())));
+        self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
+        let magnitude = match planes {
+            None => self.find_ends(bytes, piece)?,
+            Some(_) => self.runner.extremes(self.id(), bytes)?.magnitude_max(),
+        };
+        let exponent = exponent_for(magnitude);
         let start = out.len();
         out.resize(start + self.encoded_bytes(tensor.dtype, tensor.dims), 0);
         let (head, body) = out[start..].split_at_mut(4);
         head.copy_from_slice(&exponent.to_le_bytes());
-        let (table, packed) = body.split_at_mut(self.format.table_bytes(elements));
+        let (table, packed) = body.split_at_mut(format.table_bytes(elements));
 
-        let (format, level, bytes) = (self.format, self.runner.level, tensor.bytes);
         let key = (self.rounding == Rounding::Stochastic).then(|| key(context.seed));
         let encoder = Encoder { format, level, exponent, key };
-        let planes = ChannelPlanes::of(tensor.layout, tensor.dims);
-        let piece = self.runner.piece(elements, planes.map_or(format.unit(), |planes| planes.unit(format.unit())));
-        self.scratch.resize_with(self.scratch.len().max(elements.div_ceil(piece)), Scratch::default);
         let rooms = table.chunks_mut(format.table_bytes(piece)).zip(packed.chunks_mut(format.packed_bytes(piece)));
         let work = rooms.zip(&mut self.scratch).enumerate();
         self.runner.each(work, |(number, ((table, packed), scratch))| {
             let range = number * piece..elements.min((number + 1) * piece);
-            let run = Run { first: range.start, table, packed };
+            let body = PieceBody { first: range.start, table, packed };
             match planes {
-                None => encoder.run(&bytes[4 * range.start..4 * range.end], run, &mut scratch.block),
-                Some(planes) => encoder.planes(planes, bytes, run, scratch, range.len()),
+                None => encoder.contiguous(&bytes[4 * range.start..4 * range.end], body, scratch),
+                Some(planes) => encoder.planes(planes, bytes, body, scratch, range.len()),
             }
         });
         Ok(())
@@ -233,7 +269,7 @@ fn key(seed: u64) -> u32 {
 }
 
 /// The output for some consecutive values: the index of the first, a multiple of the unit, and their parts of the body.
-struct Run<'a> {
+struct PieceBody<'a> {
     first: usize,
     table: &'a mut [u8],
     packed: &'a mut [u8],
@@ -249,30 +285,82 @@ struct Encoder {
 }
 
 impl Encoder {
-    fn run(&self, bytes: &[u8], run: Run<'_>, room: &mut Block) {
+    /// Encodes values in logical order, of whose tiles the ends are known.
+    fn contiguous(&self, bytes: &[u8], mut body: PieceBody<'_>, scratch: &mut Scratch) {
+        let (block, first) = (self.format.block(), body.first);
+        let tiles = block / self.format.tile;
+        let ends = scratch.ends.lo.chunks(tiles).zip(scratch.ends.hi.chunks(tiles));
+        for (number, (bytes, ends)) in bytes.chunks(4 * block).zip(ends).enumerate() {
+            let rows = Rows { first: first + number * block, count: 1, stride: 0, length: bytes.len() / 4 };
+            self.rows(bytes, rows, Some(ends), &mut body, &mut scratch.block);
+        }
+    }
+
+    /// Encodes some values of a channels-last tensor, whose memory is `bytes`.
+    fn planes(
+        &self,
+        planes: ChannelPlanes,
+        bytes: &[u8],
+        mut body: PieceBody<'_>,
+        scratch: &mut Scratch,
+        elements: usize,
+    ) {
+        let range = body.first..body.first + elements;
+        planes.read(self.level, bytes, range, self.format.unit(), &mut scratch.values, |rows, values| {
+            self.rows(values, rows, None, &mut body, &mut scratch.block);
+        });
+    }
+
+    /// Encodes rows of values, each of which begins at a multiple of the unit. The ends of their tiles may be given.
+    fn rows(
+        &self,
+        bytes: &[u8],
+        rows: Rows,
+        ends: Option<(&[f32], &[f32])>,
+        body: &mut PieceBody<'_>,
+        room: &mut Block,
+    ) {
         let Encoder { format, level, .. } = *self;
-        let Block { codes, ranges, .. } = room;
-        let block = format.block();
-        codes.resize(codes.len().max(block.min(bytes.len() / 4)), 0);
-        let tables = run.table.chunks_mut(format.table_bytes(block));
-        let packed = run.packed.chunks_mut(format.packed_bytes(block));
-        for (number, ((bytes, table), packed)) in bytes.chunks(4 * block).zip(tables).zip(packed).enumerate() {
-            let codes = &mut codes[..bytes.len() / 4];
-            let tiles = bytes.chunks(4 * TILES * format.tile).zip(codes.chunks_mut(TILES * format.tile));
-            let mut first = run.first + number * block;
-            for ((bytes, codes), table) in tiles.zip(table.chunks_mut(4 * TILES)) {
-                self.tiles(bytes, first, table, ranges, codes);
-                first += codes.len();
+        let Block { codes, table, ranges, .. } = room;
+        let row_tiles = rows.length.div_ceil(format.tile);
+        codes.resize(codes.len().max(bytes.len() / 4), 0);
+        table.resize(table.len().max(4 * row_tiles * rows.count), 0);
+        let (codes, table) = (&mut codes[..bytes.len() / 4], &mut table[..4 * row_tiles * rows.count]);
+        let tiles = bytes.chunks(4 * TILES * format.tile).zip(codes.chunks_mut(TILES * format.tile));
+        for (number, ((bytes, codes), table)) in tiles.zip(table.chunks_mut(4 * TILES)).enumerate() {
+            ranges.count = table.len() / 4;
+            let (lo, hi) = (&mut ranges.lo[..table.len() / 4], &mut ranges.hi[..table.len() / 4]);
+            match ends {
+                None => {
+                    let has_nan = simd::tile_ends(level, bytes, format.tile, lo, hi);
+                    debug_assert!(!has_nan, "checked before");
+                }
+                Some((los, his)) => {
+                    lo.copy_from_slice(&los[number * TILES..][..lo.len()]);
+                    hi.copy_from_slice(&his[number * TILES..][..hi.len()]);
+                }
             }
+            if self.key.is_some() {
+                for (at, first) in ranges.first[..ranges.count].iter_mut().enumerate() {
+                    let (row, within) = ((number * TILES + at) / row_tiles, (number * TILES + at) % row_tiles);
+                    *first = (rows.first + row * rows.stride + within * format.tile) as u32;
+                }
+            }
+            self.tiles(bytes, ranges, table, codes);
+        }
+        let parts = table.chunks(4 * row_tiles).zip(codes.chunks(rows.length));
+        for (row, (table, codes)) in parts.enumerate() {
+            let at = rows.first + row * rows.stride - body.first;
+            body.table[format.table_bytes(at)..][..table.len()].copy_from_slice(table);
+            let packed = &mut body.packed[format.packed_bytes(at)..][..format.packed_bytes(codes.len())];
             bits::pack_with(level, codes, format.bits, packed);
         }
     }
 
-    /// Encodes at most [`TILES`] tiles.
-    fn tiles(&self, bytes: &[u8], first: usize, table: &mut [u8], ranges: &mut Ranges, codes: &mut [u16]) {
+    /// Encodes at most [`TILES`] tiles with known ends.
+    fn tiles(&self, bytes: &[u8], ranges: &mut Ranges, table: &mut [u8], codes: &mut [u16]) {
         let Encoder { format, level, exponent, key } = *self;
         let code_max = code_max(format.bits);
-        simd::tile_ends(level, bytes, format.tile, ranges);
         simd::tile_ranges(level, exponent, code_max, ranges);
         for (at, entry) in table.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             let ([a, b], [c, d]) = (ranges.wire_lo[at].to_le_bytes(), ranges.wire_step[at].to_le_bytes());
@@ -280,25 +368,8 @@ impl Encoder {
         }
         match key {
             None => simd::tile_codes(level, bytes, format.tile, ranges, code_max, codes),
-            Some(key) => {
-                let noise = Noise { key, first: first as u32, code_max };
-                simd::tile_codes_stochastic(level, bytes, format.tile, ranges, noise, codes);
-            }
+            Some(key) => simd::tile_codes_stochastic(level, bytes, format.tile, ranges, Noise { key, code_max }, codes),
         }
-    }
-
-    /// Encodes some values of a channels-last tensor, whose memory is `bytes`.
-    fn planes(&self, planes: ChannelPlanes, bytes: &[u8], run: Run<'_>, scratch: &mut Scratch, elements: usize) {
-        let format = self.format;
-        let Scratch { values, block } = scratch;
-        let end = run.first + elements;
-        planes.read(self.level, bytes, run.first..end, format.unit(), values, |first, values| {
-            let at = first - run.first;
-            let length = values.len() / 4;
-            let table = &mut run.table[format.table_bytes(at)..][..format.table_bytes(length)];
-            let packed = &mut run.packed[format.packed_bytes(at)..][..format.packed_bytes(length)];
-            self.run(values, Run { first, table, packed }, block);
-        });
     }
 }
 
@@ -338,7 +409,7 @@ impl Decoder<'_> {
 
     /// Decodes whole samples of a channels-last tensor from index `first` on; `out` is their memory.
     fn planes(&self, planes: ChannelPlanes, first: usize, out: &mut [u8], scratch: &mut Scratch) {
-        let Scratch { values, block } = scratch;
+        let Scratch { values, block, .. } = scratch;
         let end = first + out.len() / 4;
         planes.write(self.level, out, first..end, (self.format.unit(), self.elements), values, |first, values| {
             self.run(first, values, block);
@@ -377,13 +448,21 @@ pub(super) struct Ranges {
     pub wire_step: [u16; TILES],
     pub grid_lo: [f64; TILES],
     pub per_step: [f64; TILES],
+    /// The index of the first element of each tile, modulo 2^32, if rounding is stochastic.
+    pub first: [u32; TILES],
+    /// Whether `grid_lo` and `per_step` are 0 or within 2^±100, and `grid_lo` is an `f32`.
+    pub are_ordinary: bool,
 }
+
+/// With exponents up to this magnitude, [`Ranges::are_ordinary`]: 16-bit floats are 0 or within 2^±24.
+pub(super) const ORDINARY_EXPONENT: u32 = 70;
 
 impl Default for Ranges {
     fn default() -> Self {
         let (lo, hi) = ([0.0; TILES], [0.0; TILES]);
         let (wire_lo, wire_step) = ([0; TILES], [0; TILES]);
-        Ranges { count: 0, lo, hi, wire_lo, wire_step, grid_lo: [0.0; TILES], per_step: [0.0; TILES] }
+        let (grid_lo, per_step) = ([0.0; TILES], [0.0; TILES]);
+        Ranges { count: 0, lo, hi, wire_lo, wire_step, grid_lo, per_step, first: [0; TILES], are_ordinary: false }
     }
 }
 

@@ -2,8 +2,8 @@
 
 use super::super::grid::{self, Quantizer};
 use super::super::order_statistics::Pivots;
-use super::super::quantile_bins::QuantileBins;
-use super::super::tile::{power_of_two, Grids, Ranges, TILES};
+use super::super::quantile_bins::{FewGrids, QuantileBins};
+use super::super::tile::{power_of_two, Grids, Ranges, ORDINARY_EXPONENT};
 use super::{portable, Extremes, Noise, Tally, Transposition};
 use std::arch::x86_64::*;
 
@@ -12,17 +12,19 @@ macro_rules! with_avx2 {
     ($($(#[$attribute:meta])* $visible:vis fn $name:ident $(<const $constant:ident: $kind:ty>)?
         ($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block)*) => {$(
         $(#[$attribute])*
-        #[target_feature(enable = "avx2,f16c,bmi1,bmi2,popcnt")]
+        #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
         $visible fn $name $(<const $constant: $kind>)? ($($argument: $type),*) $(-> $result)? $body
     )*};
 }
 
 mod memory;
 mod packing;
+mod single;
 
 use memory::*;
 use packing::narrow_codes;
 pub use packing::{pack, unpack};
+use single::{is_ordinary, round_single, SingleRounding};
 
 portable_kernels!(with_avx2);
 
@@ -126,12 +128,22 @@ with_avx2! {
         };
         let code_max = _mm_set1_epi16(grid::code_max(code_bits) as i16);
         let shift = _mm_cvtsi32_si128(code_bits as i32);
+        let rounding = SingleRounding::new(grid::code_max(code_bits));
+        let single = rounding.filter(|_| per_steps.iter().all(|&per_step| is_ordinary(per_step)));
+        let singles = load_table(&per_steps.map(|per_step| per_step as f32));
         each_code(bytes, out, |values| {
             let values = _mm256_max_ps(_mm256_min_ps(values, most), least);
             let mut bin = _mm256_setzero_si256();
             for level in &levels[..S as usize] {
                 let begun = _mm256_cmp_ps::<_CMP_GE_OQ>(values, _mm256_permutevar8x32_ps(*level, bin));
                 bin = _mm256_sub_epi32(_mm256_add_epi32(bin, bin), _mm256_castps_si256(begun));
+            }
+            let bins = _mm_sll_epi16(narrow_codes(bin), shift);
+            if let Some(rounding) = single {
+                let (codes, doubt) = round_single(values, table(begins, bin), table(singles, bin));
+                if rounding.is_sure(doubt) {
+                    return _mm_or_si128(_mm_min_epu16(narrow_codes(codes), code_max), bins);
+                }
             }
             // Each reciprocal is put together from its two halves, in the order of `widen_interleaved`.
             let (lower, upper) = (table(lower, bin), table(upper, bin));
@@ -142,14 +154,30 @@ with_avx2! {
             let [low, high] = steps(widen_interleaved(values), widen_interleaved(table(begins, bin)), per_step);
             let (low, high) = (_mm256_cvtpd_epi32(low), _mm256_cvtpd_epi32(high));
             let codes = _mm_packus_epi32(_mm_unpacklo_epi64(low, high), _mm_unpackhi_epi64(low, high));
-            _mm_or_si128(_mm_min_epu16(codes, code_max), _mm_sll_epi16(narrow_codes(bin), shift))
+            _mm_or_si128(_mm_min_epu16(codes, code_max), bins)
         });
     }
 
-    pub fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]) {
-        let (los, steps) = (load_table(los), load_table(steps));
-        let shift = _mm_cvtsi32_si128(code_bits as i32);
-        let mask = _mm256_set1_epi32(grid::code_max(code_bits).into());
+    pub fn values_of_few(symbols: &[u16], grids: &FewGrids, out: &mut [u8]) {
+        let (los, steps) = (load_table(&grids.los), load_table(&grids.steps));
+        let shift = _mm_cvtsi32_si128(grids.code_bits as i32);
+        let mask = _mm256_set1_epi32(grid::code_max(grids.code_bits).into());
+        let value = |symbols: __m256i, lo: __m256, step: __m256| {
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_and_si256(symbols, mask)), step, lo)
+        };
+        if grids.are_exact && grids.are_eight {
+            return each_value(symbols, out, |symbols| {
+                let bin = _mm256_srl_epi32(symbols, shift);
+                let look_up = |table: [__m256; 2]| _mm256_permutevar8x32_ps(table[0], bin);
+                value(symbols, look_up(los), look_up(steps))
+            });
+        }
+        if grids.are_exact {
+            return each_value(symbols, out, |symbols| {
+                let bin = _mm256_srl_epi32(symbols, shift);
+                value(symbols, look_up_16(los, bin), look_up_16(steps, bin))
+            });
+        }
         each_value(symbols, out, |symbols| {
             let bin = _mm256_srl_epi32(symbols, shift);
             place(_mm256_and_si256(symbols, mask), widen(look_up_16(los, bin)), widen(look_up_16(steps, bin)))
@@ -175,7 +203,7 @@ with_avx2! {
 /// Applies `work` to every `I` elements, with room for `O` results. The last elements are followed by zeros, whose
 /// results are dropped.
 #[inline]
-#[target_feature(enable = "avx2,f16c,bmi1,bmi2,popcnt")]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,popcnt")]
 fn each<A: Copy + Default, B: Copy + Default, const I: usize, const O: usize>(
     from: &[A],
     to: &mut [B],
@@ -204,6 +232,27 @@ fn level_of<T: Copy, const N: usize, const L: usize>(table: &[T; N], bits: u32, 
 }
 
 with_avx2! {
+    pub fn extremes(bytes: &[u8]) -> Extremes {
+        // Two of each, because every minimum waits for the one before it.
+        let mut min = [_mm256_set1_epi32(i32::MAX); 2];
+        let mut max = [_mm256_set1_epi32(i32::MIN); 2];
+        let mut unsigned = [_mm256_setzero_si256(); 2];
+        let (pairs, rest) = bytes.as_chunks::<64>();
+        for pair in pairs {
+            for (at, vector) in pair.as_chunks().0.iter().enumerate() {
+                let bits = load(vector);
+                (min[at], max[at]) = (_mm256_min_epi32(min[at], bits), _mm256_max_epi32(max[at], bits));
+                unsigned[at] = _mm256_max_epu32(unsigned[at], bits);
+            }
+        }
+        let min = each_i32(_mm256_min_epi32(min[0], min[1]));
+        let max = each_i32(_mm256_max_epi32(max[0], max[1]));
+        let unsigned = each_i32(_mm256_max_epu32(unsigned[0], unsigned[1]));
+        (0..8).fold(portable::extremes(rest), |extremes, at| {
+            extremes.and(Extremes { signed_min: min[at], signed_max: max[at], unsigned_max: unsigned[at] as u32 })
+        })
+    }
+
     /// Reduces 8 vectors: element `i` of the result is the smallest element of vector `i`.
     #[inline]
     fn least_of_each(vectors: [__m256; 8]) -> __m256 {
@@ -220,40 +269,47 @@ with_avx2! {
         _mm256_min_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
     }
 
-    /// The minima of a tile over its vectors of 8 values, and its negated maxima, lane by lane.
+    /// The minima of a tile over its vectors of 8 values, and its negated maxima, lane by lane. Sets the
+    /// bits of `nan` in lanes with a NaN.
     #[inline]
-    fn tile_extremes(tile: &[u8]) -> (__m256, __m256) {
+    fn tile_extremes(tile: &[u8], nan: &mut __m256) -> (__m256, __m256) {
         let filler = *tile.first_chunk().unwrap_or(&[0; 4]);
         let first = _mm256_set1_ps(f32::from_ne_bytes(filler));
         let (mut lo, mut hi) = (first, first);
-        let (vectors, rest) = tile.as_chunks();
-        for vector in vectors {
-            let values = load_values(vector);
-            (lo, hi) = (_mm256_min_ps(values, lo), _mm256_max_ps(values, hi));
+        let mut include = |a: __m256, b: __m256| {
+            (lo, hi) = (_mm256_min_ps(a, lo), _mm256_max_ps(a, hi));
+            (lo, hi) = (_mm256_min_ps(b, lo), _mm256_max_ps(b, hi));
+            *nan = _mm256_or_ps(*nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b));
+        };
+        let (pairs, rest) = tile.as_chunks::<64>();
+        for pair in pairs {
+            let [a, b] = [0, 1].map(|half| load_values(&pair.as_chunks().0[half]));
+            include(a, b);
         }
-        if !rest.is_empty() {
+        for rest in rest.chunks(32) {
             let values = load_values_front(rest, filler);
-            (lo, hi) = (_mm256_min_ps(values, lo), _mm256_max_ps(values, hi));
+            include(values, values);
         }
         (lo, _mm256_sub_ps(_mm256_setzero_ps(), hi))
     }
 
-    pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
-        ranges.count = bytes.len().div_ceil(4 * tile).min(TILES);
-        let rooms = ranges.lo.as_chunks_mut().0.iter_mut().zip(ranges.hi.as_chunks_mut().0);
-        for (bytes, (lo, hi)) in bytes.chunks(4 * 8 * tile).zip(rooms) {
+    pub fn tile_ends(bytes: &[u8], tile: usize, lo: &mut [f32], hi: &mut [f32]) -> bool {
+        let mut nan = _mm256_setzero_ps();
+        for (bytes, (lo, hi)) in bytes.chunks(4 * 8 * tile).zip(lo.chunks_mut(8).zip(hi.chunks_mut(8))) {
             let (mut los, mut his) = ([_mm256_setzero_ps(); 8], [_mm256_setzero_ps(); 8]);
             for (at, tile) in bytes.chunks(4 * tile).enumerate() {
-                (los[at], his[at]) = tile_extremes(tile);
+                (los[at], his[at]) = tile_extremes(tile, &mut nan);
             }
             // Adding 0.0 turns −0.0 into 0.0.
             let zero = _mm256_setzero_ps();
-            store_f32s(_mm256_add_ps(least_of_each(los), zero), lo);
-            store_f32s(_mm256_sub_ps(zero, least_of_each(his)), hi);
+            store_f32s_front(_mm256_add_ps(least_of_each(los), zero), lo);
+            store_f32s_front(_mm256_sub_ps(zero, least_of_each(his)), hi);
         }
+        _mm256_movemask_ps(nan) != 0
     }
 
     pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
+        ranges.are_ordinary = exponent.unsigned_abs() <= ORDINARY_EXPONENT;
         let scale = _mm256_set1_pd(power_of_two(-exponent));
         let unscale = _mm256_set1_pd(power_of_two(exponent));
         let code_max = _mm256_set1_pd(code_max.into());
@@ -324,17 +380,20 @@ with_avx2! {
     }
 
     pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out: &mut [u16]) {
+        let rounding = SingleRounding::new(code_max).filter(|_| ranges.are_ordinary);
         for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
-            codes(bytes, Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max }, out);
+            let quantizer = Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max };
+            if !rounding.is_some_and(|rounding| rounding.codes(bytes, quantizer, out)) {
+                codes(bytes, quantizer, out);
+            }
         }
     }
 
     pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
         let key = _mm256_set1_epi32(noise.key as i32);
-        let mut number = noise.first;
         for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
             let (lo, per_step) = (both(ranges.grid_lo[at]), both(ranges.per_step[at]));
-            let mut elements = _mm256_add_epi32(_mm256_set1_epi32(number as i32), eight_numbers());
+            let mut elements = _mm256_add_epi32(_mm256_set1_epi32(ranges.first[at] as i32), eight_numbers());
             each_code(bytes, out, |values| {
                 let random = widen_integers(random(_mm256_xor_si256(elements, key)));
                 elements = _mm256_add_epi32(elements, _mm256_set1_epi32(8));
@@ -342,7 +401,6 @@ with_avx2! {
                 let low = round_stochastic(steps[0], random[0], noise.code_max);
                 _mm_packus_epi32(low, round_stochastic(steps[1], random[1], noise.code_max))
             });
-            number = number.wrapping_add(tile as u32);
         }
     }
 
@@ -512,19 +570,20 @@ with_avx2! {
         if rows < 8 || columns < 8 {
             return portable::transpose(from, to, shape);
         }
-        for row in (0..rows).step_by(8) {
-            // The last squares overlap the ones before them.
-            let row = row.min(rows - 8);
-            for column in (0..columns).step_by(8) {
-                let column = column.min(columns - 8);
-                let from = &from[4 * (row * from_stride + column)..];
-                let to = &mut to[4 * (column * to_stride + row)..];
-                let mut square = [_mm256_setzero_ps(); 8];
-                for (line, from) in square.iter_mut().zip(from.chunks(4 * from_stride)) {
-                    *line = load_values(from.first_chunk().expect("a row of 8"));
-                }
-                for (line, to) in transpose_square(square).iter().zip(to.chunks_mut(4 * to_stride)) {
-                    store_values(*line, to.first_chunk_mut().expect("a row of 8"));
+        // The columns of two cache lines at a time, which are then read once.
+        for line in (0..columns).step_by(32) {
+            for row in (0..rows).step_by(8) {
+                // The last squares overlap the ones before them.
+                let row = row.min(rows - 8);
+                for column in (line..columns.min(line + 32)).step_by(8) {
+                    let column = column.min(columns - 8);
+                    let from = &from[4 * (row * from_stride + column)..][..4 * (7 * from_stride + 8)];
+                    let to = &mut to[4 * (column * to_stride + row)..][..4 * (7 * to_stride + 8)];
+                    let line = |at: usize| load_values(from[4 * at * from_stride..].first_chunk().expect("a row of 8"));
+                    let square = transpose_square(std::array::from_fn(line));
+                    for (at, line) in square.into_iter().enumerate() {
+                        store_values(line, to[4 * at * to_stride..].first_chunk_mut().expect("a row of 8"));
+                    }
                 }
             }
         }

@@ -2,8 +2,8 @@
 
 use super::super::grid::{self, Quantizer};
 use super::super::order_statistics::Pivots;
-use super::super::quantile_bins::QuantileBins;
-use super::super::tile::{power_of_two, Grids, Ranges, TILES};
+use super::super::quantile_bins::{FewGrids, QuantileBins};
+use super::super::tile::{power_of_two, Grids, Ranges, ORDINARY_EXPONENT};
 use super::{portable, Extremes, Noise, Tally, Transposition};
 use std::arch::x86_64::*;
 
@@ -12,7 +12,7 @@ macro_rules! with_avx512 {
     ($($(#[$attribute:meta])* $visible:vis fn $name:ident $(<const $constant:ident: $kind:ty>)?
         ($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block)*) => {$(
         $(#[$attribute])*
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,popcnt")]
+        #[target_feature(enable = "fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,popcnt")]
         $visible fn $name $(<const $constant: $kind>)? ($($argument: $type),*) $(-> $result)? $body
     )*};
 }
@@ -134,13 +134,24 @@ with_avx512! {
         });
     }
 
-    pub fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]) {
-        let (los, steps) = (load_f32s(los), load_f32s(steps));
-        let (shift, mask) = (_mm512_set1_epi32(code_bits as i32), _mm512_set1_epi32(grid::code_max(code_bits).into()));
-        each_value(symbols, out, |symbols| {
+    pub fn values_of_few(symbols: &[u16], grids: &FewGrids, out: &mut [u8]) {
+        let (los, steps) = (load_f32s(&grids.los), load_f32s(&grids.steps));
+        let shift = _mm512_set1_epi32(grids.code_bits as i32);
+        let mask = _mm512_set1_epi32(grid::code_max(grids.code_bits).into());
+        let split = |symbols: __m512i| {
             let bin = _mm512_srlv_epi32(symbols, shift);
             let (lo, step) = (_mm512_permutexvar_ps(bin, los), _mm512_permutexvar_ps(bin, steps));
-            place(_mm512_and_si512(symbols, mask), widen(lo), widen(step))
+            (_mm512_and_si512(symbols, mask), lo, step)
+        };
+        if grids.are_exact {
+            return each_value(symbols, out, |symbols| {
+                let (codes, lo, step) = split(symbols);
+                _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes), step, lo)
+            });
+        }
+        each_value(symbols, out, |symbols| {
+            let (codes, lo, step) = split(symbols);
+            place(codes, widen(lo), widen(step))
         });
     }
 
@@ -166,6 +177,22 @@ with_avx512! {
 }
 
 with_avx512! {
+    pub fn extremes(bytes: &[u8]) -> Extremes {
+        let (mut min, mut max) = (_mm512_set1_epi32(i32::MAX), _mm512_set1_epi32(i32::MIN));
+        let mut unsigned = _mm512_setzero_si512();
+        let (vectors, rest) = bytes.as_chunks();
+        for vector in vectors {
+            let bits = load(vector);
+            (min, max) = (_mm512_min_epi32(min, bits), _mm512_max_epi32(max, bits));
+            unsigned = _mm512_max_epu32(unsigned, bits);
+        }
+        portable::extremes(rest).and(Extremes {
+            signed_min: _mm512_reduce_min_epi32(min),
+            signed_max: _mm512_reduce_max_epi32(max),
+            unsigned_max: _mm512_reduce_max_epu32(unsigned),
+        })
+    }
+
     /// Reduces 16 vectors: element `i` of the result is the smallest element of vector `i`.
     #[inline]
     fn least_of_each(vectors: [__m512; 16]) -> __m512 {
@@ -190,9 +217,10 @@ with_avx512! {
         _mm512_min_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
     }
 
-    /// The minima of a tile over its vectors of 16 values, and its negated maxima, lane by lane.
+    /// The minima of a tile over its vectors of 16 values, and its negated maxima, lane by lane. Sets the
+    /// bits of `nan` for lanes with a NaN.
     #[inline]
-    fn tile_extremes(tile: &[u8]) -> (__m512, __m512) {
+    fn tile_extremes(tile: &[u8], nan: &mut u16) -> (__m512, __m512) {
         let (vectors, rest) = tile.as_chunks::<64>();
         let first = match vectors.first() {
             Some(first) => _mm512_castsi512_ps(load(first)),
@@ -202,31 +230,34 @@ with_avx512! {
         for vector in vectors {
             let values = _mm512_castsi512_ps(load(vector));
             (lo, hi) = (_mm512_min_ps(values, lo), _mm512_max_ps(values, hi));
+            *nan |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
         }
         if !rest.is_empty() {
             let present = first_bytes(rest.len() / 4) as u16;
             let values = _mm512_mask_mov_ps(first, present, _mm512_castsi512_ps(load_front(rest)));
             (lo, hi) = (_mm512_min_ps(values, lo), _mm512_max_ps(values, hi));
+            *nan |= _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
         }
         (lo, _mm512_sub_ps(_mm512_setzero_ps(), hi))
     }
 
-    pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
-        ranges.count = bytes.len().div_ceil(4 * tile).min(TILES);
-        let rooms = ranges.lo.as_chunks_mut().0.iter_mut().zip(ranges.hi.as_chunks_mut().0);
-        for (bytes, (lo, hi)) in bytes.chunks(4 * 16 * tile).zip(rooms) {
+    pub fn tile_ends(bytes: &[u8], tile: usize, lo: &mut [f32], hi: &mut [f32]) -> bool {
+        let mut nan = 0;
+        for (bytes, (lo, hi)) in bytes.chunks(4 * 16 * tile).zip(lo.chunks_mut(16).zip(hi.chunks_mut(16))) {
             let (mut los, mut his) = ([_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16]);
             for (at, tile) in bytes.chunks(4 * tile).enumerate() {
-                (los[at], his[at]) = tile_extremes(tile);
+                (los[at], his[at]) = tile_extremes(tile, &mut nan);
             }
             // Adding 0.0 turns −0.0 into 0.0.
             let zero = _mm512_setzero_ps();
-            store_f32s(_mm512_add_ps(least_of_each(los), zero), lo);
-            store_f32s(_mm512_sub_ps(zero, least_of_each(his)), hi);
+            store_f32s_front(_mm512_add_ps(least_of_each(los), zero), lo);
+            store_f32s_front(_mm512_sub_ps(zero, least_of_each(his)), hi);
         }
+        nan != 0
     }
 
     pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
+        ranges.are_ordinary = exponent.unsigned_abs() <= ORDINARY_EXPONENT;
         let scale = _mm512_set1_pd(power_of_two(-exponent));
         let unscale = _mm512_set1_pd(power_of_two(exponent));
         let code_max = _mm512_set1_pd(code_max.into());
@@ -293,11 +324,10 @@ with_avx512! {
 
     pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
         let key = _mm512_set1_epi32(noise.key as i32);
-        let mut number = noise.first;
         for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
             let (lo, per_step) = (both(ranges.grid_lo[at]), both(ranges.per_step[at]));
             for (sixteen, (bytes, out)) in bytes.chunks(64).zip(out.chunks_mut(16)).enumerate() {
-                let first = number.wrapping_add(16 * sixteen as u32);
+                let first = ranges.first[at].wrapping_add(16 * sixteen as u32);
                 let elements = _mm512_add_epi32(_mm512_set1_epi32(first as i32), sixteen_numbers());
                 let random = widen_integers(random(_mm512_xor_si512(elements, key)));
                 let steps = steps(_mm512_castsi512_ps(load_front(bytes)), lo, per_step);
@@ -306,7 +336,6 @@ with_avx512! {
                 let codes = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
                 store_codes_front(_mm512_cvtepi32_epi16(codes), out);
             }
-            number = number.wrapping_add(tile as u32);
         }
     }
 

@@ -18,7 +18,7 @@ pub const SIMD_VARIABLE: &str = "DISTGPIPE_SIMD";
 pub enum SimdLevel {
     /// Plain Rust, compiled for the target's baseline.
     Portable,
-    /// AVX2 with F16C, BMI1 and BMI2: Haswell, Zen.
+    /// AVX2 with FMA, F16C, BMI1 and BMI2: Haswell, Zen.
     Avx2,
     /// AVX-512 with F, BW, DQ, VL, VBMI and VBMI2: Ice Lake, Zen 4.
     Avx512,
@@ -106,10 +106,10 @@ impl Level {
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 fn detected() -> SimdLevel {
     use std::arch::is_x86_feature_detected as has;
-    if !(has!("avx2") && has!("f16c") && has!("bmi1") && has!("bmi2") && has!("popcnt")) {
+    if !(has!("avx2") && has!("fma") && has!("f16c") && has!("bmi1") && has!("bmi2") && has!("popcnt")) {
         return SimdLevel::Portable;
     }
-    let wide = has!("fma") && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+    let wide = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
     if wide && has!("avx512vbmi") && has!("avx512vbmi2") {
         SimdLevel::Avx512
     } else {

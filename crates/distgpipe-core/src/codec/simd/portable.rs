@@ -5,8 +5,8 @@ use super::super::floats;
 use super::super::grid::{self, Grid, Quantizer};
 use super::super::half;
 use super::super::order_statistics::{key, Pivots};
-use super::super::quantile_bins::QuantileBins;
-use super::super::tile::{Grids, Ranges, TILES};
+use super::super::quantile_bins::{FewGrids, QuantileBins};
+use super::super::tile::{Grids, Ranges, ORDINARY_EXPONENT, TILES};
 use super::{Extremes, Noise, Tally, Transposition};
 
 #[inline(always)]
@@ -128,11 +128,11 @@ pub fn symbols_of_many(bytes: &[u8], bins: &QuantileBins, bin_bits: u32, code_bi
 }
 
 #[inline(always)]
-pub fn values_of_few(symbols: &[u16], los: &[f32; 16], steps: &[f32; 16], code_bits: u32, out: &mut [u8]) {
-    let mask = grid::code_max(code_bits);
+pub fn values_of_few(symbols: &[u16], grids: &FewGrids, out: &mut [u8]) {
+    let mask = grid::code_max(grids.code_bits);
     for (to, &symbol) in out.as_chunks_mut().0.iter_mut().zip(symbols) {
-        let bin = usize::from(symbol) >> code_bits & 15;
-        let grid = Grid { lo: los[bin].into(), step: steps[bin].into() };
+        let bin = usize::from(symbol) >> grids.code_bits & 15;
+        let grid = Grid { lo: grids.los[bin].into(), step: grids.steps[bin].into() };
         *to = grid.value(symbol & mask).to_ne_bytes();
     }
 }
@@ -217,20 +217,20 @@ pub fn transpose(from: &[u8], to: &mut [u8], shape: Transposition) {
 }
 
 #[inline(always)]
-pub fn tile_ends(bytes: &[u8], tile: usize, ranges: &mut Ranges) {
-    ranges.count = 0;
-    for (tile, at) in bytes.chunks(4 * tile).zip(0..TILES) {
+pub fn tile_ends(bytes: &[u8], tile: usize, lo: &mut [f32], hi: &mut [f32]) -> bool {
+    for (tile, (to_lo, to_hi)) in bytes.chunks(4 * tile).zip(lo.iter_mut().zip(hi)) {
         let first = floats(tile).next().unwrap_or(0.0);
         let lo = floats(tile).fold(first, |lo, value| if value < lo { value } else { lo });
         let hi = floats(tile).fold(first, |hi, value| if value > hi { value } else { hi });
         // Adding 0.0 turns −0.0 into 0.0.
-        (ranges.lo[at], ranges.hi[at]) = (lo + 0.0, hi + 0.0);
-        ranges.count = at + 1;
+        (*to_lo, *to_hi) = (lo + 0.0, hi + 0.0);
     }
+    floats(bytes).fold(false, |has_nan, value| has_nan | value.is_nan())
 }
 
 #[inline(always)]
 pub fn tile_ranges(exponent: i32, code_max: u16, ranges: &mut Ranges) {
+    ranges.are_ordinary = exponent.unsigned_abs() <= ORDINARY_EXPONENT;
     for at in 0..ranges.count.min(TILES) {
         ranges.find(at, exponent, code_max);
     }
@@ -245,13 +245,11 @@ pub fn tile_codes(bytes: &[u8], tile: usize, ranges: &Ranges, code_max: u16, out
 
 #[inline(always)]
 pub fn tile_codes_stochastic(bytes: &[u8], tile: usize, ranges: &Ranges, noise: Noise, out: &mut [u16]) {
-    let mut number = noise.first;
     for (at, (bytes, out)) in bytes.chunks(4 * tile).zip(out.chunks_mut(tile)).enumerate() {
         let quantizer = Quantizer { lo: ranges.grid_lo[at], per_step: ranges.per_step[at], code_max: noise.code_max };
         for ((to, value), element) in out.iter_mut().zip(floats(bytes)).zip(0u32..) {
-            *to = quantizer.code_stochastic(value, grid::random(noise.key, number.wrapping_add(element)));
+            *to = quantizer.code_stochastic(value, grid::random(noise.key, ranges.first[at].wrapping_add(element)));
         }
-        number = number.wrapping_add(tile as u32);
     }
 }
 

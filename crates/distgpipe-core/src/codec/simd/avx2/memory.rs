@@ -94,6 +94,19 @@ with_avx2! {
         unsafe { _mm256_storeu_ps(to.as_mut_ptr(), value) }
     }
 
+    /// Stores the first numbers of a vector, as many as fit.
+    #[inline]
+    pub fn store_f32s_front(value: __m256, to: &mut [f32]) {
+        match to.first_chunk_mut() {
+            Some(to) => store_f32s(value, to),
+            None => {
+                let mut all = [0.0; 8];
+                store_f32s(value, &mut all);
+                to.copy_from_slice(&all[..to.len()]);
+            }
+        }
+    }
+
     #[inline]
     pub fn store_f64s(value: __m256d, to: &mut [f64; 4]) {
         // SAFETY: 32 bytes are writable behind the reference, and need not be aligned.

@@ -53,6 +53,25 @@ with_avx2! {
         _mm256_or_si256(_mm256_and_si256(pairs, _mm256_set1_epi64x(0xffff_ffff)), odd)
     }
 
+    /// Packs as many codes of four bits as fill whole vectors; returns their number.
+    #[inline]
+    fn pack_nibbles(codes: &[u16], out: &mut [u8]) -> usize {
+        let (vectors, _) = codes.as_chunks::<64>();
+        for (codes, room) in vectors.iter().zip(out.as_chunks_mut().0) {
+            let bytes = |at: usize| {
+                let [low, high] = [at, at + 1].map(|at| {
+                    _mm256_and_si256(load_packable(&codes.as_chunks().0[at]), _mm256_set1_epi16(15))
+                });
+                // The first of two codes is in the lower half of a byte.
+                _mm256_maddubs_epi16(_mm256_packus_epi16(low, high), _mm256_set1_epi16(0x1001))
+            };
+            // Both steps of packing interleave the halves of vectors.
+            let mixed = _mm256_packus_epi16(bytes(0), bytes(2));
+            store(_mm256_permutevar8x32_epi32(mixed, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0)), room);
+        }
+        64 * vectors.len()
+    }
+
     pub fn pack<const W: usize>(codes: &[u16], out: &mut [u8]) {
         if W == 16 {
             for (to, code) in out.as_chunks_mut().0.iter_mut().zip(codes) {
@@ -60,10 +79,10 @@ with_avx2! {
             }
             return;
         }
-        let mut done = 0;
-        for sixteen in codes.as_chunks::<16>().0 {
+        let mut done = if W == 4 { pack_nibbles(codes, out) } else { 0 };
+        for sixteen in codes[done..].as_chunks::<16>().0 {
             // Each group of eight codes is stored as 8 or 16 bytes, of which the next group overwrites all but `W`.
-            let Some(room) = out[done / GROUP * W..].get_mut(..W + 16) else { break };
+            let Some(room) = out[done / GROUP * W..].get_mut(..W + if W <= 8 { 8 } else { 16 }) else { break };
             let fours = join_fours::<W>(load_packable(sixteen));
             if W <= 8 {
                 let odd = _mm256_sll_epi64(_mm256_unpackhi_epi64(fours, fours), _mm_cvtsi32_si128(4 * W as i32));
@@ -120,5 +139,11 @@ with_avx2! {
     #[inline]
     pub fn narrow_codes(codes: __m256i) -> __m128i {
         _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256::<1>(codes))
+    }
+
+    /// Sixteen 32-bit numbers below 2^16 as 16-bit numbers.
+    #[inline]
+    pub fn join_codes(low: __m256i, high: __m256i) -> __m256i {
+        _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high))
     }
 }

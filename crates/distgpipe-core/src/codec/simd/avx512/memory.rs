@@ -90,10 +90,11 @@ with_avx512! {
         unsafe { _mm256_loadu_ps(from.as_ptr()) }
     }
 
+    /// Stores the first numbers of a vector, as many as fit.
     #[inline]
-    pub fn store_f32s(value: __m512, to: &mut [f32; 16]) {
-        // SAFETY: 64 bytes are writable behind the reference, and need not be aligned.
-        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
+    pub fn store_f32s_front(value: __m512, to: &mut [f32]) {
+        // SAFETY: only as many numbers are written as the slice has.
+        unsafe { _mm512_mask_storeu_ps(to.as_mut_ptr(), first_bytes(to.len()) as u16, value) }
     }
 
     #[inline]
