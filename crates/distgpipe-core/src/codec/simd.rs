@@ -111,6 +111,15 @@ dispatch! {
     /// Counts values by segment, and copies the values of some segments to `kept`; returns how many were kept. `kept`
     /// must have room for [`KEPT_MORE`] more values than `bytes` has.
     fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8]) -> usize;
+    /// Writes a bitmap of the values of `N` bytes that are not 0, and these values to `kept`, which must have room for
+    /// [`KEPT_MORE`] more values than `bytes` has; returns how many were kept.
+    fn keep_values<const N: usize>(bytes: &[u8], mask: &mut [u8], kept: &mut [u32]) -> usize;
+    /// Undoes [`keep_values`]. `values` must have [`KEPT_MORE`] more than are set in the bitmap.
+    fn spread_values<const N: usize>(mask: &[u8], values: &[u32], out: &mut [u8]);
+    /// Splits values of `N` bytes into byte planes, with the sign as the lowest bit of the last but one.
+    fn split_planes<const N: usize>(values: &[u32], planes: [&mut [u8]; N]);
+    /// Undoes [`split_planes`].
+    fn join_planes<const N: usize>(planes: [&[u8]; N], values: &mut [u32]);
     /// Transposes a matrix of 32-bit numbers.
     fn transpose(from: &[u8], to: &mut [u8], shape: Transposition);
     /// The smallest and the largest value of each tile, 0.0 instead of −0.0. Returns whether a value is NaN, in which
@@ -128,7 +137,7 @@ dispatch! {
     fn tile_grids(table: &[u8], exponent: i32, grids: &mut Grids);
 }
 
-/// The number of values that [`narrow`] may write beyond those that it keeps.
+/// The number of values that [`narrow`] and [`keep_values`] may write beyond those that they keep.
 pub(super) const KEPT_MORE: usize = 16;
 
 /// The parameters of stochastic rounding to codes of at most `code_max`. The random number of an element depends on
@@ -307,6 +316,29 @@ mod tests {
         }
 
         #[test]
+        fn values_and_planes_agree(words in prop::collection::vec(prop_oneof![Just(0u32), any::<u32>(), 0u32..300], 0..300)) {
+            fn check<const N: usize>(bytes: &[u8]) {
+                let count = bytes.len() / N;
+                agree(|level| {
+                    let (mut mask, mut kept) = (vec![7; count.div_ceil(8)], vec![7; count + KEPT_MORE]);
+                    let length = keep_values::<N>(level, bytes, &mut mask, &mut kept);
+                    let mut out = vec![7; bytes.len()];
+                    spread_values::<N>(level, &mask, &kept, &mut out);
+                    assert_eq!(&out, bytes);
+                    let mut planes: [Vec<u8>; N] = std::array::from_fn(|_| vec![7; length]);
+                    split_planes::<N>(level, &kept[..length], planes.each_mut().map(Vec::as_mut_slice));
+                    let mut joined = vec![7; length];
+                    join_planes::<N>(level, planes.each_ref().map(Vec::as_slice), &mut joined);
+                    assert_eq!(joined, kept[..length]);
+                    (mask, planes)
+                });
+            }
+            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            check::<4>(&bytes);
+            check::<2>(&bytes);
+        }
+
+        #[test]
         fn transposing_agrees(rows in 1usize..40, columns in 1usize..40, more in 0usize..5, seed in any::<u32>()) {
             let (from_stride, to_stride) = (columns + more, rows + more);
             let from: Vec<u8> =
@@ -355,6 +387,7 @@ mod tests {
             let bytes = memory(&values[..channels * pixels]);
             let dims = [1, channels, pixels, 1];
             let texts = ALL.iter().filter(|member| member.id.number() <= 7).flat_map(|member| member.examples);
+            let texts = texts.chain(&["zstd(raw)", "zstd(bf16)", "zstd(tile:3)"]);
             for (text, layout) in texts.flat_map(|text| [(text, Layout::Contiguous), (text, Layout::ChannelsLast)]) {
                 agree(|level| {
                     let mut codec = level.force(|| parse(text).unwrap());

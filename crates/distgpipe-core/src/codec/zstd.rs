@@ -149,7 +149,8 @@ impl Zstd {
     /// The number of chunks for each worker, of `chunks` chunks of a tensor with this many elements.
     fn share(&mut self, elements: usize, chunks: usize) -> usize {
         let workers = elements.div_ceil(self.runner.piece(elements, 1)).clamp(1, chunks.max(1));
-        self.workers.resize_with(self.workers.len().max(workers), Worker::default);
+        let level = self.runner.level;
+        self.workers.resize_with(self.workers.len().max(workers), || Worker::new(level));
         chunks.div_ceil(workers).max(1)
     }
 

@@ -19,11 +19,13 @@ macro_rules! with_avx2 {
 
 mod memory;
 mod packing;
+mod planes;
 mod single;
 
 use memory::*;
 use packing::narrow_codes;
 pub use packing::{pack, unpack};
+pub use planes::{join_planes, keep_values, split_planes, spread_values};
 use single::{is_ordinary, round_single, SingleRounding};
 
 portable_kernels!(with_avx2);
@@ -539,9 +541,8 @@ with_avx2! {
                     // The bit of the segment becomes the sign.
                     let keep = _mm256_slli_epi32::<31>(_mm256_srlv_epi32(wanted, segment));
                     let keep = _mm256_movemask_ps(_mm256_castsi256_ps(keep)) as u32;
-                    let chosen = _mm_cvtsi64_si128(i64::from_le_bytes(CHOSEN[keep as usize & 255]));
                     let room = kept[4 * length..].first_chunk_mut().expect("room for 16 more than values");
-                    store(_mm256_permutevar8x32_epi32(bits, _mm256_cvtepu8_epi32(chosen)), room);
+                    store(_mm256_permutevar8x32_epi32(bits, each_choice(&CHOSEN, keep as u8)), room);
                     length += keep.count_ones() as usize;
                 }
             }
@@ -554,6 +555,12 @@ with_avx2! {
             tally.key_max = tally.key_max.max(max);
         }
         length + portable::narrow(rest, pivots, tally, &mut kept[4 * length..])
+    }
+
+    /// The entry of a table for a set of eight elements, in 32-bit lanes.
+    #[inline]
+    fn each_choice(table: &[[u8; 8]; 256], set: u8) -> __m256i {
+        _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(i64::from_le_bytes(table[usize::from(set)])))
     }
 
     #[inline]

@@ -19,9 +19,11 @@ macro_rules! with_avx512 {
 
 mod memory;
 mod packing;
+mod planes;
 
 use memory::*;
 pub use packing::{pack, unpack};
+pub use planes::{join_planes, keep_values, split_planes, spread_values};
 
 portable_kernels!(with_avx512);
 

@@ -202,6 +202,58 @@ pub fn narrow(bytes: &[u8], pivots: &Pivots, tally: &mut Tally, kept: &mut [u8])
 }
 
 #[inline(always)]
+pub fn keep_values<const N: usize>(bytes: &[u8], mask: &mut [u8], kept: &mut [u32]) -> usize {
+    let mut length = 0;
+    for (group, mask) in bytes.as_chunks::<N>().0.chunks(8).zip(mask) {
+        *mask = 0;
+        for (at, bytes) in group.iter().enumerate() {
+            let mut wide = [0; 4];
+            wide[..N].copy_from_slice(bytes);
+            let value = u32::from_le_bytes(wide);
+            // Branch-free: the next value overwrites this one if it is 0.
+            kept[length] = value;
+            length += usize::from(value != 0);
+            *mask |= u8::from(value != 0) << at;
+        }
+    }
+    length
+}
+
+#[inline(always)]
+pub fn spread_values<const N: usize>(mask: &[u8], values: &[u32], out: &mut [u8]) {
+    let mut next = 0;
+    for (group, mask) in out.as_chunks_mut::<N>().0.chunks_mut(8).zip(mask) {
+        for (at, to) in group.iter_mut().enumerate() {
+            let is_set = mask >> at & 1;
+            to.copy_from_slice(&(values[next] & u32::from(is_set).wrapping_neg()).to_le_bytes()[..N]);
+            next += usize::from(is_set);
+        }
+    }
+}
+
+#[inline(always)]
+pub fn split_planes<const N: usize>(values: &[u32], planes: [&mut [u8]; N]) {
+    for (number, plane) in planes.into_iter().enumerate() {
+        for (to, value) in plane.iter_mut().zip(values) {
+            // The upper two bytes are rotated by one bit.
+            let sign = value >> (8 * N - 1) & 1;
+            let upper = value << 1 >> (8 * (N - 2)) & 0xfffe | sign;
+            *to = if number < N - 2 { value >> (8 * number) } else { upper >> (8 * (number + 2 - N)) } as u8;
+        }
+    }
+}
+
+#[inline(always)]
+pub fn join_planes<const N: usize>(planes: [&[u8]; N], values: &mut [u32]) {
+    for (at, to) in values.iter_mut().enumerate() {
+        let byte = |plane: usize| u32::from(planes[plane][at]);
+        let upper = byte(N - 1) << 8 | byte(N - 2);
+        let upper = upper >> 1 | (upper & 1) << 15;
+        *to = (0..N - 2).fold(upper << (8 * (N - 2)), |value, plane| value | byte(plane) << (8 * plane));
+    }
+}
+
+#[inline(always)]
 pub fn transpose(from: &[u8], to: &mut [u8], shape: Transposition) {
     let (from, to) = (from.as_chunks::<4>().0, to.as_chunks_mut::<4>().0);
     // A few columns at a time, so that each cache line of a row is used while it is cached.

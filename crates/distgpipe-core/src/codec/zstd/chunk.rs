@@ -1,7 +1,8 @@
 //! A chunk of a body, its streams, and the frame of each stream. The documentation of [`zstd`](super) has the format.
 
+use super::super::simd::Level;
 use super::super::{CodecError, PartForm};
-use super::planes;
+use super::planes::{self, Planes};
 use std::ops::Range;
 use zstd_safe::{CCtx, CParameter, DCtx};
 
@@ -84,16 +85,15 @@ fn value_bytes(form: PartForm) -> usize {
 }
 
 /// The contexts and buffers of one thread, all of them reused.
-#[derive(Default)]
 pub(super) struct Worker {
+    simd: Level,
     /// At the codec's level.
     compressor: Option<CCtx<'static>>,
     /// For planes.
     plane_compressor: Option<CCtx<'static>>,
     decompressor: Option<DCtx<'static>>,
-    values: Vec<u32>,
-    mask: Vec<u8>,
-    planes: Vec<u8>,
+    planes: Planes,
+    nibbles: Vec<u8>,
     frame: Vec<u8>,
     /// The chunks that this worker has encoded.
     pub out: Vec<u8>,
@@ -102,6 +102,13 @@ pub(super) struct Worker {
 }
 
 impl Worker {
+    /// A worker that uses these instructions.
+    pub fn new(simd: Level) -> Self {
+        let (compressor, plane_compressor, decompressor) = (None, None, None);
+        let (planes, nibbles, frame, out) = Default::default();
+        Worker { simd, compressor, plane_compressor, decompressor, planes, nibbles, frame, out, error: None }
+    }
+
     /// Appends a chunk of these bytes to `out`.
     pub fn encode(&mut self, level: i32, form: PartForm, bytes: &[u8]) {
         let start = self.out.len();
@@ -110,15 +117,13 @@ impl Worker {
         self.out.push(number_of(form));
         self.out.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
         self.out.extend_from_slice(&[0; 4]);
-        self.mask.clear();
-        self.planes.clear();
         match form {
             PartForm::Bytes => self.push_stream(level, bytes),
             PartForm::Codes3 => {
-                planes::widen(bytes, &mut self.planes);
-                let nibbles = std::mem::take(&mut self.planes);
+                planes::widen(bytes, &mut self.nibbles);
+                let nibbles = std::mem::take(&mut self.nibbles);
                 self.push_stream(level, &nibbles);
-                self.planes = nibbles;
+                self.nibbles = nibbles;
             }
             PartForm::Values16 => self.push_values::<2>(level, bytes),
             PartForm::Values32 => self.push_values::<4>(level, bytes),
@@ -128,12 +133,12 @@ impl Worker {
     }
 
     fn push_values<const N: usize>(&mut self, level: i32, bytes: &[u8]) {
-        planes::split::<N>(bytes, &mut self.values, &mut self.mask, &mut self.planes);
-        let (mask, planes) = (std::mem::take(&mut self.mask), std::mem::take(&mut self.planes));
-        self.push_stream(level, &mask);
-        let length = planes.len() / N;
-        (0..N).for_each(|plane| self.push_plane(&planes[plane * length..][..length]));
-        (self.mask, self.planes) = (mask, planes);
+        self.planes.split::<N>(self.simd, bytes);
+        let planes = std::mem::take(&mut self.planes);
+        self.push_stream(level, &planes.mask);
+        let length = planes.bytes.len() / N;
+        (0..N).for_each(|plane| self.push_plane(&planes.bytes[plane * length..][..length]));
+        self.planes = planes;
     }
 
     fn push_stream(&mut self, level: i32, bytes: &[u8]) {
@@ -155,11 +160,11 @@ impl Worker {
         match chunk.form {
             PartForm::Bytes => self.decode_stream(&mut streams, out)?,
             PartForm::Codes3 => {
-                let mut nibbles = std::mem::take(&mut self.planes);
+                let mut nibbles = std::mem::take(&mut self.nibbles);
                 nibbles.resize(planes::nibble_bytes(out.len()), 0);
                 let decoded = self.decode_stream(&mut streams, &mut nibbles);
                 let valid = decoded.is_ok() && planes::narrow(&nibbles, out);
-                self.planes = nibbles;
+                self.nibbles = nibbles;
                 decoded?;
                 if !valid {
                     return Err(streams.wrong("codes of three bits"));
@@ -176,19 +181,20 @@ impl Worker {
 
     fn decode_values<const N: usize>(&mut self, streams: &mut Streams<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         let count = out.len() / N;
-        let (mut mask, mut planes) = (std::mem::take(&mut self.mask), std::mem::take(&mut self.planes));
-        mask.resize(count.div_ceil(8), 0);
+        let mut planes = std::mem::take(&mut self.planes);
+        planes.mask.resize(count.div_ceil(8), 0);
         let mut decode = || {
-            self.decode_stream(streams, &mut mask)?;
-            let kept =
-                planes::kept(&mask, count).ok_or(streams.wrong("a bitmap without bits beyond the last value"))?;
-            planes.resize(N * kept, 0);
-            (0..N).try_for_each(|plane| self.decode_stream(streams, &mut planes[plane * kept..][..kept]))?;
-            planes::join::<N>(&mask, &planes, &mut self.values, out);
+            self.decode_stream(streams, &mut planes.mask)?;
+            let surplus = streams.wrong("a bitmap without bits beyond the last value");
+            let kept = planes::kept(&planes.mask, count).ok_or(surplus)?;
+            planes.bytes.resize(N * kept, 0);
+            let bytes = &mut planes.bytes;
+            (0..N).try_for_each(|plane| self.decode_stream(streams, &mut bytes[plane * kept..][..kept]))?;
+            planes.join::<N>(self.simd, out);
             Ok(())
         };
         let result = decode();
-        (self.mask, self.planes) = (mask, planes);
+        self.planes = planes;
         result
     }
 

@@ -11,131 +11,61 @@
 //! Many values are exactly 0, after a ReLU and at padded positions. A bitmap tells which, and the planes have only the
 //! others.
 
-/// Rearranges values of `N` bytes: appends to `mask` one bit for each value, lowest first, which is set if the value is
-/// not 0, and to `planes` the `N` planes of these values.
-pub(super) fn split<const N: usize>(bytes: &[u8], scratch: &mut Vec<u32>, mask: &mut Vec<u8>, planes: &mut Vec<u8>) {
-    let (groups, rest) = bytes.as_chunks::<N>().0.as_chunks::<8>();
-    scratch.resize(scratch.len().max(8 * groups.len() + 8), 0);
-    let mut kept = 0;
-    for group in groups {
-        let bits = gather(group, &mut scratch[kept..]);
-        mask.push(bits);
-        kept += bits.count_ones() as usize;
+use super::super::simd::{self, Level, KEPT_MORE};
+
+/// The number of values that are joined and spread together, so that they stay in the first-level cache.
+const BLOCK: usize = 2048;
+
+/// The buffers of a chunk of values.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Planes {
+    /// One bit for each value, lowest first, which is set if the value is not 0.
+    pub mask: Vec<u8>,
+    /// One plane after the other, each with as many bytes as values are not 0.
+    pub bytes: Vec<u8>,
+    values: Vec<u32>,
+}
+
+impl Planes {
+    /// Rearranges values of `N` bytes.
+    pub fn split<const N: usize>(&mut self, level: Level, bytes: &[u8]) {
+        let count = bytes.len() / N;
+        self.values.resize(self.values.len().max(count + KEPT_MORE), 0);
+        self.mask.resize(count.div_ceil(8), 0);
+        let kept = simd::keep_values::<N>(level, bytes, &mut self.mask, &mut self.values);
+        self.bytes.resize(N * kept, 0);
+        let mut rest = self.bytes.as_mut_slice();
+        let planes = std::array::from_fn(|_| {
+            let (plane, after) = std::mem::take(&mut rest).split_at_mut(kept);
+            rest = after;
+            plane
+        });
+        simd::split_planes::<N>(level, &self.values[..kept], planes);
     }
-    if !rest.is_empty() {
-        let mut group = [[0; N]; 8];
-        group[..rest.len()].copy_from_slice(rest);
-        let bits = gather(&group, &mut scratch[kept..]);
-        mask.push(bits);
-        kept += bits.count_ones() as usize;
+
+    /// Undoes [`split`](Self::split). `bytes` must have `N` planes of as many bytes as [`kept`] returns for the bitmap.
+    pub fn join<const N: usize>(&mut self, level: Level, out: &mut [u8]) {
+        let kept = self.bytes.len() / N;
+        self.values.resize(self.values.len().max(BLOCK + KEPT_MORE), 0);
+        let mut next = 0;
+        for (mask, out) in self.mask.chunks(BLOCK / 8).zip(out.chunks_mut(N * BLOCK)) {
+            let count = ones(mask);
+            let planes = std::array::from_fn(|plane| &self.bytes[plane * kept + next..][..count]);
+            simd::join_planes::<N>(level, planes, &mut self.values[..count]);
+            simd::spread_values::<N>(level, mask, &self.values, out);
+            next += count;
+        }
     }
-    let values = &scratch[..kept];
-    for plane in 0..N - 2 {
-        planes.extend(values.iter().map(|value| (value >> (8 * plane)) as u8));
-    }
-    let sign = 8 * N - 1;
-    planes.extend(values.iter().map(|value| (value << 1 >> (8 * (N - 2))) as u8 & 0xfe | (value >> sign) as u8));
-    planes.extend(values.iter().map(|value| (value >> (sign - 8)) as u8));
 }
 
 /// The number of values that are not 0 according to a bitmap for `count` values; `None` if it has bits beyond.
 pub(super) fn kept(mask: &[u8], count: usize) -> Option<usize> {
     let unused = mask.last().filter(|_| !count.is_multiple_of(8)).is_some_and(|last| last >> (count % 8) != 0);
-    let kept = mask.iter().map(|bits| bits.count_ones() as usize).sum();
-    (!unused).then_some(kept)
+    (!unused).then(|| ones(mask))
 }
 
-/// Undoes [`split`]. `planes` has `N` planes of as many bytes as [`kept`] returns for `mask`.
-pub(super) fn join<const N: usize>(mask: &[u8], planes: &[u8], scratch: &mut Vec<u32>, out: &mut [u8]) {
-    let kept = planes.len() / N;
-    // A group reads eight values, however few it uses.
-    scratch.resize(scratch.len().max(kept + 8), 0);
-    let values = &mut scratch[..kept + 8];
-    let plane = |at: usize| &planes[at * kept..][..kept];
-    for (to, (&low, &high)) in values.iter_mut().zip(plane(N - 2).iter().zip(plane(N - 1))) {
-        let (low, high) = (u32::from(low), u32::from(high));
-        *to = (low & 1) << (8 * N - 1) | high << (8 * N - 9) | low >> 1 << (8 * (N - 2));
-    }
-    if N == 4 {
-        for (to, (&a, &b)) in values.iter_mut().zip(plane(0).iter().zip(plane(1))) {
-            *to |= u32::from(a) | u32::from(b) << 8;
-        }
-    }
-    let mut next = 0;
-    let (groups, rest) = out.as_chunks_mut::<N>().0.as_chunks_mut::<8>();
-    for (group, &bits) in groups.iter_mut().zip(mask) {
-        *group = spread(&values[next..], bits);
-        next += bits.count_ones() as usize;
-    }
-    if let Some(&bits) = mask.last().filter(|_| !rest.is_empty()) {
-        rest.copy_from_slice(&spread(&values[next..], bits)[..rest.len()]);
-    }
-}
-
-/// Writes the values of a group that are not 0 to the beginning of `to`, which has room for eight; returns which.
-#[inline(always)]
-fn gather<const N: usize>(group: &[[u8; N]; 8], to: &mut [u32]) -> u8 {
-    let to: &mut [u32; 8] = to.first_chunk_mut().expect("room for a group");
-    let values = group.each_ref().map(value_of);
-    let bits = values.iter().enumerate().fold(0, |bits, (at, &value)| bits | u8::from(value != 0) << at);
-    match bits {
-        0 => {}
-        0xff => *to = values,
-        _ => {
-            let mut kept = 0;
-            for value in values {
-                // The next value overwrites this one if it is 0.
-                to[kept & 7] = value;
-                kept += usize::from(value != 0);
-            }
-        }
-    }
-    bits
-}
-
-/// Undoes [`gather`]. There are eight values, of which as many count as `bits` has ones.
-#[inline(always)]
-fn spread<const N: usize>(values: &[u32], bits: u8) -> [[u8; N]; 8] {
-    let values: &[u32; 8] = values.first_chunk().expect("eight values");
-    match bits {
-        0 => [[0; N]; 8],
-        0xff => values.map(bytes_of),
-        _ => {
-            let ranks = &RANKS[usize::from(bits)];
-            std::array::from_fn(|at| {
-                let value = values[usize::from(ranks[at] & 7)];
-                bytes_of(value & u32::from(bits >> at & 1).wrapping_neg())
-            })
-        }
-    }
-}
-
-/// For each byte and each of its bits, the number of ones below.
-const RANKS: [[u8; 8]; 256] = {
-    let mut ranks = [[0; 8]; 256];
-    let mut bits = 0;
-    while bits < 256 {
-        let mut at = 1;
-        while at < 8 {
-            ranks[bits][at] = ranks[bits][at - 1] + (bits >> (at - 1) & 1) as u8;
-            at += 1;
-        }
-        bits += 1;
-    }
-    ranks
-};
-
-#[inline(always)]
-fn value_of<const N: usize>(bytes: &[u8; N]) -> u32 {
-    let mut wide = [0; 4];
-    wide[..N].copy_from_slice(bytes);
-    u32::from_le_bytes(wide)
-}
-
-#[inline(always)]
-fn bytes_of<const N: usize>(value: u32) -> [u8; N] {
-    let wide = value.to_le_bytes();
-    std::array::from_fn(|at| wide[at])
+fn ones(mask: &[u8]) -> usize {
+    mask.iter().map(|bits| bits.count_ones() as usize).sum()
 }
 
 /// The length of packed three-bit codes with four bits for each.
@@ -143,7 +73,7 @@ pub(super) fn nibble_bytes(packed: usize) -> usize {
     packed.div_ceil(3) * 4
 }
 
-/// Appends three-bit codes with four bits for each, so that equal neighbours are equal bytes.
+/// Makes `nibbles` the three-bit codes with four bits for each, so that equal neighbours are equal bytes.
 pub(super) fn widen(packed: &[u8], nibbles: &mut Vec<u8>) {
     let spread = |bytes: [u8; 3]| {
         let codes = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], 0]);
@@ -152,9 +82,13 @@ pub(super) fn widen(packed: &[u8], nibbles: &mut Vec<u8>) {
         (codes & 0x0707_0707 | (codes & 0x3838_3838) << 1).to_le_bytes()
     };
     let (groups, rest) = packed.as_chunks();
-    nibbles.extend(groups.iter().flat_map(|&group| spread(group)));
-    if !rest.is_empty() {
-        nibbles.extend(spread(std::array::from_fn(|at| rest.get(at).copied().unwrap_or(0))));
+    nibbles.resize(nibble_bytes(packed.len()), 0);
+    let (rooms, last) = nibbles.as_chunks_mut().0.split_at_mut(groups.len());
+    for (room, &group) in rooms.iter_mut().zip(groups) {
+        *room = spread(group);
+    }
+    if let Some(last) = last.first_mut() {
+        *last = spread(std::array::from_fn(|at| rest.get(at).copied().unwrap_or(0)));
     }
 }
 
@@ -188,11 +122,13 @@ mod tests {
     use proptest::prelude::*;
 
     fn check<const N: usize>(bytes: &[u8]) {
-        let (mut scratch, mut mask, mut planes) = (vec![7; 3], Vec::new(), Vec::new());
-        split::<N>(bytes, &mut scratch, &mut mask, &mut planes);
+        // Buffers are reused.
+        let mut rearranged = Planes { mask: vec![7; 3], bytes: vec![7; 3], values: vec![7; 3] };
+        rearranged.split::<N>(Level::in_use(), bytes);
+        let Planes { mask, bytes: planes, .. } = &rearranged;
         let expected: Vec<&[u8]> = bytes.chunks(N).filter(|value| value.iter().any(|&byte| byte != 0)).collect();
         let count = expected.len();
-        assert_eq!((planes.len(), kept(&mask, bytes.len() / N)), (N * count, Some(count)));
+        assert_eq!((planes.len(), kept(mask, bytes.len() / N)), (N * count, Some(count)));
         for (at, value) in expected.iter().enumerate() {
             let (upper, next) = (value[N - 1], value[N - 2]);
             assert_eq!(planes[(N - 1) * count + at], upper << 1 | next >> 7, "the bits after the sign");
@@ -200,7 +136,7 @@ mod tests {
             (0..N - 2).for_each(|plane| assert_eq!(planes[plane * count + at], value[plane]));
         }
         let mut out = vec![9; bytes.len()];
-        join::<N>(&mask, &planes, &mut vec![5; 2], &mut out);
+        rearranged.join::<N>(Level::in_use(), &mut out);
         assert_eq!(out, bytes);
     }
 

@@ -48,6 +48,18 @@ with_avx2! {
     }
 
     #[inline]
+    pub fn load_u32s(from: &[u32; 8]) -> __m256i {
+        // SAFETY: 32 bytes are readable behind the reference, and need not be aligned.
+        unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+    }
+
+    #[inline]
+    pub fn store_u32s(value: __m256i, to: &mut [u32; 8]) {
+        // SAFETY: 32 bytes are writable behind the reference, and need not be aligned.
+        unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), value) }
+    }
+
+    #[inline]
     pub fn load_f32s(from: &[f32; 8]) -> __m256 {
         // SAFETY: 32 bytes are readable behind the reference, and need not be aligned.
         unsafe { _mm256_loadu_ps(from.as_ptr()) }

@@ -77,6 +77,18 @@ with_avx512! {
     }
 
     #[inline]
+    pub fn load_u32s(from: &[u32; 16]) -> __m512i {
+        // SAFETY: 64 bytes are readable behind the reference, and need not be aligned.
+        unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+    }
+
+    #[inline]
+    pub fn store_u32s(value: __m512i, to: &mut [u32; 16]) {
+        // SAFETY: 64 bytes are writable behind the reference, and need not be aligned.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
+    }
+
+    #[inline]
     pub fn load_f32s(from: &[f32; 16]) -> __m512 {
         // SAFETY: 64 bytes are readable behind the reference, and need not be aligned.
         unsafe { _mm512_loadu_ps(from.as_ptr()) }
