@@ -9,7 +9,8 @@ pub(super) const BLOCK: usize = 2048;
 /// The values in an `F32` tensor's memory.
 #[inline(always)]
 pub(super) fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
-    bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+    // The compiler loads an array at once, but the elements of a slice one by one.
+    bytes.as_chunks().0.iter().map(|&bytes| f32::from_ne_bytes(bytes))
 }
 
 /// The bits of the largest magnitude, which are ordered as magnitudes are; an error if a value is not finite.

@@ -194,6 +194,25 @@ mod tests {
         }
 
         #[test]
+        fn values_that_are_exact_in_f64_are_those_of_a_fused_multiply_add(
+            lo in prop_oneof![-1.0f32..1.0, Just(0.0), any::<f32>()],
+            step in prop_oneof![0.0f32..1.0, Just(0.0), any::<f32>()],
+            bits in 1u32..=16,
+            code in any::<u16>(),
+        ) {
+            prop_assume!(lo.is_finite() && step.is_finite());
+            let (step, max) = (step.abs(), code_max(bits));
+            let grid = Grid { lo: lo.into(), step: step.into() };
+            let code = code & max;
+            if grid.is_exact(max) {
+                prop_assert_eq!(grid.value(code).to_bits(), f32::from(code).mul_add(step, lo).to_bits());
+            }
+            // Numbers of similar size are, or nothing would be gained.
+            let similar = lo == 0.0 || (lo / 4096.0..lo * 4096.0).contains(&step);
+            prop_assert!(!similar || bits > 12 || grid.is_exact(max));
+        }
+
+        #[test]
         fn a_value_is_half_a_step_from_its_code(a in any::<f32>(), b in any::<f32>(), at in 0.0f64..=1.0, bits in 1u32..=16) {
             prop_assume!(a.is_finite() && b.is_finite());
             let (lo, hi) = (a.min(b), a.max(b));

@@ -12,7 +12,8 @@
 //! A value that is frequent in the sample, such as the 0 that a ReLU makes of half a tensor, has its own segment, and
 //! ranks in it are found without keeping any values. If a rank lies outside the kept segments, or there are too many
 //! ranks for the pivots, a histogram of the upper 16 bits is used instead, and the values in the buckets of the ranks
-//! are selected from. The results are exact either way.
+//! are selected from. On one thread, this is faster for many ranks, unless a few values are frequent. The results are
+//! exact either way.
 
 use super::kernel_runner::{check_finite, KernelRunner, PIECES_MAX};
 use super::simd::{self, Tally, KEPT_MORE};
@@ -84,6 +85,11 @@ const SELECTED_MAX: usize = 1 << 13;
 /// With at least this many values, a histogram of the upper bits pays off.
 const COUNTED_MIN: usize = 4 * BUCKETS;
 
+/// The smallest number of ranks for which a histogram is faster than narrowing, and the size of the sample that tells
+/// whether values are spread evenly enough.
+const COUNTED_RANKS: usize = 20;
+const COUNTED_SAMPLE: usize = 256;
+
 /// The smallest sample for each rank, and the largest in total.
 const SAMPLE_MIN: usize = 1 << 10;
 const SAMPLE_MAX: usize = 1 << 14;
@@ -109,13 +115,23 @@ impl OrderStatistics {
         self.found.resize(ranks.len(), 0.0);
         self.ends = None;
         self.reopen(ranks, elements);
+        if self.should_count(runner, tensor.bytes) && self.gather(tensor.bytes, elements / 8) {
+            return self.finish(runner, tensor, ranks);
+        }
+        self.reopen(ranks, elements);
         if !self.narrow(runner, tensor, DEVIATIONS)? {
             self.reopen(ranks, elements);
             if !self.narrow(runner, tensor, 2.0 * DEVIATIONS)? {
                 self.reopen(ranks, elements);
-                self.gather(tensor.bytes);
+                self.gather(tensor.bytes, elements);
             }
         }
+        self.finish(runner, tensor, ranks)
+    }
+
+    /// Selects the values of the open ranks from `keys`, and adds the smallest and the largest value.
+    fn finish(&mut self, runner: &KernelRunner, tensor: Values<'_>, ranks: &[usize]) -> Result<&[f32], CodecError> {
+        let elements = tensor.bytes.len() / 4;
         select(&mut self.keys, 0, &self.open, &mut self.found);
         let (lo, hi) = match self.ends {
             Some((lo, hi)) => (value(lo), value(hi)),
@@ -247,40 +263,59 @@ impl OrderStatistics {
         true
     }
 
-    /// Fills `keys` with the values of all buckets that contain a rank, and makes the open ranks relative to them.
-    fn gather(&mut self, bytes: &[u8]) {
+    /// Whether counting is faster than narrowing: if there are many ranks, and one thread, and no value is so frequent
+    /// that a bucket is likely to have a large part of the tensor.
+    fn should_count(&mut self, runner: &KernelRunner, bytes: &[u8]) -> bool {
+        let elements = bytes.len() / 4;
+        if self.open.len() < COUNTED_RANKS || elements < COUNTED_MIN || runner.piece(elements, BLOCK) < elements {
+            return false;
+        }
+        sample(bytes, COUNTED_SAMPLE, 0, &mut self.sample, &mut self.spare);
+        self.sample.chunk_by(|a, b| a >> 16 == b >> 16).all(|tied| tied.len() < COUNTED_SAMPLE / 16)
+    }
+
+    /// Fills `keys` with the values of all buckets that contain a rank, and makes the open ranks relative to them; false
+    /// if these are more than `most` values.
+    fn gather(&mut self, bytes: &[u8], most: usize) -> bool {
         self.keys.clear();
         // The counters of the histogram have 32 bits.
         if bytes.len() / 4 < COUNTED_MIN || u32::try_from(bytes.len() / 4).is_err() {
             self.keys.extend(floats(bytes).map(key));
-            return;
+            return true;
         }
         self.count(bytes);
         self.wanted.clear();
         self.wanted.resize(BUCKETS, false);
         let mut open = self.open.iter_mut().peekable();
-        // The number of values in the buckets so far, and how many of them are not kept.
-        let (mut below, mut left_out) = (0, 0);
-        for (bucket, &count) in self.counts[..BUCKETS].iter().enumerate() {
-            below += count as usize;
-            while let Some(open) = open.next_if(|open| open.rank < below) {
-                open.rank -= left_out;
+        // The number of values in the buckets so far, and how many of them are kept.
+        let (mut below, mut kept) = (0, 0);
+        for bucket in buckets() {
+            let count = self.counts[bucket] as usize;
+            if open.peek().is_some_and(|open| open.rank < below + count) {
+                while let Some(open) = open.next_if(|open| open.rank < below + count) {
+                    open.rank -= below - kept;
+                }
                 self.wanted[bucket] = true;
+                kept += count;
             }
-            left_out += if self.wanted[bucket] { 0 } else { count as usize };
+            below += count;
+        }
+        if kept > most {
+            return false;
         }
 
         let wanted: &[bool; BUCKETS] = self.wanted.as_slice().try_into().expect("resized to that");
-        let mut block = [0; BLOCK];
+        let mut block = [0.0; BLOCK];
         for bytes in bytes.chunks(4 * BLOCK) {
-            // Branch-free: every key is written, and the position advances only if the key is wanted.
+            // Branch-free: every value is written, and the position advances only if the value is wanted.
             let mut kept = 0;
             for value in floats(bytes) {
-                block[kept % BLOCK] = key(value);
+                block[kept % BLOCK] = value;
                 kept += usize::from(wanted[bucket(value)]);
             }
-            self.keys.extend_from_slice(&block[..kept]);
+            self.keys.extend(block[..kept].iter().copied().map(key));
         }
+        true
     }
 
     /// Counts the values by their upper 16 bits. Four tables take turns, because increments of the same counter by
@@ -477,7 +512,13 @@ pub(super) fn value(key: i32) -> f32 {
 
 #[inline(always)]
 fn bucket(value: f32) -> usize {
-    ((key(value) as u32 ^ 0x8000_0000) >> 16) as usize
+    (value.to_bits() >> 16) as usize
+}
+
+/// All buckets in the order of the keys in them: those of negative numbers, the largest magnitude first, and then the
+/// others.
+fn buckets() -> impl Iterator<Item = usize> {
+    (BUCKETS / 2..BUCKETS).rev().chain(0..BUCKETS / 2)
 }
 
 /// Finds the values at the open ranks among keys that have `before` smaller keys in front. Selects the middle rank, and
@@ -532,7 +573,7 @@ mod tests {
 
         // The histogram, whatever the size.
         statistics.open = ranks.iter().enumerate().map(|(to, &rank)| Open { rank, to }).collect();
-        statistics.gather(&bytes);
+        assert!(statistics.gather(&bytes, values.len()));
         let mut found = vec![0.0; ranks.len()];
         select(&mut statistics.keys, 0, &statistics.open, &mut found);
         assert_eq!(bits(found), bits(ranks.iter().map(|&rank| sorted[rank])));
@@ -548,6 +589,31 @@ mod tests {
         check(&mut statistics, &(0..n).map(|i| spread(i).max(0.0)).collect::<Vec<_>>(), &ranks);
         check(&mut statistics, &vec![2.5; n], &ranks);
         check(&mut statistics, &(0..n).map(|i| 5.0 + spread(i) * 1e-12).collect::<Vec<_>>(), &ranks);
+    }
+
+    /// Many ranks are counted, unless a bucket or all wanted buckets together have too large a part of the values.
+    #[test]
+    fn many_ranks_are_found_in_evenly_and_unevenly_spread_values() {
+        let n = COUNTED_MIN + 3;
+        let ranks: Vec<usize> = (0..32).map(|rank| rank * (n - 1) / 31).collect();
+        let spread = |i: usize| (i as u32).wrapping_mul(2_654_435_761) as i32 as f32;
+        let near_one_of_twenty = |i: usize| (i % 20) as f32 + spread(i) * 1e-13;
+        let tensors: [(Vec<f32>, bool, bool); 3] = [
+            ((0..n).map(spread).collect(), true, true),
+            ((0..n).map(|i| spread(i).max(0.0)).collect(), false, false),
+            ((0..n).map(near_one_of_twenty).collect(), true, false),
+        ];
+        let (mut statistics, runner) = (OrderStatistics::default(), KernelRunner::default());
+        for (values, tried, counted) in tensors {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+            let mut sorted = values;
+            sorted.sort_unstable_by(f32::total_cmp);
+            let found = statistics.at_ranks(&runner, Values { codec: CodecId::Sort, bytes: &bytes }, &ranks).unwrap();
+            assert_eq!(bits(found.iter().copied()), bits(ranks.iter().map(|&rank| sorted[rank])));
+            statistics.reopen(&ranks, n);
+            assert_eq!(statistics.should_count(&runner, &bytes), tried);
+            assert_eq!(statistics.gather(&bytes, n / 8), counted);
+        }
     }
 
     proptest! {

@@ -372,6 +372,40 @@ mod tests {
             }
         }
 
+        /// Where a computation with less precision would choose another code.
+        #[test]
+        fn values_in_the_middle_between_two_codes_have_the_same_bytes(
+            step in 0.01f32..10.0,
+            lo in prop_oneof![Just(0.0f32), -10.0f32..10.0],
+            bits in 1u32..=12,
+            codes in prop::collection::vec((any::<u16>(), -3i32..=3), 300),
+        ) {
+            let code_max = super::super::grid::code_max(bits);
+            // A 16-bit float, so that it is the step of the grid.
+            let step = f32::from_bits(step.to_bits() & !0x1fff);
+            let end = lo + f32::from(code_max) * step;
+            let mut values = Vec::new();
+            for (at, (code, ulps)) in codes.into_iter().enumerate() {
+                let middle = (f64::from(lo) + (f64::from(code % code_max) + 0.5) * f64::from(step)) as f32;
+                let near = f32::from_bits(middle.to_bits().wrapping_add_signed(ulps));
+                values.push(match at % 64 {
+                    0 => lo,
+                    1 => end,
+                    _ => near.clamp(lo, end),
+                });
+            }
+            let (bytes, dims) = (memory(&values), [values.len()]);
+            for text in [format!("tile:{bits}"), format!("sort:{bits}+0"), format!("sort:{bits}+4")] {
+                agree(|level| {
+                    let mut codec = level.force(|| parse(&text).unwrap());
+                    let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
+                    let mut body = Vec::new();
+                    codec.encode(view, &CodecContext::default(), &mut body)?;
+                    Ok::<_, CodecError>(body)
+                });
+            }
+        }
+
         /// The bodies and decoded values of every codec, at every level and in both memory layouts.
         #[test]
         fn every_codec_gives_the_same_bytes(
