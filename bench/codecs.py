@@ -6,8 +6,8 @@ puts the symbols back with the sort's permutation. Its fast variant finds the bo
 rounds with masks. Both decode with masks, one bin after another. The original, our codecs and plain copies of the tensor take
 turns, round by round, so that an outside disturbance affects all of them alike. The best of all rounds counts.
 
-usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9] [--simd avx2] [--driver PROGRAM]      needs: torch, and cargo unless the
-compiled example codec_speed is given as PROGRAM
+usage: bench/codecs.py --out FOLDER [--rounds 3] [--repeat 9] [--simd avx2] [--driver PROGRAM] [--without-original]
+needs: torch unless --without-original is given, and cargo unless the compiled example codec_speed is given as PROGRAM
 """
 import argparse
 import json
@@ -16,7 +16,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ImportError:
+    torch = None
 
 from run import machine
 
@@ -115,11 +118,12 @@ def report(rows, options):
         for key in ("encode_gb_s", "decode_gb_s", "copy_gb_s"):
             figures[key] = max(figures.get(key, 0), row[key])
     simd = f" --simd {options.simd}" if options.simd else ""
+    original = " --without-original" if options.without_original else ""
     lines = [
         f"# Codecs on one thread{f', with {options.simd}' if options.simd else ''}",
         "",
-        f"Machine: {machine()}, torch {torch.__version__}.  ",
-        f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}{simd}`; every round is in `raw.jsonl`.",
+        f"Machine: {machine()}{'' if options.without_original else f', torch {torch.__version__}'}.  ",
+        f"Command: `bench/codecs.py --rounds {options.rounds} --repeat {options.repeat}{simd}{original}`; every round is in `raw.jsonl`.",
         "",
         "Speeds count the tensor's float32 values or, in the `pack` rows, 16-bit codes. `relu` is max(0, gaussian). Each figure is the best of all rounds.",
         "",
@@ -145,11 +149,16 @@ def main():
     parser.add_argument("--repeat", type=int, default=9, help="repetitions of our codecs per round")
     parser.add_argument("--simd", choices=["portable", "avx2", "avx512"], help="instruction set of our codecs, instead of the best one")
     parser.add_argument("--driver", type=Path, help="the compiled example codec_speed, where there is no cargo")
+    parser.add_argument("--without-original", action="store_true", help="measure our codecs and copies alone, which needs no torch")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    tensors = {name: torch.randn(shape) for name, shape in TENSORS.items()}
-    tensors = {name: tensor.relu() if name.startswith("relu") else tensor for name, tensor in tensors.items()}
+    tensors = {}
+    if not options.without_original:
+        if torch is None:
+            raise SystemExit("the original needs torch: install it (bench/requirements.txt), or pass --without-original")
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        tensors = {name: torch.randn(shape) for name, shape in TENSORS.items()}
+        tensors = {name: tensor.relu() if name.startswith("relu") else tensor for name, tensor in tensors.items()}
     rows = []
     for number in range(options.rounds):
         for row in measure_original(tensors) + measure_ours(options):

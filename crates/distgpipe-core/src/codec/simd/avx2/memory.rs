@@ -124,4 +124,11 @@ with_avx2! {
         // SAFETY: 32 bytes are writable behind the reference, and need not be aligned.
         unsafe { _mm256_storeu_pd(to.as_mut_ptr(), value) }
     }
+
+    #[inline]
+    pub fn each_i32(vector: __m256i) -> [i32; 8] {
+        let mut bytes = [0; 32];
+        store(vector, &mut bytes);
+        std::array::from_fn(|at| i32::from_ne_bytes(*bytes[4 * at..].first_chunk().expect("4 bytes")))
+    }
 }
