@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A transfer counts from its first byte to the peer's answer, less one round trip. Transfers double in size until one takes
-//! [`TRANSFER_MIN`], so that a slow link is measured in a second and a fast one after its congestion window has opened.
+//! a quarter of a second, so that a slow link is measured in a second and a fast one after its congestion window has opened.
 
 use crate::comm::handshake::{self, Credentials, Token};
 use crate::failure::Fault;
