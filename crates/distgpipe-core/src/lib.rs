@@ -16,6 +16,7 @@
 //! | [`skip`] | skip connections, and the partitions that they connect |
 //! | [`schedule`] | the order of every worker's actions: generated, checked, simulated, drawn |
 //! | [`codec`] | tensors to bytes and back |
+//! | [`pt2`] | models that torch.export wrote: the graph, its layers, and where it can be cut |
 //! | [`weights`] | the positions of tensors in safetensors and PyTorch files |
 //! | [`wire`] | frames, the handshake, and limits on what a peer may send |
 
@@ -28,6 +29,7 @@ pub mod id;
 pub mod microbatch;
 pub mod partition;
 pub mod placement;
+pub mod pt2;
 pub mod schedule;
 pub mod skip;
 pub mod weights;

@@ -46,7 +46,7 @@ pub const SAVE_AGAIN: &str = "write it with torch.save of PyTorch 1.6 or later";
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident $name:literal $size:literal)*) => {
         /// The type of a tensor's elements in a weight file.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
         pub enum TensorType {
             $($(#[$doc])* $variant,)*
         }
