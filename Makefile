@@ -12,7 +12,7 @@ RUST_MINOR_MIN := 89
 # seed, and PROPTEST_CASES for more of them.
 export PROPTEST_RNG_SEED ?= 1
 
-.PHONY: help tools setup demo test test-isa examples fuzz-smoke bench golden lint clean
+.PHONY: help tools setup demo test test-isa test-export examples fuzz-smoke bench golden lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -70,11 +70,15 @@ golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' 
 	.venv/bin/python scripts/golden_images.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py
 	.venv/bin/python scripts/golden_models.py
+	.venv/bin/python scripts/golden_pt2.py
 	.venv/bin/python scripts/golden_deviations.py
 	.venv/bin/python scripts/golden_optimizers.py
 	.venv/bin/python scripts/golden_rates.py
 	.venv/bin/python scripts/golden_pth.py
 	.venv/bin/python scripts/golden_tokens.py
+
+test-export: .venv/made ## the tests of the Python package that exports models
+	.venv/bin/python -m unittest discover --start-directory python/tests
 
 lint: setup ## formatting, clippy and rustdoc, warnings denied
 	cargo fmt --all --check

@@ -1,0 +1,136 @@
+"""Exports a PyTorch module for distgpipe, after comparing the export with the module itself.
+
+    python3 -m distgpipe_export my.py:model --input 3,224,224        # writes my.pt2
+
+From Python: distgpipe_export.export(model, inputs, "my.pt2").
+"""
+
+import copy
+import warnings
+
+import torch
+
+VERSION = "2.11."
+
+# The arguments that say whether an operator is in training, as distgpipe changes them for evaluation.
+SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
+
+
+class ExportError(Exception):
+    """The module cannot be exported; the text says why and what to do."""
+
+
+def export(model, inputs, path=None):
+    """Exports `model` for training, with a batch of any size, and writes it to `path`.
+
+    `inputs` is a tuple of example tensors of at least two rows. Raises ExportError if the module cannot be exported, or
+    if the export does not compute what the module computes. Returns the exported program.
+    """
+    if not torch.__version__.startswith(VERSION):
+        raise ExportError(f"expected PyTorch {VERSION}x, got {torch.__version__}: pip install torch==2.11.0")
+    if any(x.shape[:1] != inputs[0].shape[:1] or x.shape[0] < 2 for x in inputs):
+        raise ExportError("expected inputs with the same number of rows, at least two, in their first dimension")
+    model = copy.deepcopy(model).train()
+    batch = tuple({0: torch.export.Dim("batch", min=2)} for _ in inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(model, inputs, dynamic_shapes=(batch,) if takes_arguments(model) else batch)
+        except Exception as error:  # torch.export raises errors of many kinds
+            raise ExportError(f"torch.export cannot export the module: {explained(error)}") from error
+        compare(model, program, inputs)
+    for module in program.graph_module.modules():  # subgraphs, such as those of no_grad, are modules of their own
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    program.example_inputs = None  # they may be private data, and nothing needs them
+    if path is not None:
+        torch.export.save(program, path, extra_files={"distgpipe_export": "compared"})
+    return program
+
+
+def takes_arguments(model):
+    """Whether forward takes *args: then the dynamic shapes of all of them are one tuple."""
+    import inspect
+
+    return any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
+
+
+def compare(model, program, inputs):
+    """Compares loss, gradients, buffers and evaluation output of the export with those of the module."""
+    more = tuple(torch.cat([x, x[:1]]) for x in inputs)  # another number of rows than the export has seen
+    for rows in (inputs, more):
+        own, exported = copy.deepcopy(model), copy.deepcopy(program).module()
+        expected, got = trained(own, rows), trained(exported, rows)
+        for name in sorted(expected.keys() | got.keys()):
+            same(name, expected.get(name), got.get(name))
+    own, exported = copy.deepcopy(model).eval(), copy.deepcopy(program)
+    switch_to_evaluation(exported.graph_module)
+    with torch.no_grad():
+        same("the output in evaluation", own(*inputs), exported.module()(*inputs), 1e-5)
+
+
+def trained(module, inputs):
+    """The loss of one step, its gradients, and the buffers after it."""
+    torch.manual_seed(0)
+    output = module(*inputs)
+    if not isinstance(output, torch.Tensor):
+        raise ExportError(f"expected one tensor as output, got {type(output).__name__}: wrap the module in one whose forward "
+                          "returns the tensor that the loss takes, such as `return self.model(x).logits`")
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    loss = (output.float() * weights).sum()
+    loss.backward()
+    found = {"the loss": loss.detach()}
+    found.update((f"the gradient of {name}", p.grad) for name, p in module.named_parameters() if p.grad is not None)
+    found.update((f"the buffer {name}", b) for name, b in module.named_buffers() if name in module.state_dict())
+    return found
+
+
+def same(what, expected, got, relative=1e-6):
+    """Fails unless both tensors are equal but for rounding."""
+    remedy = "the export would train another model, so nothing was written"
+    if expected is None or got is None:
+        side = "the export" if got is None else "the module"
+        raise ExportError(f"{what} is missing in {side}: {remedy}; a custom autograd.Function loses its backward pass in an "
+                          "export: write it with PyTorch's operators")
+    close = torch.allclose(expected.double(), got.double(), rtol=relative * 100, equal_nan=True,
+                           atol=relative * max(1.0, expected.double().abs().nan_to_num().max().item() if expected.numel() else 0))
+    if not close:
+        difference = (expected.double() - got.double()).abs().max().item()
+        raise ExportError(f"{what} differs from the module's by up to {difference:.3g}: {remedy}; forward may draw random "
+                          "numbers, or act differently in evaluation, in a way that an export cannot express")
+
+
+def switch_to_evaluation(graph_module):
+    """Changes the arguments that say whether an operator is in training, as distgpipe does."""
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_function" or not hasattr(node.target, "_schema"):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        for name, value in SWITCHES.items():
+            at = names.index(name) if name in names else None
+            statistics = "running_mean" in names and node.args[names.index("running_mean")] is None
+            if at is not None and not statistics and (at < len(node.args) or name in node.kwargs):
+                if at < len(node.args):
+                    node.update_arg(at, value)
+                else:
+                    node.update_kwarg(name, value)
+        if node.target is torch.ops.aten.bernoulli_.float:  # stochastic depth: its mean
+            node.target, node.args = torch.ops.aten.fill_.Scalar, node.args[:2]
+        if node.target is torch.ops.aten.add_.Tensor and "num_batches_tracked" in str(node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def explained(error):
+    """The first line of torch.export's error, with what to do about the common ones."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    hints = {
+        "specialized": "a shape depends on the size of the batch; keep the first dimension as it is",
+        "Constraints violated": "a shape depends on the size of the batch; keep the first dimension as it is",
+        "data-dependent": "a branch or shape depends on the values of a tensor; compute it with torch.where or masks",
+        "data dependent": "a branch or shape depends on the values of a tensor; compute it with torch.where or masks",
+    }
+    hint = next((hint for sign, hint in hints.items() if sign in text), None)
+    return first if hint is None else f"{first} ({hint})"
