@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 fn main() {
     println!("cargo:rerun-if-changed=src/engine/shim.cpp");
+    println!("cargo:rerun-if-changed=src/engine/operators.cpp");
     println!("cargo:rerun-if-changed=build.rs");
     // Documentation needs neither libtorch nor the shim, and torch-sys does not look for libtorch either.
     if std::env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
@@ -31,6 +32,7 @@ fn main() {
         .include(root.join("include"))
         .include(root.join("include/torch/csrc/api/include"))
         .file("src/engine/shim.cpp")
+        .file("src/engine/operators.cpp")
         .compile("distgpipe_shim");
     println!("cargo:libtorch_lib={}", lib.display());
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());

@@ -1,7 +1,7 @@
 //! Bytes from a peer: a header and its body, then the messages that a body may contain.
 #![no_main]
 
-use distgpipe_core::wire::{AbortNotice, BodyHasher, Header, Hello, Limits, Refuse, Welcome, HEADER_BYTES};
+use distgpipe_core::wire::{AbortNotice, BodyHasher, Header, Hello, Limits, ReceiveWindow, Refuse, SendWindow, Welcome, HEADER_BYTES};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
@@ -25,6 +25,13 @@ fn header(bytes: &[u8; HEADER_BYTES], body: &[u8]) {
     if let Some(tensor) = header.tensor {
         assert!(tensor.decoded_bytes() <= limits.body_bytes_max);
     }
+    // Numbers of any size are errors, never a panic.
+    let _ = ReceiveWindow::default().check(header.sequence);
+    let mut window = SendWindow::new(1);
+    window.push(1);
+    window.mark_sent();
+    let _ = window.acknowledge(header.acknowledged);
+    let _ = window.resume(header.sequence);
     let mut hasher = BodyHasher::new(&header);
     let (front, back) = body.split_at(body.len() / 2);
     hasher.update(front);

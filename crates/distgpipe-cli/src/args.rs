@@ -17,7 +17,7 @@ mod defaults;
 mod inference;
 mod precedence;
 
-pub use choices::{CodecChoice, DataName, DecayName, MetricName, OptimizerName, ResumeName};
+pub use choices::{CodecChoice, DataName, DecayName, LayersName, MetricName, OptimizerName, ResumeName};
 pub use command_line::{explain_numbers, quoted, show_defaults, with_value};
 pub use config_file::from_toml;
 pub use inference::for_inference;
@@ -35,15 +35,24 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct TrainFlags {
-    /// Model to train; `distgpipe models` lists them
-    #[arg(long, value_name = "NAME", help_heading = "Model")]
+    /// Model to train: one that `distgpipe models` lists, or a file of `python3 -m distgpipe_export`
+    #[arg(long, value_name = "NAME|FILE.pt2", help_heading = "Model")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
     /// Model setting, such as classes=10 or strides=[1,1,2,2,1,1,2,1]; repeatable
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Model")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub set: Vec<String>,
-    /// Load initial weights from a safetensors or torch.save file, matched by tensor name [default: random weights]
+    /// Where the layers of an exported model end: with modules, or at all places where it can be cut [default: modules]
+    #[arg(long, value_name = "modules|all", help_heading = "Model")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub layers: Option<LayersName>,
+    /// Train tied parameters of an exported model as independent copies, so that it can be cut between their uses
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Model")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub untie: Option<bool>,
+    /// Load initial weights from a safetensors or torch.save file, matched by tensor name [default: random weights, or those
+    /// of the exported model]
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
@@ -60,7 +69,8 @@ pub struct TrainFlags {
     #[arg(long, value_name = "DIR", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_dir: Option<PathBuf>,
-    /// RoBERTa tokenizer: a tokenizer.json file, or the directory with vocab.json and merges.txt
+    /// Tokenizer of the text: a tokenizer.json file of Hugging Face, or RoBERTa's directory with vocab.json and merges.txt
+    /// [default for --data text: every byte is a token]
     #[arg(long, value_name = "PATH", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
@@ -129,6 +139,23 @@ pub struct TrainFlags {
     #[arg(long, value_name = "FILE", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_file: Option<PathBuf>,
+    /// Server that runs a worker, over TLS, as `distgpipe join` named it; repeatable, for workers 1, 2, … in turn
+    #[arg(long, value_name = "NAME", help_heading = "Workers")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub server: Vec<String>,
+    /// File with the join strings of the servers, one per line, instead of --server [default: the environment variable
+    /// DISTGPIPE_SERVER]
+    #[arg(long, value_name = "FILE", help_heading = "Workers")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub server_file: Option<PathBuf>,
+    /// Address to listen on for servers that cannot be reached from here, and connect to it with `serve --dial`
+    #[arg(long, value_name = "ADDR", help_heading = "Workers")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listen: Option<String>,
+    /// Allow a placement that sends labels or inputs to a server, such as client,server
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Workers")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub labels_leave: Option<bool>,
     /// Data parallelism: run N copies of the pipeline, which share each batch and sum their gradients before each update
     #[arg(long, value_name = "N", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -153,11 +180,16 @@ pub struct TrainFlags {
     #[arg(long, value_name = "SECONDS", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<f64>,
-    /// Abort the run when nothing arrives from a worker for this many seconds, not even a heartbeat or an answer while it joins
-    /// the run; raise it for machines or networks that pause [default: 20, or --timeout if that is less]
+    /// Give a connection up when nothing arrives from a worker for this many seconds, not even a heartbeat; see --reconnect. Also
+    /// the limit for its answers while it joins the run [default: 20, or --timeout if that is less]
     #[arg(long, value_name = "SECONDS", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer_timeout: Option<f64>,
+    /// Abort the run when a broken connection to a worker is not restored within this many seconds; 0 aborts it at once
+    /// [default: 120]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, help_heading = "Workers")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reconnect: Option<f64>,
 
     /// Codec for activations between workers, and for gradients unless --codec-backward is given; `distgpipe codecs` lists
     /// and measures codecs. `auto` measures the links, and uses raw, zstd(raw) or zstd(tile:4)
@@ -302,6 +334,11 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_evaluate: Option<bool>,
 
+    /// Go on by itself up to N times after a worker process is lost: start the workers again and repeat the steps since the last
+    /// checkpoint. Without --checkpoint, the state is kept in memory after each epoch [default: 3 with --checkpoint, otherwise 0]
+    #[arg(long, value_name = "N", help_heading = "Checkpoints")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restarts: Option<u64>,
     /// Save checkpoints to this directory, after each epoch and at the end of the run; see --resume
     #[arg(long, value_name = "DIR", help_heading = "Checkpoints")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -353,12 +390,13 @@ pub struct TrainFlags {
 
 impl TrainFlags {
     /// The flags that name files and directories.
-    fn paths_mut(&mut self) -> [(&'static str, &mut Option<PathBuf>); 9] {
+    fn paths_mut(&mut self) -> [(&'static str, &mut Option<PathBuf>); 10] {
         [
             ("--weights", &mut self.weights),
             ("--data-dir", &mut self.data_dir),
             ("--tokenizer", &mut self.tokenizer),
             ("--token-file", &mut self.token_file),
+            ("--server-file", &mut self.server_file),
             ("--plan", &mut self.plan),
             ("--capture", &mut self.capture),
             ("--checkpoint", &mut self.checkpoint),
@@ -373,6 +411,10 @@ impl TrainFlags {
             // Fails for an empty path, which is refused later.
             *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone());
         }
+        if let Some(model) = self.model.as_mut().filter(|model| model.ends_with(".pt2")) {
+            let absolute = std::path::absolute(&*model).ok().and_then(|path| path.to_str().map(str::to_owned));
+            *model = absolute.unwrap_or_else(|| model.clone());
+        }
         self
     }
 
@@ -384,4 +426,9 @@ impl TrainFlags {
             (self.balance_by, self.memory_limit, self.link_rate, self.link_latency) = (None, None, None, None);
         }
     }
+}
+
+/// A number of seconds, with or without the unit: `120` or `120s`.
+fn seconds(text: &str) -> Result<f64, String> {
+    text.strip_suffix('s').unwrap_or(text).parse().map_err(|_| "expected seconds, such as 120 or 120s".to_owned())
 }

@@ -68,7 +68,7 @@ impl BalanceFlags<'_> {
 }
 
 /// A number of bytes, such as `2GiB`, `800MB` or `4e9`.
-fn size(text: &str) -> Option<u64> {
+pub fn size(text: &str) -> Option<u64> {
     let (number, unit) = number_and_unit(text)?;
     let factor = byte_factor(&unit.to_ascii_lowercase())?;
     let bytes = number * factor;

@@ -135,8 +135,12 @@ impl CheckpointConfig {
     ) -> anyhow::Result<()> {
         let Some(checkpoint) = &self.from else { return Ok(()) };
         let manifest = checkpoint.manifest();
+        let same_model = match (&manifest.model, &model.spec) {
+            (Some(saved), Some(given)) => saved.computes_like(given),
+            (saved, given) => saved == given,
+        };
         let kept: [(bool, &[&str]); 5] = [
-            (manifest.model == model.spec, &["model", "set"]),
+            (same_model, &["model", "set", "untie"]),
             (manifest.seed == seed, &["seed"]),
             (manifest.optim == optim, &["optimizer", "momentum", "nesterov", "weight-decay"]),
             (manifest.groups == groups, &["group"]),
@@ -145,6 +149,10 @@ impl CheckpointConfig {
         let names = kept.iter().filter(|(same, _)| !same).flat_map(|(_, names)| *names);
         match names.filter_map(|name| self.changed.iter().find(|change| change.name == *name)).next() {
             Some(change) => Err(cannot_change(checkpoint, &change.text, "its model, seed and optimizer")),
+            None if !same_model => {
+                let name = self.flags.model.as_deref().unwrap_or_default();
+                Err(cannot_change(checkpoint, &format!("another content of --model {name}"), "its model"))
+            }
             None => Ok(()),
         }
     }

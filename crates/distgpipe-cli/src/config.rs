@@ -20,7 +20,7 @@ mod training;
 mod workers;
 
 pub use inference::InferenceConfig;
-pub use model::{model, model_of};
+pub use model::{listed, model, model_of, ExportedFlags};
 pub use plan::read_plan;
 
 use crate::args::TrainFlags;
@@ -110,7 +110,13 @@ impl RunConfig {
     fn validated(mut saving: Option<CheckpointConfig>, mut given: TrainFlags) -> anyhow::Result<Self> {
         let plan = given.plan.as_deref().map(|path| plan::given(path, &given)).transpose()?;
         let mut flags = given.or_defaults()?;
-        let model = model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set)?;
+        let mut model =
+            model("--model", flags.model.as_deref().unwrap_or_default(), &flags.set, ExportedFlags::of(&flags))?;
+        let resumes = saving.as_ref().is_some_and(|saving| saving.from.is_some());
+        if resumes || (flags.weights.is_some() && flags.init_missing != Some(true)) {
+            // Other weights replace all of them.
+            model.weights = None;
+        }
         flags.place = implied_placement(&flags, &model, plan.as_ref())?;
         let replicas = flags.replicas.unwrap_or(1);
         if !(1..=REPLICAS_MAX).contains(&replicas) {
@@ -253,7 +259,7 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
         .threads(compute.threads)
         .channels_last(flags.no_channels_last != Some(true))
         .precision(flags.precision.unwrap_or_default())
-        .on_notice(|notice| report::note(&notice.to_string()))
+        .on_notice(report::notice)
         .faults(flags.faults.clone().unwrap_or_default());
     match &flags.place {
         Some(place) => builder.place(place),

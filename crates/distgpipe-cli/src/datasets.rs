@@ -15,7 +15,7 @@ use distgpipe::data::image::{self, ImageSource};
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
 use distgpipe::data::{
     Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Split, Subset, Synthetic,
-    Tokens,
+    Text, Tokens,
 };
 use distgpipe::engine::{Device, Layout};
 use distgpipe::{Fault, Loss, Model, SampleShape};
@@ -86,7 +86,7 @@ pub fn normalisation(name: DataName) -> anyhow::Result<Option<Normalisation>> {
             let each = |values: [f32; 3]| values.iter().map(|&value| f64::from(value)).collect();
             Some(Normalisation { mean: each(image::MEAN), deviation: each(image::DEVIATION) })
         }
-        DataName::Synthetic | DataName::Rte | DataName::Cola => None,
+        DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text => None,
     })
 }
 
@@ -140,7 +140,7 @@ impl<'a> Source<'a> {
                 name.name()
             )));
         }
-        if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola) {
+        if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola | DataName::Text) {
             return Err(usage(format!("--tokenizer: {} has no text: remove it", name.name())));
         }
         Ok(Source { name, flags, model, output: output(model)?, purpose })
@@ -151,6 +151,7 @@ impl<'a> Source<'a> {
             DataName::Synthetic => synthetic(self.flags, self.model, &self.output, part),
             DataName::Rte => text(Task::Rte, self.flags, self.model, part),
             DataName::Cola => text(Task::Cola, self.flags, self.model, part),
+            DataName::Text => self.own_text(part),
             name => open_images(name, self.flags, &self.model.input, part, self.purpose),
         }
     }
@@ -165,8 +166,10 @@ impl<'a> Source<'a> {
             )));
         };
         let counts = format!("the model has {scores} classes, and the data has {classes}");
+        let settable = self.model.spec.as_ref().is_some_and(|spec| spec.settings.get("classes").is_some());
         let mismatch = match self.purpose {
-            Purpose::Training => format!("--model: {counts}: use --set classes={classes}"),
+            Purpose::Training if settable => format!("--model: {counts}: use --set classes={classes}"),
+            Purpose::Training => format!("--model: {counts}: use a model with {classes} outputs"),
             Purpose::Inference(_) => format!("--data {}: {counts}: {SUITABLE}", self.name.name()),
         };
         match scores.cmp(&classes) {
@@ -177,8 +180,34 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
+    /// The text of `--data-dir`, for a model that scores the next token after each of its tokens.
+    fn own_text(&self, part: Split) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
+        let Some(path) = &self.flags.data_dir else {
+            return Err(usage("--data text: add --data-dir PATH, a file of text or a directory of .txt files"));
+        };
+        let length = match (self.model.input.as_slice(), &self.output.dims[..]) {
+            ([tokens], [length, _]) if *tokens == SampleShape::int(&[*length]) => usize::try_from(*length).unwrap_or(0),
+            _ => {
+                return Err(usage(
+                    "--data text: the model must take token numbers and give a score for every token of the vocabulary after \
+                     each of them, such as a GPT exported from PyTorch",
+                ))
+            }
+        };
+        let text = Text::open(path, self.flags.tokenizer.as_deref(), length, part).map_err(data_error(self.name))?;
+        let scored = self.output.dims.last().and_then(|&last| usize::try_from(last).ok()).unwrap_or(0);
+        if scored < text.vocabulary() {
+            return Err(usage(format!(
+                "--data text: the tokenizer has {} tokens, and the model scores {scored}: use another --tokenizer (without one, every \
+                 byte is a token), or export a model with a larger vocabulary",
+                text.vocabulary()
+            )));
+        }
+        Ok(Arc::new(text))
+    }
+
     fn loss(&self) -> Loss {
-        if scores(&self.output).is_some() {
+        if scores(&self.output).is_some() || self.name == DataName::Text {
             Loss::CrossEntropy
         } else {
             Loss::MeanSquared
@@ -228,7 +257,7 @@ fn open_images(
             }
             images.data_set(files)
         }
-        DataName::Synthetic | DataName::Rte | DataName::Cola => {
+        DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text => {
             Err(usage(format!("--data {}: this data set has no images", name.name())))
         }
     }

@@ -2,9 +2,8 @@
 
 use crate::exit::usage;
 use anyhow::Context;
-use distgpipe::files::{self, check_reader, open_regular, open_stream};
-use std::ffi::OsString;
-use std::io::Read;
+use distgpipe::files::{self, check_reader, create_part, open_regular, open_stream};
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 /// Reads a text file of at most `bytes_max` bytes, or a pipe, such as that of a process substitution. Errors start with `flag` and
@@ -83,11 +82,8 @@ impl NewFile {
         if self.path.exists() && !self.path.is_file() {
             return write_special(&self.path, bytes).with_context(flag);
         }
-        let mut name = OsString::from(".");
-        name.push(self.path.file_name().unwrap_or_default());
-        name.push(format!(".{}.part", std::process::id()));
-        let part = directory(&self.path).join(name);
-        let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, &self.path));
+        let (part, mut file) = create_part(&self.path).with_context(flag)?;
+        let written = file.write_all(bytes).and_then(|()| std::fs::rename(&part, &self.path));
         if written.is_err() {
             let _ = std::fs::remove_file(&part);
         }

@@ -15,6 +15,7 @@ mod option_names;
 mod recipe;
 mod report;
 mod saved_model;
+mod server_store;
 mod signals;
 mod tensor_file;
 mod weights;
@@ -70,6 +71,10 @@ enum Command {
     Recipe(cmd::recipe::RecipeArgs),
     /// Create a Rust project that trains with the library
     New(cmd::new::NewArgs),
+    /// Run the jobs of clients on other machines, over TLS, each in a process with limits
+    Serve(cmd::serve::ServeArgs),
+    /// Keep the join string of a server, for `train --server`
+    Join(cmd::join::JoinArgs),
     /// Wait for a driver that has the token, and run the partitions it assigns
     Worker(cmd::worker::WorkerArgs),
 }
@@ -94,6 +99,8 @@ fn main() {
         Command::Codecs(args) => cmd::codecs::run(&args),
         Command::Recipe(args) => cmd::recipe::run(args),
         Command::New(args) => cmd::new::run(&args),
+        Command::Serve(args) => cmd::serve::run(&args),
+        Command::Join(args) => cmd::join::run(&args),
         Command::Worker(args) => cmd::worker::run(args),
     })
 }

@@ -54,6 +54,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("ServeOptions::once", "--once"),
     ("ServeOptions::token", "--token-file"),
     ("Timeouts::connect_s", "--peer-timeout"),
+    ("Timeouts::reconnect_s", "--reconnect"),
     ("Timeouts::silence_s", "--peer-timeout"),
     ("Timeouts::stall_s", "--timeout"),
     ("TrainOptions::accumulate", "--accumulate"),
@@ -62,7 +63,9 @@ const FLAGS: &[(&str, &str)] = &[
     ("TrainOptions::epochs", "--epochs"),
     ("TrainOptions::patience", "--patience"),
     ("TrainOptions::rate_schedule", "--lr-decay"),
+    ("TrainOptions::restarts", "--restarts"),
     ("TrainOptions::steps_max", "--steps"),
+    ("Workers::Servers::labels_leave", "--labels-leave"),
 ];
 
 /// The text with each option of the library, in backticks, replaced by its flag.

@@ -10,6 +10,7 @@ pub mod units;
 
 use crate::option_names::with_flags;
 use anyhow::Context;
+use distgpipe::Notice;
 use distgpipe_core::schedule::Pass;
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -87,4 +88,20 @@ pub fn note(text: &str) {
         Some(bar) => bar.println(line),
         None => drop(writeln!(std::io::stderr(), "{line}")),
     }
+}
+
+/// How often a line says that a connection is still being restored, in seconds, where there is no progress bar.
+const RECONNECTING_EVERY_S: u64 = 10;
+
+/// Shows a notice of the run. A bar shows every second of a broken connection; lines are printed now and then.
+pub fn notice(notice: &Notice) {
+    if let Notice::Reconnecting { worker, seconds, .. } = notice {
+        let bar = BAR.lock().unwrap_or_else(|e| e.into_inner()).clone();
+        match bar {
+            Some(bar) => return bar.set_message(format!("reconnecting to {worker}, {seconds:.0} s")),
+            None if *seconds >= 2.0 && !(*seconds as u64).is_multiple_of(RECONNECTING_EVERY_S) => return,
+            None => {}
+        }
+    }
+    note(&notice.to_string());
 }

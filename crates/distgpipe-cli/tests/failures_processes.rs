@@ -150,6 +150,27 @@ fn a_broken_connection_is_found_at_any_message() {
     }
 }
 
+/// Between any two processes: the driver dials the workers, and workers dial each other.
+#[test]
+fn a_connection_that_is_cut_at_any_message_is_restored_and_no_bit_changes() {
+    let _alone = alone();
+    let losses = |scenario: &str| -> Vec<u64> {
+        let mut pipeline = failure_scenarios::builder(processes(), scenario)
+            .timeouts(PATIENT)
+            .place("client,a,b")
+            .balance([1, 1, 1])
+            .codecs(Default::default())
+            .build()
+            .unwrap_or_else(|e| panic!("{scenario}: {e}"));
+        let step = |_| pipeline.train_step(&batch()).unwrap_or_else(|e| panic!("{scenario}: {e}")).loss.to_bits();
+        (0..2).map(step).collect()
+    };
+    let undisturbed = losses("");
+    let links = ["client>a", "a>client", "a>b", "b>a", "client>b", "b>client"];
+    let cuts: Vec<String> = links.iter().flat_map(|link| (0..6).map(move |at| format!("{link}:cut@{at}"))).collect();
+    assert_eq!(losses(&cuts.join(";")), undisturbed);
+}
+
 /// The cause must not get lost behind, or inside, a large tensor that is under way when the peer fails.
 #[test]
 fn the_cause_survives_large_messages() {
@@ -257,8 +278,12 @@ fn a_driver_that_was_suspended_does_not_blame_its_workers() {
     let (status, said) = suspended_driver(&["--timeout", "5", "--peer-timeout", "60"]);
     assert_eq!(status, Some(0), "{said}");
     assert!(said.contains("this process did not run for "), "{said}");
-    // The worker has given up meanwhile.
+    // The worker has given the connection up meanwhile, and waits for another one.
     let (status, said) = suspended_driver(&["--timeout", "60", "--peer-timeout", "4"]);
+    assert_eq!(status, Some(0), "{said}");
+    assert!(said.contains("reconnected to server after "), "{said}");
+    // The worker has given the run up meanwhile.
+    let (status, said) = suspended_driver(&["--timeout", "60", "--peer-timeout", "4", "--reconnect", "0"]);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("error: client was suspended: this process did not run for"), "{said}");
     assert!(said.contains("raise --peer-timeout") && !said.contains("lost the connection to"), "{said}");
@@ -285,6 +310,40 @@ fn a_suspended_worker_process_times_out() {
     assert!(failure.phase != "lost connection" || failure.message.contains("`Timeouts::silence_s`"), "{failure}");
     assert!(start.elapsed() <= BOUND, "took {:?}", start.elapsed());
     assert_eq!(children(), Vec::<u32>::new(), "a process is left");
+}
+
+/// SIGSTOP for longer than a silence may last: the connection is given up, and restored when the process runs again.
+#[test]
+fn a_worker_process_that_is_suspended_below_the_limit_is_waited_for() {
+    let _alone = alone();
+    let losses = |interrupted: bool| -> Vec<u64> {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let notices = seen.clone();
+        let mut pipeline = failure_scenarios::builder(processes(), "")
+            .timeouts(distgpipe::Timeouts { silence_s: 2.0, ..PATIENT })
+            .on_notice(move |notice| notices.lock().unwrap().push(notice.clone()))
+            .build()
+            .expect("a pipeline");
+        let mut losses = vec![pipeline.train_step(&batch()).expect("a step").loss.to_bits()];
+        let server = children()[0];
+        if interrupted {
+            stop(server);
+        }
+        let waiter = std::thread::spawn(move || {
+            let patience = Instant::now();
+            let gone = |notice: &Notice| matches!(notice, Notice::Reconnecting { .. });
+            while interrupted && !seen.lock().unwrap().iter().any(gone) && patience.elapsed() < BOUND {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            if interrupted {
+                signal(server, "-CONT");
+            }
+        });
+        losses.push(pipeline.train_step(&batch()).expect("it goes on once the worker is back").loss.to_bits());
+        waiter.join().expect("it ends");
+        losses
+    };
+    assert_eq!(losses(true), losses(false));
 }
 
 #[test]

@@ -135,8 +135,8 @@ fn a_second_signal_ends_the_run_and_its_workers_at_once() {
     let stalls = ["--faults", "client>server:stall@40", "--log", log.to_str().unwrap()];
     // No time-out may end the run instead.
     let patient = ["--timeout", "600", "--peer-timeout", "600"];
-    // The first checkpoint would come after the epoch.
-    let checkpoint = ["--checkpoint", saved.to_str().unwrap()];
+    // The first checkpoint would come after the epoch. A run that can be restarted sends more messages at its start.
+    let checkpoint = ["--checkpoint", saved.to_str().unwrap(), "--restarts", "0"];
     let mut run = start(&[&LONG[..], &PROCESSES, &stalls, &patient, &checkpoint].concat());
     wait_until("the last step before the stall", || steps_in(&log) == STEPS);
     // The next step has begun soon after.
@@ -249,7 +249,8 @@ fn the_time_left_does_not_count_the_time_for_which_the_run_was_stopped() {
 fn a_run_that_fails_after_a_checkpoint_prints_the_command_that_resumes_it() {
     let saved = directory("signals/failed").join("it's saved");
     let saved = saved.to_str().unwrap();
-    let run = ["--checkpoint", saved, "--checkpoint-every", "2", "--faults", "client>server:cut@30"];
+    let cut = ["--faults", "client>server:cut@30", "--reconnect", "0", "--restarts", "0"];
+    let run = [&["--checkpoint", saved, "--checkpoint-every", "2"][..], &cut].concat();
     let (_, said) = ended(start(&[&LONG[..], &PROCESSES, &run].concat()), 1);
     let quoted = saved.replace('\'', "'\\''");
     let expected = format!("to go on from the newest checkpoint: distgpipe train --checkpoint '{quoted}' --resume");

@@ -197,6 +197,11 @@ pub trait Codec: Send {
         false
     }
 
+    /// How many bytes each end keeps of earlier tensors at most, where the text of the codec says so.
+    fn kept_bytes_max(&self) -> u64 {
+        0
+    }
+
     /// Gives the codec threads to split large tensors over. Without them it works on the calling thread. The bytes are
     /// the same either way.
     fn set_executor(&mut self, _executor: Arc<dyn Executor>) {}

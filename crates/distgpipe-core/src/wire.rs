@@ -17,6 +17,7 @@
 //! | `error` | [`WireError`]: why a frame is rejected |
 //! | [`tensor`] | the header's description of a tensor: element type, memory layout, shape |
 //! | [`limits`] | the largest frames that are accepted |
+//! | [`durable`] | which frames are sent again after a broken connection, and which are duplicates |
 //! | [`handshake`] | who connects, for which run, with which token |
 //! | [`abort`] | which worker failed first, and why |
 //! | [`message`] | the encoding of the fields of the last two |
@@ -67,6 +68,7 @@ macro_rules! numbered {
 pub(crate) use numbered;
 
 pub mod abort;
+pub mod durable;
 mod error;
 pub mod frame;
 pub mod handshake;
@@ -75,6 +77,7 @@ pub mod message;
 pub mod tensor;
 
 pub use abort::AbortNotice;
+pub use durable::{ReceiveWindow, Received, SendWindow, SequenceError};
 pub use error::WireError;
 pub use frame::{BodyHasher, Header, Kind, HEADER_BYTES, MAGIC, VERSION};
 pub use handshake::{HandshakeError, Hello, Refuse, Role, Welcome};

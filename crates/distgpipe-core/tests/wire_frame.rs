@@ -20,6 +20,7 @@ fn meta(dtype: DType, dims: &[usize]) -> TensorMeta {
 /// A header that uses every field, and its body.
 fn sealed(kind: Kind) -> (Header, Vec<u8>) {
     let mut header = Header { step: 0x0102_0304_0506_0708, micro_batch: 9, from: 2, to: 3, ..Header::new(kind) };
+    (header.sequence, header.acknowledged) = (0x1112_1314, 0x2122_2324);
     let mut body = kind.name().as_bytes().to_vec();
     if kind.carries_tensors() {
         (header.slot, header.slots) = (1, 2);
@@ -35,11 +36,12 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 /// The committed encoding of one header per kind, with a line per group of fields: magic, version, kind, zero | step |
-/// micro-batch, from, to | slot, slots | tensor, zero | dimensions | body bytes | checksum. A difference means that two
+/// micro-batch, from, to | slot, slots | tensor, zero | dimensions | sequence | acknowledged |
+/// body bytes | checksum. A difference means that two
 /// releases cannot communicate: increase `VERSION` instead.
 fn snapshot(header: &Header) -> String {
     let bytes = header.encode();
-    let cuts = [0, 8, 16, 28, 32, 40, 72, 104, 112, HEADER_BYTES];
+    let cuts = [0, 8, 16, 28, 32, 40, 72, 104, 112, 120, 128, HEADER_BYTES];
     let groups: Vec<_> = cuts.windows(2).map(|cut| hex(&bytes[cut[0]..cut[1]])).collect();
     groups.join(" ")
 }
@@ -216,8 +218,8 @@ fn each_field_is_checked() {
     assert_eq!(refused(28, &[0; 4]), WireError::Slot { slot: 0, slots: 0 });
     assert_eq!(refused(40, &[0xff; 8]), WireError::Shape(ShapeError::Elements));
     assert_eq!(refused(40, &[0xff; 32]), WireError::Shape(ShapeError::Elements));
-    assert!(matches!(refused(104, &[13]), WireError::RawLength { expected: 12, got: 13, .. }));
-    assert!(matches!(refused(104, &[0]), WireError::RawLength { expected: 12, got: 0, .. }));
+    assert!(matches!(refused(120, &[13]), WireError::RawLength { expected: 12, got: 13, .. }));
+    assert!(matches!(refused(120, &[0]), WireError::RawLength { expected: 12, got: 0, .. }));
     assert!(matches!(refused(6, &[Kind::Job.number()]), WireError::Slots { slots: 2, .. }));
 }
 
@@ -278,7 +280,7 @@ fn limits_hold_at_their_edges() {
         // The same with the encoded header, and with the largest number.
         let mut bytes = with_body(max).encode();
         assert!(Header::decode(&bytes, &limits).is_ok(), "{kind}");
-        bytes[104..112].fill(0xff);
+        bytes[120..128].fill(0xff);
         let error = Header::decode(&bytes, &limits).unwrap_err();
         assert!(matches!(error, WireError::Limit { got: u64::MAX, .. }), "{kind}: {error}");
 
@@ -308,11 +310,11 @@ fn any_header() -> impl Strategy<Value = Header> {
         let last = last && dims.len() == 4;
         TensorMeta { layout: if last { Layout::ChannelsLast } else { Layout::Contiguous }, ..meta(dtype, &dims) }
     });
-    let place = (any::<u64>(), any::<u32>(), any::<u32>(), any::<u32>());
+    let place = (any::<u64>(), any::<u32>(), any::<u32>(), any::<u32>(), any::<(u64, u64)>());
     let slots = (1u16..=64).prop_flat_map(|slots| (0..slots, Just(slots)));
     (kind, place, slots, prop::option::of(tensor)).prop_map(|(kind, place, slots, tensor)| {
-        let (step, micro_batch, from, to) = place;
-        let header = Header { step, micro_batch, from, to, ..Header::new(kind) };
+        let (step, micro_batch, from, to, (sequence, acknowledged)) = place;
+        let header = Header { step, micro_batch, from, to, sequence, acknowledged, ..Header::new(kind) };
         if kind.carries_tensors() {
             Header { slot: slots.0, slots: slots.1, tensor, ..header }
         } else {

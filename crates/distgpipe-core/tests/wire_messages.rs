@@ -10,7 +10,14 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn hello() -> Hello {
-    Hello { run: *b"0123456789abcdef", token: [0xa5; 32], role: Role::Worker(WorkerId(7)), build: "0.1.0".into() }
+    Hello {
+        run: *b"0123456789abcdef",
+        token: [0xa5; 32],
+        role: Role::Worker(WorkerId(7)),
+        epoch: 3,
+        next: 258,
+        build: "0.1.0".into(),
+    }
 }
 
 #[test]
@@ -19,6 +26,8 @@ fn the_format_is_the_committed_one() {
         "30313233343536373839616263646566",
         "a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5",
         "0107000000",
+        "0300000000000000",
+        "0201000000000000",
         "0500302e312e30",
     );
     assert_eq!(hex(&hello().encode()), worker);
@@ -27,10 +36,10 @@ fn the_format_is_the_committed_one() {
     let probe = Hello { role: Role::Probe, ..hello() };
     assert_eq!(hex(&probe.encode()), worker.replace("0107000000", "0200000000"));
 
-    let welcome = Welcome { worker: Some(WorkerId(258)), build: "0.1.0".into() };
-    assert_eq!(hex(&welcome.encode()), "01020100000500302e312e30");
-    let welcome = Welcome { worker: None, build: String::new() };
-    assert_eq!(hex(&welcome.encode()), "00000000000000");
+    let welcome = Welcome { worker: Some(WorkerId(258)), next: 1, build: "0.1.0".into() };
+    assert_eq!(hex(&welcome.encode()), "010201000001000000000000000500302e312e30");
+    let welcome = Welcome { worker: None, next: 0, build: String::new() };
+    assert_eq!(hex(&welcome.encode()), "000000000000000000000000000000");
 
     let refuse = Refuse { reason: "voll".into() };
     assert_eq!(hex(&refuse.encode()), "0400766f6c6c");
@@ -122,14 +131,15 @@ proptest! {
         run in prop::array::uniform16(any::<u8>()),
         token in prop::array::uniform32(any::<u8>()),
         worker in prop::option::of(any::<u32>().prop_map(WorkerId)),
+        (epoch, next) in any::<(u64, u64)>(),
         build in "\\PC{0,16}",
         text in "\\PC{0,32}",
     ) {
         for role in [worker.map_or(Role::Driver, Role::Worker), Role::Probe] {
-            let hello = Hello { run, token, role, build: build.clone() };
+            let hello = Hello { run, token, role, epoch, next, build: build.clone() };
             prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
         }
-        let welcome = Welcome { worker, build: build.clone() };
+        let welcome = Welcome { worker, next, build: build.clone() };
         prop_assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
         let refuse = Refuse { reason: text.clone() };
         prop_assert_eq!(Refuse::decode(&refuse.encode()), Ok(refuse));

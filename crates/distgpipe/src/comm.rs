@@ -14,6 +14,7 @@
 //! ```
 
 pub mod abort;
+pub mod acceptor;
 pub mod admission;
 pub mod arrivals;
 pub mod codec_policy;
@@ -24,6 +25,7 @@ pub mod message;
 pub mod notice;
 pub mod probe;
 pub mod protocol;
+pub mod server_identity;
 pub mod status;
 pub mod suspension;
 pub mod timeouts;

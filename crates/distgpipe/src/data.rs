@@ -7,6 +7,7 @@
 //! - [`glue`]: GLUE's RTE and CoLA, tokenized by [`tokens`]
 //! - [`synthetic`]: generated data for any model's input, for training or benchmarks
 //! - [`tensors`]: tensors in memory
+//! - [`text`]: files of text for language models, one token after the other
 //!
 //! A data set returns the rows it is asked for; the [`Loader`] decides which rows make which batch. [`image`] has the
 //! preprocessing of images.
@@ -25,6 +26,7 @@ mod pass;
 mod subset;
 pub mod synthetic;
 pub mod tensors;
+pub mod text;
 #[cfg_attr(not(feature = "tokenizers"), path = "data/tokens_off.rs")]
 pub mod tokens;
 
@@ -38,6 +40,7 @@ pub use pass::LoadPass;
 pub use subset::Subset;
 pub use synthetic::Synthetic;
 pub use tensors::TensorDataset;
+pub use text::Text;
 pub use tokens::Tokens;
 
 use crate::driver::pipeline::Batch;

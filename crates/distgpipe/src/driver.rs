@@ -2,7 +2,11 @@
 
 pub mod auto_balance;
 pub mod builder;
+mod endpoint;
+pub mod gateway;
+pub mod job_limits;
 pub mod launch;
+pub mod log_queue;
 pub mod pipeline;
 pub mod profile;
 pub mod serve;

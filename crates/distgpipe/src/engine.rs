@@ -6,8 +6,11 @@ mod clock;
 mod device;
 mod ffi;
 mod memory;
+mod operators;
+mod poll;
 mod process;
 mod random;
+mod resource_limits;
 mod threads;
 
 pub use autocast::{Autocast, Precision};
@@ -20,9 +23,13 @@ pub use memory::{
     attach_thread, available_bytes, peak_bytes, release_memory, require_memory, reserved_bytes, start, tune_allocator,
     Meter,
 };
+pub(crate) use operators::{as_with_grad, seeded, Argument, Operator};
+pub(crate) use poll::wait_readable;
 pub(crate) use process::kill_worker_process;
 pub use process::{declare_worker_process, exit_at_once};
 pub use random::{Draws, Stream};
+pub(crate) use resource_limits::open_files_max;
+pub use resource_limits::{limit_resources, raise_open_files_limit, ResourceLimits};
 #[cfg(test)]
 pub(crate) use threads::refusal;
 pub use threads::{check_threads, default_threads, spawn, spawn_scoped, ThreadCountError, ThreadError, THREADS_MAX};

@@ -74,6 +74,12 @@ pub enum Fault {
         /// The time-out in seconds.
         limit_s: f64,
     },
+    /// A job on a server made no progress for too long.
+    #[error("made no progress for {limit_s:.0} s, which is the limit of this server: its owner can raise it")]
+    Idle {
+        /// The limit in seconds.
+        limit_s: f64,
+    },
     /// Nothing arrived from a peer for too long.
     #[error("nothing arrived for {limit_s:.1} s, not even a heartbeat: the process is suspended or overloaded, or the network is down; to wait longer, raise `Timeouts::silence_s`")]
     Silent {
@@ -121,6 +127,18 @@ pub enum Fault {
         /// The reason that the peer gave, or that this end gave to the peer.
         reason: String,
     },
+    /// The server at an address is not the one of the join string.
+    #[error(
+        "the server has another key than the join string says: another machine answers in its place, or it was set up anew; ask \
+         its owner for its join string, and do not go on without"
+    )]
+    WrongKey,
+    /// One end of a connection to a server does not know the secret of the join string.
+    #[error("{0}")]
+    WrongSecret(String),
+    /// TLS failed.
+    #[error("TLS: {0}: the peer must be a server that `distgpipe serve` runs, of the same version as this end")]
+    Tls(#[source] rustls::Error),
     /// A peer sent bytes that are not a frame.
     #[error("invalid frame: {0}")]
     Wire(#[from] WireError),
@@ -300,7 +318,7 @@ impl Failure {
         let (missed, silence) = (missed.as_secs_f64(), silence.as_secs_f64());
         let message = format!(
             "this process did not run for {missed:.1} s (it was stopped, or its machine slept or was overloaded), and the other \
-             workers wait for {silence:.1} s; to have them wait longer, raise `Timeouts::silence_s`"
+             workers wait for {silence:.1} s; to have them wait longer, raise `Timeouts::silence_s` or `Timeouts::reconnect_s`"
         );
         Failure { worker: worker.into(), phase: SUSPENDED.to_owned(), message }
     }
@@ -323,11 +341,28 @@ impl Failure {
                 phase: LOST_CONNECTION.to_owned(),
                 message: "the process ended or was killed, or the network is down".to_owned(),
             },
-            Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. } => {
+            Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. } | Fault::Refused { .. } => {
                 Failure::new(worker, LOST_CONNECTION, fault)
+            }
+            Fault::Busy { text } => {
+                let reason = format!("it is {text}");
+                Failure::new(worker, LOST_CONNECTION, Fault::Refused { reason })
             }
             fault => Failure::new(worker, REJECTED_MESSAGE, fault),
         }
+    }
+
+    /// The failure of a connection that broke because of `fault` and was not restored in time.
+    pub(crate) fn not_back(worker: impl Into<String>, fault: &Fault, limit: Duration) -> Self {
+        let broke = match fault {
+            Fault::Lost => "the process ended or was killed, or the network is down".to_owned(),
+            fault => fault.to_string(),
+        };
+        let message = format!(
+            "{broke}; it was not restored within {:.1} s; to wait longer, raise `Timeouts::reconnect_s`",
+            limit.as_secs_f64()
+        );
+        Failure { worker: worker.into(), phase: LOST_CONNECTION.to_owned(), message }
     }
 
     /// The notice that is sent to the other processes of the run.
@@ -343,10 +378,15 @@ impl From<AbortNotice> for Failure {
     }
 }
 
+/// Whether a character is invisible, or makes a terminal show the text after it in another order.
+fn changes_direction(c: char) -> bool {
+    matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
 /// Text from another process with its control characters escaped: they could move the cursor of a terminal, or hide text.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().fold(String::with_capacity(text.len()), |mut escaped, c| {
-        match c.is_control() {
+        match c.is_control() || changes_direction(c) {
             true => escaped.extend(c.escape_default()),
             false => escaped.push(c),
         }

@@ -1,9 +1,11 @@
 //! Opening files and checking directories that a user names. A named pipe would make an ordinary `open` wait for a writer,
 //! possibly forever, so every file is opened without waiting, and what it is gets checked afterwards.
 
-use std::fs::{File, FileType, OpenOptions};
+use crate::comm::handshake::random;
+use std::ffi::OsString;
+use std::fs::{DirBuilder, File, FileType, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -48,11 +50,47 @@ pub fn check_directory(path: &Path) -> io::Result<()> {
         return Err(io::Error::other(format!("expected a directory, got {}", description(kind))));
     }
     let missing = missing_directories(path);
-    let file = path.join(format!(".distgpipe.{}.part", std::process::id()));
-    let tried = std::fs::create_dir_all(path).and_then(|()| File::create(&file).map(drop));
-    let _ = std::fs::remove_file(&file);
+    let tried = std::fs::create_dir_all(path).and_then(|()| create_part(&path.join("distgpipe")));
+    let tried = tried.and_then(|(part, _)| std::fs::remove_file(part));
     remove_empty(&missing);
     tried
+}
+
+/// Creates the file that is written before it gets the name `path`, in the same directory. Nobody can predict its name, and a
+/// file or a link that is there already is not written to.
+pub fn create_part(path: &Path) -> io::Result<(PathBuf, File)> {
+    create_part_with(path, OpenOptions::new())
+}
+
+/// As [`create_part`], for a file that its owner alone can read from the beginning.
+pub fn create_private_part(path: &Path) -> io::Result<(PathBuf, File)> {
+    let mut options = OpenOptions::new();
+    options.mode(0o600);
+    create_part_with(path, options)
+}
+
+fn create_part_with(path: &Path, mut options: OpenOptions) -> io::Result<(PathBuf, File)> {
+    let digits: String = random::<8>().map_err(io::Error::other)?.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{digits}.part"));
+    let part = path.with_file_name(name);
+    let file = options.write(true).create_new(true).open(&part)?;
+    Ok((part, file))
+}
+
+/// Creates a file anew. What has the name already, a link for instance, is removed and not written to.
+pub fn create_fresh(path: &Path) -> io::Result<File> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    OpenOptions::new().write(true).create_new(true).open(path)
+}
+
+/// Creates a directory and those above it, as far as they do not exist, for its owner alone.
+pub fn create_private_directory(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
 /// The directories of a path that do not exist, the innermost first.
@@ -117,6 +155,30 @@ impl Read for Stream {
 mod tests {
     use super::*;
     use std::io::Write;
+
+    #[test]
+    fn files_that_are_written_first_follow_no_link_and_have_no_predictable_name() {
+        let folder = std::env::temp_dir().join(format!("distgpipe-parts-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        create_private_directory(&folder).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&folder.metadata().unwrap().permissions());
+        assert_eq!(mode & 0o777, 0o700);
+        let (first, _) = create_part(&folder.join("model")).unwrap();
+        let (second, _) = create_part(&folder.join("model")).unwrap();
+        assert_ne!(first, second);
+        // From the moment that it exists: it once had the mode of any other file until that was changed.
+        let (private, _) = create_private_part(&folder.join("secret")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&private.metadata().unwrap().permissions());
+        assert_eq!(mode & 0o777, 0o600);
+        let victim = folder.join("victim");
+        std::fs::write(&victim, "kept").unwrap();
+        let link = folder.join("manifest.partial");
+        std::os::unix::fs::symlink(&victim, &link).unwrap();
+        create_fresh(&link).unwrap().write_all(b"new").unwrap();
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "kept");
+        assert_eq!(std::fs::read_to_string(&link).unwrap(), "new");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 
     fn fifo(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("distgpipe-{}-{name}", std::process::id()));

@@ -70,6 +70,7 @@ pub mod train;
 pub use comm::codec_policy::{CodecPolicy, LinkOverride};
 pub use comm::handshake::Token;
 pub use comm::notice::Notice;
+pub use comm::server_identity::{JoinString, JoinStringError};
 pub use comm::timeouts::Timeouts;
 pub use data::{DataError, Dataset, Loader, LoaderOptions};
 pub use distgpipe_core::balance::{Link, Objective};

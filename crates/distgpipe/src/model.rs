@@ -1,6 +1,7 @@
 //! A model: a flat list of layers and the shape of its input.
 
 pub mod blocks;
+pub mod exported;
 pub mod layer;
 pub mod loss;
 pub mod zoo;
@@ -11,6 +12,7 @@ use crate::model::zoo::ModelError;
 use crate::runtime::optimizer::{Optim, UpdateRule};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// What another process needs to build the same model: a name that [`zoo::build`], or a function of your own, knows,
@@ -39,6 +41,20 @@ impl ModelSpec {
         Ok(ModelSpec { name, settings })
     }
 
+    /// Whether two specs are of models with the same tensors and the same results: equal specs, or those of an
+    /// [exported](exported::NAME) model that is divided into layers in two ways.
+    pub fn computes_like(&self, other: &ModelSpec) -> bool {
+        let divided = self.name == exported::NAME && other.name == exported::NAME;
+        let without_layers = |spec: &ModelSpec| {
+            let mut settings = spec.settings.clone();
+            if let Some(settings) = settings.as_object_mut() {
+                settings.remove("layers");
+            }
+            settings
+        };
+        self == other || (divided && without_layers(self) == without_layers(other))
+    }
+
     /// The settings, as [`with_settings`](Self::with_settings) was given them.
     ///
     /// # Errors
@@ -57,6 +73,10 @@ pub struct Model {
     pub input: Vec<SampleShape>,
     /// How to build the model in another process. A model without a spec runs on threads of this process only.
     pub spec: Option<ModelSpec>,
+    /// The file whose weights a pipeline of this model starts from, instead of the initial values of the tensors' specs.
+    pub weights: Option<PathBuf>,
+    /// Other names of tied tensors, as (name in files, name in the model). Files are written with both.
+    pub tied: Vec<(String, String)>,
     /// A loss function of your own, which replaces the pipeline's built-in one.
     pub loss: Option<Arc<dyn LossFunction>>,
     /// An optimizer of your own, which replaces the pipeline's built-in one.
@@ -79,7 +99,7 @@ pub struct LayerSummary {
 impl Model {
     /// A model of your own layers. To run it in other processes, give it a [spec](Self::with_spec).
     pub fn new(layers: Vec<Arc<dyn Layer>>, input: Vec<SampleShape>) -> Self {
-        Model { layers, input, spec: None, loss: None, update_rule: None }
+        Model { layers, input, spec: None, weights: None, tied: Vec::new(), loss: None, update_rule: None }
     }
 
     /// Sets the spec by which other processes build this model; see [`worker_mode`](crate::worker_mode).

@@ -26,6 +26,8 @@ pub enum DataName {
     Rte,
     /// GLUE CoLA: is a sentence grammatical English?
     Cola,
+    /// Your own text for a language model: --data-dir names a file, or a directory of .txt files
+    Text,
 }
 
 impl DataName {
@@ -73,6 +75,17 @@ pub enum DecayName {
     Linear,
     /// To 0 as a power (--lr-power) of the remaining share of updates
     Polynomial,
+}
+
+/// Where the layers of an exported model end: `--layers`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LayersName {
+    /// Where the call of a module ends, and no more tensors cross than where the modules around it end
+    #[default]
+    Modules,
+    /// At all places where the model can be cut
+    All,
 }
 
 /// What to resume from: `--resume`.

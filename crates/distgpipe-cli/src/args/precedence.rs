@@ -6,13 +6,15 @@ use crate::exit::usage;
 
 /// Flags that exclude others. Where the overriding source gives one of the first list, the flags of the second list are dropped
 /// from the source below, so that users get no error about flags that they did not give.
-const EXCLUDED_FLAGS: [(&[&str], &[&str]); 6] = [
+const EXCLUDED_FLAGS: [(&[&str], &[&str]); 8] = [
     (&["partitions", "balance", "cut", "auto-balance"], &CUTS),
     (&["plan"], &["place", "chunks", "schedule", "recompute"]),
     (&["chunks", "schedule", "recompute"], &["plan"]),
     (&["codec"], &["sortquant", "quant", "split"]),
     (&["sortquant"], &["codec"]),
     (&["lr-decay"], &["lr-power"]),
+    (&["workers"], &["server", "server-file", "listen", "labels-leave"]),
+    (&["server", "server-file"], &["workers", "token-file", "server", "server-file"]),
 ];
 
 /// The flags that describe or depend on one cut of the model.
@@ -31,8 +33,12 @@ const CUTS: [&str; 11] = [
 ];
 
 /// The same, where the overriding source changes the flag's value.
-const EXCLUDED_BY_CHANGE: [(&str, &[&str]); 2] =
-    [("optimizer", &["momentum", "nesterov", "lr", "weight-decay"]), ("data", &["data-dir", "samples"])];
+const EXCLUDED_BY_CHANGE: [(&str, &[&str]); 3] = [
+    ("optimizer", &["momentum", "nesterov", "lr", "weight-decay"]),
+    ("data", &["data-dir", "samples"]),
+    // Numbers of layers in each partition do not fit another division into layers.
+    ("layers", &["balance"]),
+];
 
 impl TrainFlags {
     /// These flags, overridden by those that `other` gives. Model settings are merged by key.

@@ -9,9 +9,9 @@ mod search;
 pub use search::kept_or_measured;
 
 use super::models::SampleArgs;
-use crate::args::OptimizerName;
+use crate::args::{LayersName, OptimizerName};
 use crate::balance_options::BalanceFlags;
-use crate::config::model;
+use crate::config::{model, ExportedFlags};
 use crate::exit::usage;
 use crate::report;
 use crate::report::cut::CutReport;
@@ -52,7 +52,8 @@ The step is simulated with each partition on its own worker, or as --place says.
 of a micro-batch of --rows rows. Memory counts parameters, gradients, optimizer state and kept activations, but not the
 temporary tensors of a backward pass. The time of a step does not include encoding and decoding.")]
 pub struct BalanceArgs {
-    /// Model to cut; `distgpipe models` lists them
+    /// Model to cut: one that `distgpipe models` lists, or a file of `python3 -m distgpipe_export`
+    #[arg(value_name = "NAME|FILE.pt2")]
     model: String,
     /// Number of partitions to cut the model into [default: as many as --balance, --cut or --place has]
     #[arg(long, value_name = "N")]
@@ -67,6 +68,12 @@ pub struct BalanceArgs {
     /// Model setting, such as classes=1000; repeatable
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
+    /// Where the layers of an exported model end: with modules, or at all places where it can be cut [default: modules]
+    #[arg(long, value_name = "modules|all")]
+    layers: Option<LayersName>,
+    /// Make tied parameters of an exported model independent copies, so that it can be cut between their uses
+    #[arg(long)]
+    untie: bool,
     /// Read the costs of the layers from this file instead of measuring them
     #[arg(long, value_name = "FILE.json", help_heading = "Measurement")]
     costs: Option<PathBuf>,
@@ -119,7 +126,7 @@ pub struct BalanceArgs {
 
 /// Measures the layers, searches the best cut, and prints it.
 pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
-    let model = model("MODEL", &args.model, &args.set)?;
+    let model = model("MODEL", &args.model, &args.set, ExportedFlags { layers: args.layers, untie: Some(args.untie) })?;
     let balance_options = BalanceFlags {
         by: Some(args.balance_by),
         memory_limit: args.memory_limit.as_deref(),

@@ -1,6 +1,6 @@
 //! `distgpipe evaluate`: the loss and the scores of a trained model on test data.
 
-use crate::args::TrainFlags;
+use crate::args::{DataName, TrainFlags};
 use crate::config::InferenceConfig;
 use crate::datasets;
 use crate::exit::usage;
@@ -39,6 +39,9 @@ struct EvaluationReport {
     weights: String,
     model: String,
     data: String,
+    /// Of language models: e to the power of the loss.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    perplexity: Option<f64>,
     #[serde(flatten)]
     scores: Evaluation,
     samples_per_s: f64,
@@ -64,6 +67,7 @@ pub fn run(args: &EvaluateArgs) -> anyhow::Result<()> {
         weights: given.weights.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
         model: config.model.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
         data: data.name(),
+        perplexity: (config.flags.data == Some(DataName::Text)).then(|| scores.loss.exp()),
         samples_per_s: scores.rows as f64 / scores.seconds.max(1e-9),
         scores,
     };
@@ -116,6 +120,9 @@ impl EvaluationReport {
         let mut row = |name: &str, value: String| table.row(vec![name.to_owned(), value]);
         row("rows", format!("{} of {}", units::count(scores.rows as u64), self.data));
         row("loss", format!("{:.4}", scores.loss));
+        if let Some(perplexity) = self.perplexity {
+            row("perplexity", units::significant(perplexity));
+        }
         if let Some(accuracy) = scores.accuracy {
             row("accuracy", units::percent(accuracy));
         }

@@ -1,8 +1,8 @@
 //! `distgpipe models`: lists models and their layers, and measures layers.
 
-use crate::args::TrainFlags;
+use crate::args::{LayersName, TrainFlags};
 use crate::compute;
-use crate::config::model;
+use crate::config::{listed, model, ExportedFlags};
 use crate::exit::usage;
 use crate::report;
 use crate::report::activity::Activity;
@@ -22,13 +22,21 @@ Examples:
   distgpipe models
   distgpipe models mobilenet_v2 --set classes=1000
   distgpipe models roberta --set config=config.json
-  distgpipe models roberta --set layers=2 --profile --rows 8")]
+  distgpipe models roberta --set layers=2 --profile --rows 8
+  distgpipe models my.pt2 --layers all")]
 pub struct ModelsArgs {
-    /// Model whose layers to show [default: list all models]
+    /// Model whose layers to show: one of the list, or a file of `python3 -m distgpipe_export` [default: list all models]
+    #[arg(value_name = "NAME|FILE.pt2")]
     name: Option<String>,
     /// Model setting, such as classes=1000; repeatable
     #[arg(long, value_name = "KEY=VALUE", requires = "name")]
     set: Vec<String>,
+    /// Where the layers of an exported model end: with modules, or at all places where it can be cut [default: modules]
+    #[arg(long, value_name = "modules|all", requires = "name")]
+    layers: Option<LayersName>,
+    /// Make tied parameters of an exported model independent copies, so that it can be cut between their uses
+    #[arg(long)]
+    untie: bool,
     /// Measure the time and memory of each layer
     #[arg(long, requires = "name", help_heading = "Measurement")]
     profile: bool,
@@ -146,7 +154,7 @@ fn list(json: bool) -> anyhow::Result<()> {
     ]);
     let mut entries = Vec::new();
     for &name in zoo::NAMES {
-        let model = model("NAME", name, &[])?;
+        let model = model("NAME", name, &[], ExportedFlags::default())?;
         let adds: u64 = model.summary()?.iter().map(|layer| layer.multiply_adds).sum();
         table.row(vec![
             name.to_owned(),
@@ -174,14 +182,14 @@ fn list(json: bool) -> anyhow::Result<()> {
 }
 
 fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
-    let model = model("NAME", name, &args.set)?;
+    let model = model("NAME", name, &args.set, ExportedFlags { layers: args.layers, untie: Some(args.untie) })?;
     let layers = model.summary()?;
     let costs = if args.profile { Some(args.sample.measure(&model)?) } else { None };
     let settings = model.spec.as_ref().map(|spec| spec.settings.clone()).unwrap_or_default();
     if args.json {
         return report::print_json(&json!({
             "name": name,
-            "settings": settings,
+            "settings": listed(&settings).map(|(key, value)| (key.clone(), value.clone())).collect::<serde_json::Map<_, _>>(),
             "input": dims(&model.input),
             "parameters": model.parameters(),
             "multiply_adds": layers.iter().map(|layer| layer.multiply_adds).sum::<u64>(),
@@ -198,14 +206,14 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
         units::count(model.parameters()),
         units::count(adds),
         shapes(&model.input),
-        settings
-            .as_object()
-            .into_iter()
-            .flatten()
-            .map(|(key, value)| format!("{key}={value}"))
-            .collect::<Vec<_>>()
-            .join(" "),
+        listed(&settings).map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" "),
     ));
+    let graph = model.spec.as_ref().filter(|_| name.ends_with(".pt2")).map(|spec| spec.settings::<zoo::Exported>());
+    for (tied, cuts) in graph.transpose()?.iter().flat_map(|exported| exported.graph.ties()) {
+        text.push_str(&format!(
+            "{tied} is tied: its uses cannot be on two workers, which rules out {cuts} cuts; see --untie\n"
+        ));
+    }
     if args.profile {
         text.push_str(&format!("times and memory for {}, the fastest of {ROUNDS} rounds\n", args.sample.describe(1)?));
     }

@@ -1,6 +1,6 @@
 //! `distgpipe train`; `demo` and `recipe run` train through [`execute`] too.
 
-use crate::args::TrainFlags;
+use crate::args::{DataName, TrainFlags};
 use crate::capture;
 use crate::checkpoint::resume_command as resume_command_in;
 use crate::cmd::balance;
@@ -225,6 +225,7 @@ fn run_steps(config: &RunConfig, pipeline: &mut Pipeline, balance: &[usize]) -> 
         steps: total,
         epochs: total.div_ceil(config.train.batches() as u64),
         test_batches: config.test.as_ref().map_or(0, Loader::batches),
+        next_token: config.flags.data == Some(DataName::Text),
     };
     let mut progress = Progress::new(length, done);
     let training = signals::begin();

@@ -37,15 +37,20 @@ pub struct WorkerArgs {
     /// Started by a driver on this host: read the token from standard input, and exit when it closes
     #[arg(long, hide = true)]
     child: bool,
+    /// Started by `distgpipe serve`: the limits of the job, as JSON
+    #[arg(long, hide = true, value_name = "JSON")]
+    limits: Option<String>,
 }
 
 /// Serves until killed, or until the first job is done with `--once`.
 pub fn run(args: WorkerArgs) -> anyhow::Result<()> {
-    let WorkerArgs { listen, expose, token_file, once, child } = args;
+    let WorkerArgs { listen, expose, token_file, once, child, limits } = args;
+    let limits = limits.as_deref().map(worker_mode::limits_of).transpose().map_err(cli_error)?;
     if child {
         signals::leave_first_to_driver()?;
     }
-    let worker = WorkerFlags { listen, expose, token_file, once, child }.start(zoo::build).map_err(cli_error)?;
+    let worker =
+        WorkerFlags { listen, expose, token_file, once, child, limits }.start(zoo::build).map_err(cli_error)?;
     if let Some(token) = worker.new_token() {
         let address = worker.address().map_err(cli_error)?;
         report::note(&format!("connect with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));

@@ -1,6 +1,7 @@
 //! Validates the flags of `evaluate` and `predict`: weights, the model they belong to, and the pipeline that runs it.
 
 use super::links::{choose_codec, codecs, timeouts};
+use super::model::{spec_name, ExportedFlags};
 use super::partitioning::{implied_placement, partitioning, placement, Partitioning};
 use super::workers::workers;
 use super::{build, common_builder, model, model_of};
@@ -14,6 +15,7 @@ use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::protocol::REPLICAS_MAX;
 use distgpipe::comm::timeouts::Timeouts;
+use distgpipe::model::exported;
 use distgpipe::{Loss, Model, Pipeline, Workers};
 use distgpipe_core::placement::Placement;
 
@@ -130,15 +132,43 @@ impl InferenceConfig {
     }
 }
 
+/// The exported model of a file, with the layers of `--layers`. Its graph is that of the training run, so no flag replaces it.
+fn saved_export(given: &TrainFlags, about: &SavedModel, name: Option<&str>) -> anyhow::Result<Model> {
+    let refused = |flag: &str| {
+        Err(usage(format!(
+            "{flag}: the file of --weights has the graph of its model, as it was trained: remove the flag"
+        )))
+    };
+    match (name, given.set.first()) {
+        (Some(name), _) => return refused(&format!("--model {name}")),
+        (None, Some(setting)) => return refused(&format!("--set {setting}")),
+        (None, None) if given.untie == Some(true) => return refused("--untie"),
+        (None, None) => {}
+    }
+    let mut saved: exported::Exported = about.model.settings().map_err(|e| usage(format!("--weights: {e}")))?;
+    if given.layers.is_some() {
+        saved.layers = ExportedFlags::of(given).options().layers;
+    }
+    saved.model().map_err(|e| usage(format!("--weights: {e}")))
+}
+
 /// The model that the file names, with the settings of `--set`; or that of `--model` and `--set`, if the file names none.
 fn model_for(given: &TrainFlags, about: Option<&SavedModel>) -> anyhow::Result<Model> {
     match (about, &given.model) {
-        (Some(about), Some(name)) if about.model.name != *name => Err(usage(format!(
+        (Some(about), Some(name)) if about.model.name != spec_name(name) => Err(usage(format!(
             "--model {name}: the weights are those of {}: remove the flag, or name other weights",
             about.model.name
         ))),
-        (Some(about), _) => model_of(&about.model, &given.set),
-        (None, Some(name)) => model("--model", name, &given.set),
+        (Some(about), name) if about.model.name == exported::NAME => saved_export(given, about, name.as_deref()),
+        (Some(about), _) => {
+            ExportedFlags::of(given).check_for(&about.model.name)?;
+            model_of(&about.model, &given.set)
+        }
+        (None, Some(name)) => {
+            let model = model("--model", name, &given.set, ExportedFlags::of(given))?;
+            // The trained weights replace those of an exported model.
+            Ok(Model { weights: None, ..model })
+        }
         (None, None) => Err(usage(
             "--weights: the file does not say which model it belongs to, because `distgpipe train --save` did not write it: add \
              --model NAME, and --set KEY=VALUE for each setting that is not the default",

@@ -7,7 +7,7 @@ use crate::exit::usage;
 use crate::report::{note, units};
 use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
-use distgpipe::comm::probe::{self, LinkMeasurement};
+use distgpipe::comm::probe::LinkMeasurement;
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::Workers;
 use distgpipe_core::codec::CodecSpec;
@@ -59,13 +59,12 @@ pub(super) fn choose_codec(flags: &mut TrainFlags, workers: &Workers) -> anyhow:
         return Ok(());
     }
     let (codec, reason) = match workers {
-        Workers::Remote { addresses, token } => {
+        Workers::Remote { .. } | Workers::Servers { .. } => {
             let limit = timeouts(flags)?.connect();
-            let mut slowest: Option<(&str, LinkMeasurement)> = None;
-            for address in addresses {
-                let link = probe::measure(address, *token, limit)
-                    .with_context(|| format!("measuring the link to {address} for --codec auto"))?;
-                if slowest.is_none_or(|(_, other)| link.slower_per_s() < other.slower_per_s()) {
+            let mut slowest: Option<(String, LinkMeasurement)> = None;
+            for (address, link) in workers.measure_links(limit).context("measuring the links for --codec auto")? {
+                let link = link.with_context(|| format!("measuring the link to {address} for --codec auto"))?;
+                if slowest.as_ref().is_none_or(|(_, other)| link.slower_per_s() < other.slower_per_s()) {
                     slowest = Some((address, link));
                 }
             }
@@ -118,7 +117,11 @@ pub(super) fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {
             return Err(usage(format!("{flag} {seconds}: expected seconds above 0")));
         }
     }
-    Ok(Timeouts { stall_s, silence_s, connect_s: flags.peer_timeout.unwrap_or(standard.connect_s) })
+    let reconnect_s = flags.reconnect.unwrap_or(standard.reconnect_s);
+    if !(reconnect_s.is_finite() && reconnect_s >= 0.0) {
+        return Err(usage(format!("--reconnect {reconnect_s}: expected 0 seconds or more")));
+    }
+    Ok(Timeouts { stall_s, silence_s, reconnect_s, connect_s: flags.peer_timeout.unwrap_or(standard.connect_s) })
 }
 
 #[cfg(test)]

@@ -1,16 +1,79 @@
 //! The model that flags describe.
 
+use crate::args::{LayersName, TrainFlags};
 use crate::exit::usage;
 use crate::files::read_text;
-use distgpipe::model::{zoo, ModelSpec};
+use crate::report;
+use distgpipe::model::{exported, zoo, ModelSpec};
+use distgpipe::train::weights;
 use distgpipe::Model;
+use distgpipe_core::pt2::Boundaries;
 use std::path::Path;
 
 /// The largest Hugging Face config.json that is read; one with a million labels is smaller.
 const MODEL_CONFIG_BYTES_MAX: u64 = 32 << 20;
 
-/// Builds the model `name`, with settings of the form `key=value`. Errors about the name start with `flag`.
-pub fn model(flag: &str, name: &str, set: &[String]) -> anyhow::Result<Model> {
+/// What the name of an exported model ends in.
+const EXPORTED: &str = ".pt2";
+
+/// The name that the model of `--model` has in its spec: files have that of exported models.
+pub fn spec_name(name: &str) -> &str {
+    if name.ends_with(EXPORTED) {
+        exported::NAME
+    } else {
+        name
+    }
+}
+
+/// The flags of exported models.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExportedFlags {
+    pub layers: Option<LayersName>,
+    pub untie: Option<bool>,
+}
+
+impl ExportedFlags {
+    pub fn of(flags: &TrainFlags) -> Self {
+        ExportedFlags { layers: flags.layers, untie: flags.untie }
+    }
+
+    /// How these flags divide a model.
+    pub fn options(self) -> zoo::ExportedOptions {
+        let layers = match self.layers.unwrap_or_default() {
+            LayersName::Modules => Boundaries::Modules,
+            LayersName::All => Boundaries::All,
+        };
+        zoo::ExportedOptions { layers, untie: self.untie == Some(true) }
+    }
+
+    /// Checks that none is given for a model that is not exported.
+    pub fn check_for(self, name: &str) -> anyhow::Result<()> {
+        let flags = [("--layers", self.layers.is_some()), ("--untie", self.untie == Some(true))];
+        match flags.iter().find(|(_, given)| *given) {
+            Some((flag, _)) => {
+                Err(usage(format!("{flag}: it applies to exported models only, and {name} is none: remove it")))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Builds the model `name`, with settings of the form `key=value`, or opens it if it is a file. Errors about the name start
+/// with `flag`.
+pub fn model(flag: &str, name: &str, set: &[String], given: ExportedFlags) -> anyhow::Result<Model> {
+    if name.ends_with(EXPORTED) {
+        if let Some(setting) = set.first() {
+            return Err(usage(format!("--set {setting}: an exported model has no settings: change it in Python")));
+        }
+        let model = zoo::Exported::open_with(name, given.options()).map_err(|e| usage(format!("{flag} {e}")))?;
+        if !weights::is_compared(Path::new(name)).map_err(|e| usage(format!("{flag} {e}")))? {
+            report::note(&format!(
+                "warning: {name}: it was not compared with the module that it was exported from; `python3 -m distgpipe_export` does so"
+            ));
+        }
+        return Ok(model);
+    }
+    given.check_for(name)?;
     let settings = zoo::default_settings(name).map_err(|e| usage(format!("{flag}: {e}{}", depth_setting(name))))?;
     model_of(&ModelSpec { name: name.to_owned(), settings }, set)
 }
@@ -46,8 +109,7 @@ pub fn model_of(spec: &ModelSpec, set: &[String]) -> anyhow::Result<Model> {
         match settings.get_mut(key.trim()) {
             Some(slot) => *slot = value,
             None => {
-                let known: Vec<String> =
-                    settings.as_object().into_iter().flatten().map(|(key, value)| format!("{key}={value}")).collect();
+                let known: Vec<String> = listed(&settings).map(|(key, value)| format!("{key}={value}")).collect();
                 return Err(usage(format!(
                     "--set {setting}: {name} has no such setting; its settings are (with defaults) {}",
                     known.join(", ")
@@ -58,4 +120,9 @@ pub fn model_of(spec: &ModelSpec, set: &[String]) -> anyhow::Result<Model> {
     let model = zoo::build(&ModelSpec { name, settings }).map_err(|e| usage(format!("--set: {e}")))?;
     model.summary().map_err(|e| usage(format!("--set: {e}")))?;
     Ok(model)
+}
+
+/// The settings that a person would set: not the graph of an exported model.
+pub fn listed(settings: &serde_json::Value) -> impl Iterator<Item = (&String, &serde_json::Value)> {
+    settings.as_object().into_iter().flatten().filter(|(_, value)| !value.is_object())
 }

@@ -6,6 +6,9 @@ use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{Capture, TestMetric, TrainOptions};
 use distgpipe::{Loss, Optim, ParameterGroup};
 
+/// The default of `--restarts` in a run with checkpoints.
+const RESTARTS: u64 = 3;
+
 /// The options of the trainer, for a pipeline with this number of workers in each replica.
 pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<TrainOptions> {
     let epochs = flags.epochs.filter(|&epochs| epochs > 0);
@@ -17,6 +20,8 @@ pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<Trai
         capture: capture(flags, workers)?,
         best: best(flags)?,
         patience: flags.patience,
+        // A run without checkpoints would have to collect its state after each epoch.
+        restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() { RESTARTS } else { 0 }),
         ..TrainOptions::default()
     })
 }

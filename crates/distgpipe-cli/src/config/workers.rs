@@ -3,10 +3,26 @@
 use crate::args::TrainFlags;
 use crate::cmd::worker::given_token;
 use crate::exit::usage;
-use distgpipe::Workers;
+use crate::server_store;
+use distgpipe::{JoinString, Workers};
 
 /// The workers that `--workers` names. `count` includes this process and all replicas.
 pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
+    if let Some(servers) = servers(flags)? {
+        return match servers.len() + 1 == count {
+            true => {
+                let (labels_leave, listen) = (flags.labels_leave == Some(true), flags.listen.clone());
+                Ok(Workers::Servers { servers, labels_leave, listen })
+            }
+            false => Err(usage(format!(
+                "--server: expected {} server{} for {count} workers, because the first is this process; got {}: see --place and \
+                 --replicas",
+                count.saturating_sub(1),
+                if count == 2 { "" } else { "s" },
+                servers.len()
+            ))),
+        };
+    }
     let addresses: Vec<String> = match flags.workers.as_deref().unwrap_or("threads") {
         "threads" => return Ok(Workers::Threads),
         "processes" => return Ok(Workers::processes()),
@@ -48,4 +64,29 @@ pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Worker
         usage("--workers: remote workers need their token: give it with --token-file FILE or the variable DISTGPIPE_TOKEN")
     })?;
     Ok(Workers::Remote { addresses, token })
+}
+
+/// The servers that `--server`, `--server-file` or the environment name.
+fn servers(flags: &TrainFlags) -> anyhow::Result<Option<Vec<JoinString>>> {
+    let servers = match (&flags.server_file, flags.server.is_empty()) {
+        (Some(_), false) => return Err(usage("--server and --server-file: use one of them")),
+        (Some(path), true) => server_store::in_file(path)?,
+        (None, false) => flags.server.iter().map(|name| server_store::read(name)).collect::<anyhow::Result<_>>()?,
+        (None, true) if flags.workers.as_deref().unwrap_or("threads") == "threads" => {
+            match server_store::in_environment()? {
+                Some(servers) => servers,
+                None => return Ok(None),
+            }
+        }
+        (None, true) => return Ok(None),
+    };
+    if flags.workers.as_deref().is_some_and(|workers| workers != "threads") {
+        return Err(usage("--server and --workers: use one of them"));
+    }
+    let same = |a: &JoinString, b: &JoinString| a.key == b.key && a.addresses == b.addresses;
+    let twice = servers.iter().enumerate().any(|(i, server)| servers[..i].iter().any(|other| same(server, other)));
+    match twice {
+        true => Err(usage("--server: a server is named twice, and it runs one worker of a run: name another")),
+        false => Ok(Some(servers)),
+    }
 }

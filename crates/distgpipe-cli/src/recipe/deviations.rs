@@ -7,7 +7,7 @@ use crate::compute::cores;
 use crate::report::units::plural;
 
 /// Flags that do not change the experiment, and flags with a sentence of their own.
-const UNREPORTED_FLAGS: [&str; 24] = [
+const UNREPORTED_FLAGS: [&str; 30] = [
     "weights",
     "init-missing",
     "data-dir",
@@ -16,8 +16,14 @@ const UNREPORTED_FLAGS: [&str; 24] = [
     "limit-test",
     "loader-threads",
     "token-file",
+    "server",
+    "server-file",
+    "listen",
+    "labels-leave",
     "timeout",
     "peer-timeout",
+    "reconnect",
+    "restarts",
     "capture",
     "capture-step",
     "device",

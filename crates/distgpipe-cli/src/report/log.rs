@@ -3,7 +3,7 @@
 use crate::config::RunConfig;
 use crate::report::run::RunReport;
 use anyhow::Context;
-use distgpipe::files::open_regular;
+use distgpipe::files::{create_part, open_regular};
 use distgpipe::runtime::trace::{write_jsonl, ChromeTrace, Phase, Span};
 use distgpipe::train::{EpochSummary, Event, StepDone};
 use distgpipe::StepLink;
@@ -184,6 +184,15 @@ impl Log {
         Ok(())
     }
 
+    /// Drops the lines of what is repeated.
+    fn restart(&mut self, step: u64, epoch: u64) -> std::io::Result<()> {
+        let path = self.directory.join(STEPS);
+        keep_before(&path, step, epoch)?;
+        self.steps = BufWriter::new(File::options().append(true).open(&path)?);
+        self.last_step = step;
+        Ok(())
+    }
+
     fn test(&mut self, epoch: &EpochSummary) -> std::io::Result<()> {
         let Some(test_loss) = epoch.test_loss else { return Ok(()) };
         self.line(&Line::Test(TestLine {
@@ -202,6 +211,7 @@ impl Log {
         match event {
             Event::StepDone(done) => self.step(done),
             Event::EpochDone(epoch) => self.test(epoch),
+            Event::Restarted { step, epoch } => self.restart(*step, *epoch),
             _ => Ok(()),
         }
         .map_err(|e| std::io::Error::new(e.kind(), format!("--log {}: {e}", self.directory.display())))
@@ -221,8 +231,8 @@ fn keep_before(path: &Path, steps_done: u64, epochs_done: u64) -> std::io::Resul
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         opened => BufReader::new(opened?),
     };
-    let part = path.with_extension("jsonl.part");
-    let mut kept = BufWriter::new(File::create(&part)?);
+    let (part, file) = create_part(path)?;
+    let mut kept = BufWriter::new(file);
     // A kill may have truncated the last line, even inside a UTF-8 sequence.
     for line in old.split(b'\n') {
         let line = line?;

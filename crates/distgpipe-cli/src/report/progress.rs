@@ -13,7 +13,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
 
-/// How long a run is.
+/// How long a run is, and how its tests are reported.
 #[derive(Clone, Copy, Debug)]
 pub struct RunLength {
     /// Training steps, including those before a resume.
@@ -22,6 +22,8 @@ pub struct RunLength {
     pub epochs: u64,
     /// Batches of each test.
     pub test_batches: usize,
+    /// Whether the loss is that of the next token, so that tests also have a perplexity.
+    pub next_token: bool,
 }
 
 /// Prints progress and warnings.
@@ -115,6 +117,29 @@ impl Progress {
             Event::Saved { step, path } if self.bar.is_none() => {
                 note(&format!("saved step {step}: {}", path.display()))
             }
+            Event::WorkerLost { failure, restart, restarts, step } => note(&format!(
+                "warning: {failure}; starting the workers again and going back to step {step} (restart {restart} of {restarts})"
+            )),
+            Event::Rejoining { failure, seconds, limit_s } => note(&format!(
+                "waiting for the workers, {seconds:.0} s; the run fails after {limit_s:.0} s (--reconnect): {failure}"
+            )),
+            Event::Restarted { step, .. } => {
+                note(&format!("all workers are there; going on after step {step}"));
+                if let Some(bar) = &self.bar {
+                    bar.set_position(*step);
+                }
+            }
+            Event::StateKept { bytes } => note(&format!(
+                "until there is a checkpoint, the state to restart from is kept in memory ({})",
+                units::bytes(*bytes as f64)
+            )),
+            Event::StateNotKept { fault } => note(&format!(
+                "warning: until there is a checkpoint, the loss of a worker ends the run (--restarts): {fault}"
+            )),
+            Event::SaveFailed { error, failures, failures_max, again_at, .. } => note(&format!(
+                "warning: the checkpoint could not be written ({failures} of at most {failures_max} failures in a row), so the \
+                 older one stays, and the next attempt is after step {again_at}: {error}"
+            )),
             Event::WeightsExploding { step, largest } => note(&format!(
                 "warning: a weight has reached {largest:.1e} after step {}: the run diverges; lower --lr, or clip gradients with \
                  --clip-norm",
@@ -122,7 +147,7 @@ impl Progress {
             )),
             Event::EpochDone(epoch) => {
                 self.tested = 0;
-                note(&line(epoch, self.run.epochs));
+                note(&line(epoch, self.run));
             }
             _ => {}
         }
@@ -145,16 +170,19 @@ pub fn bar(total: u64, things: &str) -> ProgressBar {
     bar
 }
 
-fn line(epoch: &EpochSummary, epochs: u64) -> String {
+fn line(epoch: &EpochSummary, run: RunLength) -> String {
+    let epochs = run.epochs;
     let accuracy = epoch.train_accuracy.map(|a| format!(", accuracy {}", units::percent(a))).unwrap_or_default();
     let test = epoch.test_loss.map(|loss| format!("; test loss {loss:.4}")).unwrap_or_default();
+    let perplexity = epoch.test_loss.filter(|_| run.next_token).map(|loss| units::significant(loss.exp()));
+    let perplexity = perplexity.map(|perplexity| format!(", perplexity {perplexity}")).unwrap_or_default();
     let tested = epoch.test_accuracy.map(|a| format!(", accuracy {}", units::percent(a))).unwrap_or_default();
     let scored = match two_class_scores(epoch) {
         Some((f1, matthews)) => format!(", F1 {f1:.3}, Matthews {matthews:.3}"),
         None => String::new(),
     };
     format!(
-        "epoch {}/{epochs}: loss {:.4}{accuracy}{test}{tested}{scored}; {} samples/s",
+        "epoch {}/{epochs}: loss {:.4}{accuracy}{test}{perplexity}{tested}{scored}; {} samples/s",
         epoch.epoch + 1,
         epoch.train_loss,
         units::rate(epoch.samples_per_s)

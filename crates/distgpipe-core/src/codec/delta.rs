@@ -241,6 +241,10 @@ impl Codec for Delta {
         true
     }
 
+    fn kept_bytes_max(&self) -> u64 {
+        self.sent.rows.bytes_max() as u64
+    }
+
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {
         self.inner.set_executor(executor);
     }

@@ -32,6 +32,11 @@ impl<K: Copy + Eq + Hash, V> LruCache<K, V> {
         LruCache { bytes_max, bytes: 0, clock: 0, entries: HashMap::new(), oldest_first: BTreeMap::new() }
     }
 
+    /// The most bytes that its entries have together.
+    pub fn bytes_max(&self) -> usize {
+        self.bytes_max
+    }
+
     /// The value of a key. This does not count as a use.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.entries.get(key).map(|entry| &entry.value)

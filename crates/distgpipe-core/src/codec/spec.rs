@@ -29,6 +29,11 @@ impl CodecSpec {
         self.codec(Arc::new(SerialExecutor)).wants_samples()
     }
 
+    /// How many bytes each end of a link keeps of earlier tensors at most, where the text says so.
+    pub fn kept_bytes_max(&self) -> u64 {
+        self.codec(Arc::new(SerialExecutor)).kept_bytes_max()
+    }
+
     /// The text that [`parse`] reads.
     pub fn as_str(&self) -> &str {
         &self.0
@@ -81,5 +86,7 @@ mod tests {
         let refused = serde_json::from_str::<CodecSpec>("\"sort:6\"").unwrap_err();
         assert!(refused.to_string().contains("such as sort:6+2"), "{refused}");
         assert!(CodecSpec::default().is_raw());
+        let kept = |text: &str| text.parse::<CodecSpec>().unwrap().kept_bytes_max();
+        assert_eq!((kept("zstd(delta:3(tile:4))"), kept("tile:4")), (3 << 20, 0));
     }
 }

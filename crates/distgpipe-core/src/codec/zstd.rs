@@ -293,6 +293,10 @@ impl Codec for Zstd {
         self.inner.floats.wants_samples()
     }
 
+    fn kept_bytes_max(&self) -> u64 {
+        self.inner.floats.kept_bytes_max()
+    }
+
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {
         self.inner.floats.set_executor(executor.clone());
         self.runner.set_executor(executor);

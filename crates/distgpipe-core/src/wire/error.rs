@@ -128,7 +128,10 @@ fn remedy(limit: &str) -> &'static str {
         "tensors_per_message_max" => "cut the model where fewer tensors cross",
         "state_tensors_max" => "use more partitions",
         "handshake_bytes_max" => "check that the peer is distgpipe",
-        "job_bytes_max" => "use fewer micro-batches or partitions, so that the plan becomes smaller",
+        "job_bytes_max" => {
+            "use fewer micro-batches or partitions, so that the plan becomes smaller; the graph of an exported model counts too: \
+             keep its large constants in persistent buffers"
+        }
         _ => "use fewer micro-batches, or record no trace",
     }
 }

@@ -18,9 +18,13 @@
 //!     35      1  rank
 //!     36      4  zero
 //!     40     64  dimensions        8 of 8 bytes, zero beyond the rank
-//!    104      8  body bytes
-//!    112      8  checksum
+//!    104      8  sequence          the number of the frame on its link, from 1; 0 for a frame that is never sent again
+//!    112      8  acknowledged      every frame with this sequence number or a lower one has arrived at the sender of this one
+//!    120      8  body bytes
+//!    128      8  checksum
 //! ```
+//!
+//! [`durable`](super::durable) defines what the two ends do with the sequence numbers.
 //!
 //! The header has a fixed size, so a receiver can read it without further knowledge and learns from it what to read
 //! next. Every header has exactly one encoding: reserved bytes are zero, and the receiver checks that. So the checksum
@@ -38,13 +42,14 @@ pub const MAGIC: [u8; 4] = *b"\x89DGP";
 /// reports. Both ends must have the same version. Increase it with every change to any of these.
 ///
 /// 2: jobs name frozen parameters and groups of parameters; reports time what links deliver.
-/// 3: probes measure a link.
+/// 3: probes measure a link; frames have a sequence number and an acknowledgement, and a peer that connects again says which
+/// frame it expects.
 pub const VERSION: u16 = 3;
 
 /// The size of an encoded header in bytes.
-pub const HEADER_BYTES: usize = 120;
+pub const HEADER_BYTES: usize = 136;
 
-const CHECKSUM_AT: usize = 112;
+const CHECKSUM_AT: usize = 128;
 
 numbered! {
     /// What a frame is for.
@@ -118,6 +123,10 @@ pub struct Header {
     /// The tensor that the body decodes to. `None` if the body is not a tensor, or if this tensor of the message is
     /// absent.
     pub tensor: Option<TensorMeta>,
+    /// The number of the frame on its link, from 1; 0 for a frame that is never sent again, such as a heartbeat.
+    pub sequence: u64,
+    /// The sender of this frame has received the frames of the other direction up to this sequence number.
+    pub acknowledged: u64,
     /// The length of the body in bytes. Set by [`Header::seal`].
     pub body_bytes: u64,
     /// The checksum of header and body. Set by [`Header::seal`].
@@ -137,6 +146,8 @@ impl Header {
             slot: 0,
             slots: 1,
             tensor: None,
+            sequence: 0,
+            acknowledged: 0,
             body_bytes: 0,
             checksum: 0,
         }
@@ -185,6 +196,8 @@ impl Header {
         for dim in dims {
             to.put(dim.to_le_bytes());
         }
+        to.put(self.sequence.to_le_bytes());
+        to.put(self.acknowledged.to_le_bytes());
         to.put(self.body_bytes.to_le_bytes());
         to.put(self.checksum.to_le_bytes());
         debug_assert!(to.0.is_empty(), "the fields fill the header");
@@ -215,6 +228,8 @@ impl Header {
             slot: from.u16(),
             slots: from.u16(),
             tensor: read_tensor(&mut from)?,
+            sequence: from.u64(),
+            acknowledged: from.u64(),
             body_bytes: from.u64(),
             checksum: from.u64(),
         };

@@ -4,6 +4,9 @@
 //! the frame's header is checked before that, so a peer of another release gets a version error rather than a parse
 //! error.
 //!
+//! A peer that connects again, because its connection broke, says so in its [`Hello`]: `epoch` is above 0, and `next` is the
+//! first frame that it has not received. The [`Welcome`] says the same of the answering end, and both resume there.
+//!
 //! The token is sent in the clear. It keeps out strangers and stray processes of other runs, but gives no protection
 //! against a peer that can listen on the network.
 
@@ -38,6 +41,11 @@ pub struct Hello {
     pub token: [u8; 32],
     /// The role of the peer.
     pub role: Role,
+    /// The number of this attempt to connect: 0 for the first connection of a link, and one more for each attempt after it.
+    /// A higher epoch replaces the connection of a lower one.
+    pub epoch: u64,
+    /// The sequence number of the first frame that the peer has not received.
+    pub next: u64,
     /// The peer's software version, for messages; truncated to [`BUILD_BYTES_MAX`] bytes when sent.
     pub build: String,
 }
@@ -61,7 +69,7 @@ pub enum HandshakeError {
 
 impl Hello {
     /// The largest length of an encoded `Hello` in bytes.
-    pub const BYTES_MAX: usize = 16 + 32 + 1 + 4 + 2 + BUILD_BYTES_MAX;
+    pub const BYTES_MAX: usize = 16 + 32 + 1 + 4 + 8 + 8 + 2 + BUILD_BYTES_MAX;
 
     /// Encodes the message as the body of a frame.
     pub fn encode(&self) -> Vec<u8> {
@@ -75,6 +83,8 @@ impl Hello {
         out.extend_from_slice(&self.token);
         out.push(role);
         out.extend_from_slice(&u32::to_le_bytes(worker));
+        out.extend_from_slice(&self.epoch.to_le_bytes());
+        out.extend_from_slice(&self.next.to_le_bytes());
         put_text(&mut out, &self.build, BUILD_BYTES_MAX);
         out
     }
@@ -93,9 +103,11 @@ impl Hello {
             (0 | 2, got) => return Err(MessageError::NotZero { message: "Hello", field: "role", got }),
             (got, _) => return Err(MessageError::Unknown { message: "Hello", field: "role", expected_max: 2, got }),
         };
+        let epoch = u64::from_le_bytes(fields.array("epoch")?);
+        let next = u64::from_le_bytes(fields.array("next")?);
         let build = fields.text("build", BUILD_BYTES_MAX)?;
         fields.end()?;
-        Ok(Self { run, token, role, build })
+        Ok(Self { run, token, role, epoch, next, build })
     }
 
     /// Checks whether to accept this peer. The token is compared first and in constant time, so a stranger learns
@@ -118,6 +130,8 @@ impl fmt::Debug for Hello {
             .field("run", &format_args!("{}", Hex(&self.run)))
             .field("token", &format_args!("(secret)"))
             .field("role", &self.role)
+            .field("epoch", &self.epoch)
+            .field("next", &self.next)
             .field("build", &self.build)
             .finish()
     }
@@ -128,19 +142,22 @@ impl fmt::Debug for Hello {
 pub struct Welcome {
     /// The number of the answering worker; `None` if it is the driver, or a worker that has no job yet.
     pub worker: Option<WorkerId>,
+    /// The sequence number of the first frame that the answering end has not received.
+    pub next: u64,
     /// The software version of the answering peer, as in [`Hello`].
     pub build: String,
 }
 
 impl Welcome {
     /// The largest length of an encoded `Welcome` in bytes.
-    pub const BYTES_MAX: usize = 1 + 4 + 2 + BUILD_BYTES_MAX;
+    pub const BYTES_MAX: usize = 1 + 4 + 8 + 2 + BUILD_BYTES_MAX;
 
     /// Encodes the message as the body of a frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(Self::BYTES_MAX);
         out.push(u8::from(self.worker.is_some()));
         out.extend_from_slice(&self.worker.map_or(0, |worker| worker.0).to_le_bytes());
+        out.extend_from_slice(&self.next.to_le_bytes());
         put_text(&mut out, &self.build, BUILD_BYTES_MAX);
         out
     }
@@ -149,9 +166,10 @@ impl Welcome {
     pub fn decode(body: &[u8]) -> Result<Self, MessageError> {
         let mut fields = Fields::new("Welcome", body);
         let worker = fields.optional_worker("worker")?;
+        let next = u64::from_le_bytes(fields.array("next")?);
         let build = fields.text("build", BUILD_BYTES_MAX)?;
         fields.end()?;
-        Ok(Self { worker, build })
+        Ok(Self { worker, next, build })
     }
 }
 
@@ -204,7 +222,9 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        Hello { run: [0xab; 16], token: [0x5e; 32], role: Role::Worker(WorkerId(3)), build: "distgpipe 0.1.0".into() }
+        let (epoch, next) = (0, 1);
+        let role = Role::Worker(WorkerId(3));
+        Hello { run: [0xab; 16], token: [0x5e; 32], role, epoch, next, build: "distgpipe 0.1.0".into() }
     }
 
     #[test]

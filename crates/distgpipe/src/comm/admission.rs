@@ -45,10 +45,15 @@ impl Delivery {
         }
     }
 
-    /// Puts a message into the mailbox it is for. Fails if this peer may not send it, or has sent it before.
+    /// Puts a message into the mailbox it is for, and never waits: the reader must hear heartbeats. Fails if this peer may not send it, or has sent it before.
     pub fn deliver(&self, message: Message) -> Result<(), Fault> {
         let Tag { kind, micro_batch, from, to, .. } = message.tag;
-        self.mailbox_of(kind, micro_batch, from, to)?.put(message)
+        self.mailbox_of(kind, micro_batch, from, to)?.put_at_once(message)
+    }
+
+    /// Whether every mailbox has room for another message. The peer's messages are acknowledged only then.
+    pub fn has_room(&self) -> bool {
+        self.workers.values().chain(&self.driver).all(|mailbox| mailbox.has_room())
     }
 
     /// The mailbox that a message with this tag is for, if the plan has this peer send it.

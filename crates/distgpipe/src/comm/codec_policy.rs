@@ -105,6 +105,17 @@ impl CodecPolicy {
         links.chain([&self.forward, &self.backward]).any(CodecSpec::wants_samples)
     }
 
+    /// How many bytes the codecs of a worker's links keep of earlier tensors at most, where their texts say so.
+    pub fn kept_bytes_max(&self, plan: &Plan, worker: WorkerId) -> u64 {
+        let ends_here = |partition| plan.placement().worker_of(partition) == worker;
+        let links = crossings(plan).into_iter().filter(|&(a, b)| ends_here(a) || ends_here(b));
+        let kept = links.flat_map(|(a, b)| {
+            let forward = self.codec(plan, Pass::Forward, a, b).kept_bytes_max();
+            [forward, self.codec(plan, Pass::Backward, b, a).kept_bytes_max()]
+        });
+        kept.fold(0, u64::saturating_add)
+    }
+
     /// Checks that every link in [`CodecPolicy::links`] is a link of the plan.
     pub fn check(&self, plan: &Plan) -> Result<(), CodecPolicyError> {
         let links = crossings(plan);

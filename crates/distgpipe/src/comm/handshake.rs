@@ -5,17 +5,23 @@
 //! listening end                                    ◄── Welcome, or Refuse with the reason
 //! ```
 //!
-//! Until the hello has shown the token, nothing else is read from the peer, and the whole hello must arrive in time.
+//! Until the hello has shown the token, nothing else is read from the peer, and the whole hello must arrive in time: the
+//! [`acceptor`](crate::comm::acceptor) reads it.
 
-use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::Decoder;
-use crate::comm::transport::tcp::{limits, read_frame, write_frame, Deadline, Frame};
+use crate::comm::server_identity::PublicKey;
+use crate::comm::transport::byte_stream::ByteStream;
+use crate::comm::transport::tcp::{limits, read_frame, write_frame, Deadline, Frame, Resume};
+use crate::comm::transport::tls::{self, Expected};
+use crate::engine;
 use crate::failure::{printable, Fault};
-use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome, WireError};
+use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
 use std::fmt;
-use std::io::{ErrorKind, Read};
-use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::io::Read;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 /// The secret that the driver and its workers share; 32 random bytes, written as 64 hexadecimal digits.
@@ -49,16 +55,20 @@ pub struct TokenError;
 impl FromStr for Token {
     type Err = TokenError;
     fn from_str(text: &str) -> Result<Self, TokenError> {
-        let text = text.trim();
-        if text.len() != 64 || !text.is_ascii() {
-            return Err(TokenError);
-        }
-        let mut token = [0; 32];
-        for (i, byte) in token.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).map_err(|_| TokenError)?;
-        }
-        Ok(Token(token))
+        bytes_of_hex(text.trim()).map(Token).ok_or(TokenError)
     }
+}
+
+/// The bytes that exactly `2 N` hexadecimal digits stand for.
+pub(crate) fn bytes_of_hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    if text.len() != 2 * N || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut bytes = [0; N];
+    for (i, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
+    }
+    Some(bytes)
 }
 
 /// `N` bytes from the operating system's random source.
@@ -82,12 +92,12 @@ pub struct Credentials {
 }
 
 /// Sends one frame without a tensor, outside of a [`Connection`](crate::comm::transport::tcp::Connection).
-pub fn send_text(stream: &mut TcpStream, kind: Kind, body: &[u8], limit: Duration) -> Result<(), Fault> {
+pub fn send_text(stream: &mut ByteStream, kind: Kind, body: &[u8], limit: Duration) -> Result<(), Fault> {
     send_frame(stream, Header::new(kind), body, limit)
 }
 
 /// Sends one frame without a tensor, whose header it seals.
-pub fn send_frame(stream: &mut TcpStream, mut header: Header, body: &[u8], limit: Duration) -> Result<(), Fault> {
+pub fn send_frame(stream: &mut ByteStream, mut header: Header, body: &[u8], limit: Duration) -> Result<(), Fault> {
     let abort = AbortFlag::default();
     header.seal(body);
     header.check(&limits())?;
@@ -99,7 +109,7 @@ pub fn send_frame(stream: &mut TcpStream, mut header: Header, body: &[u8], limit
 
 /// Reads one frame of one of these kinds. `limit` bounds the whole read, progress or not, because the peer may not have
 /// shown the token yet.
-pub fn receive(stream: &mut TcpStream, kinds: &[Kind], limit: Duration) -> Result<Frame, Fault> {
+pub fn receive(stream: &mut ByteStream, kinds: &[Kind], limit: Duration) -> Result<Frame, Fault> {
     let abort = AbortFlag::default();
     let deadline = Deadline::new(&abort, limit).with_total(limit);
     read_frame(stream, &limits(), &deadline, &mut Decoder::raw(), |header| match kinds.contains(&header.kind) {
@@ -111,45 +121,144 @@ pub fn receive(stream: &mut TcpStream, kinds: &[Kind], limit: Duration) -> Resul
     })
 }
 
-/// Makes a socket blocking, with the short time-outs that all reads and writes of this crate expect.
-pub fn prepare(stream: &TcpStream) -> Result<(), Fault> {
-    let set = stream
-        .set_nonblocking(false)
-        .and_then(|()| stream.set_read_timeout(Some(POLL)))
-        .and_then(|()| stream.set_write_timeout(Some(POLL)))
-        .and_then(|()| stream.set_nodelay(true));
-    set.map_err(|e| Fault::io("setting up a socket", e))
+/// Connects to a worker and [introduces](introduce) this end.
+pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duration) -> Result<ByteStream, Fault> {
+    dial_again(address, role, credentials, Resume::first(limit)).map(|(stream, _)| stream)
 }
 
-/// Connects to a worker and [introduces](introduce) this end.
-pub fn dial(address: &str, role: Role, credentials: &Credentials, limit: Duration) -> Result<TcpStream, Fault> {
+/// Connects to a worker whose connection broke. Returns the first frame that the worker has not received too.
+pub fn dial_again(
+    address: &str,
+    role: Role,
+    credentials: &Credentials,
+    resume: Resume,
+) -> Result<(ByteStream, u64), Fault> {
+    introduce(connect(address, Instant::now() + resume.limit)?.into(), role, credentials, resume)
+}
+
+/// Connects to a server at the first of its addresses that answers, and has both ends prove who they are.
+pub fn dial_server(addresses: &[String], expected: &Expected<'_>, limit: Duration) -> Result<ByteStream, Fault> {
+    let deadline = Instant::now() + limit;
+    let mut failed = Fault::invalid_job("a join string", "it has no address");
+    for address in addresses {
+        let socket = match connect(address, deadline) {
+            Ok(socket) => socket,
+            Err(fault) => {
+                failed = fault;
+                continue;
+            }
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        return tls::connect(socket, expected, left).map(ByteStream::from);
+    }
+    Err(failed)
+}
+
+/// The first word of the address of a server in a job.
+const SERVER_SCHEME: &str = "tls:";
+
+/// The address of a server as a job names it to the run's other workers: `tls:KEY@ADDRESS,…`.
+pub fn server_address(key: &PublicKey, addresses: &[String]) -> String {
+    format!("{SERVER_SCHEME}{key}@{}", addresses.join(","))
+}
+
+/// The key and the addresses in what [`server_address`] made.
+pub fn parse_server_address(text: &str) -> Option<(PublicKey, Vec<String>)> {
+    let (key, addresses) = text.strip_prefix(SERVER_SCHEME)?.split_once('@')?;
+    Some((key.parse().ok()?, addresses.split(',').map(str::to_owned).collect()))
+}
+
+/// Has the gateway of this process's job connect it to a server of the run, because the keys for that are the gateway's, and
+/// [introduces](introduce) this end to that server.
+pub fn dial_through(
+    gateway: &str,
+    address: &str,
+    role: Role,
+    credentials: &Credentials,
+    resume: Resume,
+) -> Result<(ByteStream, u64), Fault> {
+    let limit = resume.limit;
+    let mut stream = ByteStream::from(connect(gateway, Instant::now() + limit)?);
+    stream.set_up()?;
+    send_text(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), limit)?;
+    send_text(&mut stream, Kind::Command, address.as_bytes(), limit)?;
+    welcomed(stream, limit)
+}
+
+/// Opens a plain connection to an address.
+pub fn connect_to(address: &str, limit: Duration) -> Result<(TcpStream, SocketAddr), Fault> {
+    let socket = connect(address, Instant::now() + limit)?;
+    let to = socket.peer_addr().map_err(|e| Fault::io(format!("connecting to {address}"), e))?;
+    Ok((socket, to))
+}
+
+/// Connects to an address, and to the next one that its name resolves to if that fails. The deadline is that of all of them
+/// together.
+fn connect(address: &str, deadline: Instant) -> Result<TcpStream, Fault> {
     let doing = || format!("connecting to {address}");
     let mut failed = Fault::invalid_job("a worker's address", format!("`{address}` resolves to no address"));
-    let mut connected = None;
     // A host name may resolve to several addresses, of which the worker listens on some.
-    for resolved in address.to_socket_addrs().map_err(|e| Fault::io(doing(), e))? {
-        match TcpStream::connect_timeout(&resolved, limit) {
-            Ok(stream) => {
-                connected = Some(stream);
-                break;
-            }
+    for resolved in resolve(address, deadline)? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            break;
+        }
+        match TcpStream::connect_timeout(&resolved, left) {
+            Ok(stream) => return Ok(stream),
             Err(e) => failed = Fault::io(doing(), e),
         }
     }
-    introduce(connected.ok_or(failed)?, role, credentials, limit)
+    Err(failed)
 }
+
+/// The addresses that a name stands for. The system's resolver has no time-out of ours, so it gets a thread, which is left
+/// alone if it takes too long.
+fn resolve(address: &str, deadline: Instant) -> Result<Vec<SocketAddr>, Fault> {
+    if let Ok(known) = address.parse() {
+        return Ok(vec![known]);
+    }
+    let doing = format!("looking up {address}");
+    let (sender, found) = mpsc::sync_channel(1);
+    let name = address.to_owned();
+    engine::spawn("name resolution", move || {
+        let _ = sender.send(name.to_socket_addrs().map(|all| all.take(ADDRESSES_MAX).collect()));
+    })?;
+    let left = deadline.saturating_duration_since(Instant::now());
+    match found.recv_timeout(left) {
+        Ok(resolved) => resolved.map_err(|e| Fault::io(doing, e)),
+        Err(_) => Err(Fault::TimedOut { what: doing, limit_s: left.as_secs_f64() }),
+    }
+}
+
+/// The most addresses of one name that are tried.
+const ADDRESSES_MAX: usize = 16;
 
 /// Shows the credentials to a worker. Fails with [`Fault::Busy`] if the worker is in another run, and with
 /// [`Fault::Refused`] if it does not accept them.
 pub fn introduce(
-    mut stream: TcpStream,
+    mut stream: ByteStream,
     role: Role,
     credentials: &Credentials,
-    limit: Duration,
-) -> Result<TcpStream, Fault> {
-    prepare(&stream)?;
-    let hello = Hello { run: credentials.run, token: credentials.token.0, role, build: BUILD.to_owned() };
-    send_text(&mut stream, Kind::Hello, &hello.encode(), limit)?;
+    resume: Resume,
+) -> Result<(ByteStream, u64), Fault> {
+    stream.set_up()?;
+    send_text(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), resume.limit)?;
+    welcomed(stream, resume.limit)
+}
+
+fn hello(role: Role, credentials: &Credentials, resume: &Resume) -> Hello {
+    Hello {
+        run: credentials.run,
+        token: credentials.token.0,
+        role,
+        epoch: resume.epoch,
+        next: resume.next,
+        build: BUILD.to_owned(),
+    }
+}
+
+/// Waits for the answer to a hello. Returns the first frame that the peer has not received too.
+fn welcomed(mut stream: ByteStream, limit: Duration) -> Result<(ByteStream, u64), Fault> {
     let answer = receive(&mut stream, &[Kind::Welcome, Kind::Refuse], limit)?;
     let malformed = |e: MessageError| Fault::malformed("the answer to the hello", e);
     match answer.header.kind {
@@ -157,7 +266,7 @@ pub fn introduce(
             let reason = printable(&Refuse::decode(&answer.body).map_err(malformed)?.reason);
             Err(refusal(reason))
         }
-        _ => Welcome::decode(&answer.body).map(|_| stream).map_err(malformed),
+        _ => Welcome::decode(&answer.body).map(|welcome| (stream, welcome.next)).map_err(malformed),
     }
 }
 
@@ -171,8 +280,7 @@ pub struct Terms<'a> {
     pub token: &'a Token,
     /// The run that the peer must belong to; `None` for any.
     pub run: Option<[u8; 16]>,
-    /// The run that this end is in, such as `another run since noon`. A driver of another run is refused with this reason, and
-    /// anybody if `run` is `None`.
+    /// The run that this end is in, such as `another run since noon`. A driver of another run is refused with this reason.
     pub busy: Option<&'a str>,
 }
 
@@ -185,7 +293,6 @@ impl Terms<'_> {
                 Err(format!("{BUSY} with {busy}"))
             }
             (Err(other), _) => Err(other.to_string()),
-            (Ok(()), Some(busy)) if self.run.is_none() => Err(format!("{BUSY} with {busy}")),
             (Ok(()), _) if hello.build != BUILD => {
                 let theirs = printable(&hello.build);
                 Err(format!("this end runs distgpipe {BUILD}, the peer {theirs}: install the same version on both"))
@@ -195,86 +302,40 @@ impl Terms<'_> {
     }
 }
 
-/// Answers a peer that has connected: accepts it if it meets the terms and has the version of this end. A peer that is refused
-/// gets the reason, which is also in the [`Fault::Busy`] or [`Fault::Refused`] returned here.
-pub fn answer(stream: &mut TcpStream, terms: &Terms<'_>, limit: Duration) -> Result<Hello, Fault> {
-    prepare(stream)?;
-    let first = match receive(stream, &[Kind::Hello], limit) {
-        Err(fault @ Fault::Wire(WireError::Version { .. })) => {
-            // All that the peer understands of an answer is the version in its header, which it reports.
-            send_text(stream, Kind::Refuse, &Refuse { reason: fault.to_string() }.encode(), limit)?;
-            discard_input(stream, limit.min(DISCARD_LIMIT));
-            return Err(fault);
-        }
-        first => first?,
-    };
-    let hello = Hello::decode(&first.body).map_err(|e| Fault::malformed("a hello", e))?;
-    match terms.check(&hello) {
-        Ok(()) => {
-            let welcome = Welcome { worker: None, build: BUILD.to_owned() };
-            send_text(stream, Kind::Welcome, &welcome.encode(), limit)?;
-            Ok(hello)
-        }
-        Err(reason) => {
-            send_text(stream, Kind::Refuse, &Refuse { reason: reason.clone() }.encode(), limit)?;
-            Err(refusal(reason))
-        }
+/// Answers a peer that has introduced itself: accepts it if it meets the terms and has the version of this end. A peer that is
+/// refused gets the reason, which is also in the [`Fault::Busy`] or [`Fault::Refused`] returned here. A peer that connects
+/// again, with an epoch above 0, has no answer yet: the link that it belongs to [welcomes](welcome) it, or it is
+/// [refused](refuse).
+pub fn reply(stream: &mut ByteStream, hello: &Hello, terms: &Terms<'_>, limit: Duration) -> Result<(), Fault> {
+    match terms.check(hello) {
+        Ok(()) if hello.epoch > 0 => Ok(()),
+        Ok(()) => welcome(stream, 1, limit),
+        Err(reason) => Err(refuse(stream, reason, limit)),
     }
 }
 
-/// How long a peer of another version may take to read the answer and close.
-const DISCARD_LIMIT: Duration = Duration::from_millis(500);
+/// Accepts a peer, and says which frame this end expects next.
+pub fn welcome(stream: &mut ByteStream, next: u64, limit: Duration) -> Result<(), Fault> {
+    let welcome = Welcome { worker: None, next, build: BUILD.to_owned() };
+    send_text(stream, Kind::Welcome, &welcome.encode(), limit)
+}
 
-/// Reads until the peer closes: closing a socket with unread input discards what it has sent.
-fn discard_input(stream: &mut TcpStream, limit: Duration) {
-    let _ = stream.shutdown(Shutdown::Write);
-    let (start, mut rest) = (Instant::now(), [0; 4096]);
-    while start.elapsed() < limit {
-        match stream.read(&mut rest) {
-            Ok(0) => return,
-            Ok(_) => {}
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
-            Err(_) => return,
-        }
+/// Tells a peer why it is refused. Returns the fault for it.
+pub fn refuse(stream: &mut ByteStream, reason: String, limit: Duration) -> Fault {
+    match send_text(stream, Kind::Refuse, &Refuse { reason: reason.clone() }.encode(), limit) {
+        Ok(()) => refusal(reason),
+        Err(fault) => fault,
     }
 }
+
+/// Why a peer that connects again is refused by a worker that does not expect it.
+pub const NOT_IN_RUN: &str =
+    "this worker is not in that run any more: it was restarted, it has given the run up, or the connection was replaced";
 
 /// The fault for a refusal, at either end.
 fn refusal(reason: String) -> Fault {
     match reason.split_whitespace().next() {
         Some(BUSY) => Fault::Busy { text: reason },
         _ => Fault::Refused { reason },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use distgpipe_core::wire::{HEADER_BYTES, MAGIC, VERSION};
-    use std::io::Write;
-    use std::net::TcpListener;
-
-    /// A peer of another release once lost the connection without a word.
-    #[test]
-    fn a_peer_of_another_wire_version_learns_this_one() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let body = vec![0xff; 4000];
-        let mut header = Header::new(Kind::Hello);
-        header.seal(&body);
-        let mut hello = header.encode().to_vec();
-        hello[4..6].copy_from_slice(&(VERSION + 1).to_le_bytes());
-        hello.extend(body);
-        peer.write_all(&hello).unwrap();
-        let answering = std::thread::spawn(move || {
-            let terms = Terms { token: &Token([7; 32]), run: None, busy: None };
-            answer(&mut listener.accept().unwrap().0, &terms, Duration::from_secs(60)).unwrap_err()
-        });
-        let mut head = [0; HEADER_BYTES];
-        peer.read_exact(&mut head).unwrap();
-        assert_eq!((&head[..4], &head[4..6]), (&MAGIC[..], &VERSION.to_le_bytes()[..]));
-        drop(peer);
-        let expected = WireError::Version { ours: VERSION, theirs: VERSION + 1 };
-        assert!(matches!(answering.join().unwrap(), Fault::Wire(wire) if wire == expected));
     }
 }

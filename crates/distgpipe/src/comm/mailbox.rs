@@ -1,7 +1,8 @@
 //! Messages that have arrived and wait for the plan to use them.
 //!
 //! Every worker has one mailbox, and so has the driver. Messages arrive in any order and are taken by tag, so the plan
-//! and not the network decides what a stage does next. A mailbox is bounded: `put` blocks while it is full.
+//! and not the network decides what a stage does next. A mailbox is bounded: `put` blocks while it is full. What arrives over a
+//! socket is put in at once, and acknowledged only while there is room, until the sender waits.
 
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::{Message, Tag};
@@ -32,6 +33,21 @@ impl Mailbox {
             self.abort.check()?;
             arrived = self.changed.wait_timeout(arrived, POLL).unwrap_or_else(|e| e.into_inner()).0;
         }
+        self.insert(&mut arrived, message)
+    }
+
+    /// Adds a message whether there is room or not: the sender knows from its acknowledgements when to wait. Fails as
+    /// [`put`](Self::put) does.
+    pub fn put_at_once(&self, message: Message) -> Result<(), Fault> {
+        self.insert(&mut self.lock(), message)
+    }
+
+    /// Whether [`put`](Self::put) would not wait.
+    pub fn has_room(&self) -> bool {
+        self.lock().len() < self.capacity
+    }
+
+    fn insert(&self, arrived: &mut HashMap<Tag, Message>, message: Message) -> Result<(), Fault> {
         let tag = message.tag;
         if arrived.insert(tag, message).is_some() {
             return Err(Fault::protocol("each message once", format!("{tag} twice")));

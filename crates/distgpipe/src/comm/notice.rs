@@ -13,7 +13,7 @@ pub enum Notice {
         worker: String,
         /// How long it has been silent, in seconds.
         silent_s: f64,
-        /// The run fails when the silence has lasted this long, in seconds.
+        /// The connection counts as broken when the silence has lasted this long, in seconds.
         limit_s: f64,
     },
     /// A worker has not answered yet that it joins the run.
@@ -32,6 +32,22 @@ pub enum Notice {
         /// How long it was silent, in seconds.
         silent_s: f64,
     },
+    /// The connection to a worker is broken, and this process waits for another one. Sent about every second.
+    Reconnecting {
+        /// The name of the worker.
+        worker: String,
+        /// How long the connection has been broken, in seconds.
+        seconds: f64,
+        /// The run fails when that has lasted this long, in seconds.
+        limit_s: f64,
+    },
+    /// A broken connection has been restored. Nothing was lost.
+    Reconnected {
+        /// The name of the worker.
+        worker: String,
+        /// How long the connection was broken, in seconds.
+        seconds: f64,
+    },
     /// This process did not run for a while. Other processes may have given it up meanwhile.
     Suspended {
         /// How long it did not run, in seconds.
@@ -44,8 +60,8 @@ impl fmt::Display for Notice {
         match self {
             Notice::Silent { worker, silent_s, limit_s } => write!(
                 f,
-                "nothing has arrived from {worker} for {silent_s:.1} s, not even a heartbeat; the run fails after {limit_s:.1} s \
-                 (`Timeouts::silence_s`)"
+                "nothing has arrived from {worker} for {silent_s:.1} s, not even a heartbeat; the connection counts as broken \
+                 after {limit_s:.1} s (`Timeouts::silence_s`)"
             ),
             Notice::NotJoined { worker, waited_s, limit_s } => write!(
                 f,
@@ -53,6 +69,11 @@ impl fmt::Display for Notice {
                  (`Timeouts::connect_s`)"
             ),
             Notice::Back { worker, silent_s } => write!(f, "{worker} is back after {silent_s:.1} s"),
+            Notice::Reconnecting { worker, seconds, limit_s } => write!(
+                f,
+                "reconnecting to {worker}, {seconds:.0} s; the run fails after {limit_s:.0} s (`Timeouts::reconnect_s`)"
+            ),
+            Notice::Reconnected { worker, seconds } => write!(f, "reconnected to {worker} after {seconds:.1} s"),
             Notice::Suspended { seconds } => {
                 write!(f, "this process did not run for {seconds:.1} s: it was suspended, or its machine slept or was overloaded")
             }

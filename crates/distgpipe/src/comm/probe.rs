@@ -8,10 +8,10 @@
 //! A transfer counts from its first byte to the peer's answer, less one round trip. Transfers double in size until one takes
 //! a quarter of a second, so that a slow link is measured in a second and a fast one after its congestion window has opened.
 
-use crate::comm::handshake::{self, Credentials, Token};
+use crate::comm::handshake;
+use crate::comm::transport::byte_stream::ByteStream;
 use crate::failure::Fault;
-use distgpipe_core::wire::{Header, Kind, Role};
-use std::net::TcpStream;
+use distgpipe_core::wire::{Header, Kind};
 use std::time::{Duration, Instant};
 
 /// The largest number of bytes in one transfer.
@@ -47,11 +47,9 @@ impl LinkMeasurement {
     }
 }
 
-/// Measures the link to the worker at `address`. `limit` bounds the connection and each transfer. Fails with [`Fault::Busy`] if
-/// the worker is in a run.
-pub fn measure(address: &str, token: Token, limit: Duration) -> Result<LinkMeasurement, Fault> {
-    let credentials = Credentials { run: handshake::random()?, token };
-    let mut stream = handshake::dial(address, Role::Probe, &credentials, limit)?;
+/// Measures the link to a peer that has welcomed this end as [`Role::Probe`](distgpipe_core::wire::Role::Probe). `limit` bounds
+/// each transfer.
+pub fn measure(mut stream: ByteStream, limit: Duration) -> Result<LinkMeasurement, Fault> {
     let filler = filler();
     let mut exchange = |sent: usize, answered: usize| {
         let start = Instant::now();
@@ -88,7 +86,7 @@ fn rate(round_trip: Duration, mut transfer: impl FnMut(usize) -> Result<Duration
 }
 
 /// Answers the probes of a peer whose handshake is done, until it says goodbye, or for [`ANSWER_LIMIT`].
-pub(crate) fn answer(stream: &mut TcpStream) -> Result<(), Fault> {
+pub(crate) fn answer(stream: &mut ByteStream) -> Result<(), Fault> {
     let start = Instant::now();
     let filler = filler();
     loop {
@@ -109,7 +107,7 @@ pub(crate) fn answer(stream: &mut TcpStream) -> Result<(), Fault> {
 }
 
 /// Sends a probe that asks for `answered` bytes.
-fn send(stream: &mut TcpStream, body: &[u8], answered: usize, limit: Duration) -> Result<(), Fault> {
+fn send(stream: &mut ByteStream, body: &[u8], answered: usize, limit: Duration) -> Result<(), Fault> {
     let header = Header { step: answered as u64, ..Header::new(Kind::Probe) };
     handshake::send_frame(stream, header, body, limit)
 }
@@ -131,7 +129,9 @@ fn filler() -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::handshake::{Credentials, Token};
     use crate::driver::serve::{ServeOptions, Server};
+    use distgpipe_core::wire::Role;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -157,19 +157,22 @@ mod tests {
         let server = Server::bind(ServeOptions::new("127.0.0.1:0".parse().unwrap(), token)).unwrap();
         let address = server.address().unwrap().to_string();
         let over = AtomicBool::new(false);
+        let dial = |token| {
+            let credentials = Credentials { run: [0; 16], token };
+            handshake::dial(&address, Role::Probe, &credentials, LIMIT)
+        };
         std::thread::scope(|scope| {
             scope.spawn(|| server.run(|| over.load(Ordering::Relaxed), |_| {}).unwrap());
             for _ in 0..2 {
-                let link = measure(&address, token, LIMIT).unwrap();
+                let link = measure(dial(token).unwrap(), LIMIT).unwrap();
                 assert!(link.slower_per_s() > 0.0 && link.round_trip > Duration::ZERO, "{link:?}");
             }
-            assert!(matches!(measure(&address, Token([4; 32]), LIMIT), Err(Fault::Refused { .. })));
+            assert!(matches!(dial(Token([4; 32])), Err(Fault::Refused { .. })));
             // A wish for more bytes than a probe may ask for ends the connection, and the worker goes on.
-            let credentials = Credentials { run: [0; 16], token };
-            let mut stream = handshake::dial(&address, Role::Probe, &credentials, LIMIT).unwrap();
+            let mut stream = dial(token).unwrap();
             send(&mut stream, &[], TRANSFER_BYTES_MAX + 1, LIMIT).unwrap();
             assert!(handshake::receive(&mut stream, &[Kind::Probe], LIMIT).is_err());
-            measure(&address, token, LIMIT).unwrap();
+            measure(dial(token).unwrap(), LIMIT).unwrap();
             over.store(true, Ordering::Relaxed);
         });
     }

@@ -45,6 +45,12 @@ impl SharedStatus {
         *status = WorkerStatus { progress: status.progress + 1, done, activity };
     }
 
+    /// Records that the worker waits for a broken connection, which has a limit of its own: that is no stall.
+    pub fn touch(&self) {
+        let mut status = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        status.progress = status.progress.wrapping_add(1);
+    }
+
     /// A snapshot of the current status.
     pub fn read(&self) -> WorkerStatus {
         *self.0.lock().unwrap_or_else(|e| e.into_inner())

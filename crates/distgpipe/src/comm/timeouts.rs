@@ -8,16 +8,20 @@ use std::time::Duration;
 pub struct Timeouts {
     /// The run fails when no worker finishes an action for this long. Raise it if single actions take longer.
     pub stall_s: f64,
-    /// A peer counts as dead when nothing arrives from it for this long, not even a heartbeat. A
+    /// A connection counts as broken when nothing arrives for this long, not even a heartbeat. A
     /// [notice](crate::Builder::on_notice) comes after 5 s, or after a quarter of this if that is less, but not before 0.5 s.
     pub silence_s: f64,
     /// The limit for connecting to a worker, and for its answers until it has joined the run.
     pub connect_s: f64,
+    /// How long a broken connection may take to be restored before the run fails. Both ends keep what has not arrived and
+    /// resume there, so the results do not change. 0 ends the run with the first broken connection. A worker that is gone for
+    /// certain, because nobody listens at its address any more, ends the run at once.
+    pub reconnect_s: f64,
 }
 
 impl Default for Timeouts {
     fn default() -> Self {
-        Timeouts { stall_s: 300.0, silence_s: 20.0, connect_s: 20.0 }
+        Timeouts { stall_s: 300.0, silence_s: 20.0, connect_s: 20.0, reconnect_s: 120.0 }
     }
 }
 
@@ -33,6 +37,14 @@ impl Timeouts {
     /// [`Self::connect_s`] as a duration.
     pub fn connect(&self) -> Duration {
         seconds(self.connect_s)
+    }
+    /// [`Self::reconnect_s`] as a duration; zero if connections are not restored.
+    pub fn reconnect(&self) -> Duration {
+        if self.reconnect_s > 0.0 {
+            seconds(self.reconnect_s)
+        } else {
+            Duration::ZERO
+        }
     }
 }
 

@@ -15,11 +15,13 @@
 //! in every wait; choose the transport where [`launch`](crate::driver::launch) links threads, or where `driver/wiring.rs` connects
 //! processes; and add it to the transports that `tests/failures.rs` and `tests/transparency.rs` run.
 
+pub mod byte_stream;
 pub mod faulty;
 pub mod loopback;
 pub mod memory;
 mod queue;
 pub mod tcp;
+pub mod tls;
 
 use crate::comm::message::Message;
 use crate::failure::Fault;

@@ -21,6 +21,40 @@ pub fn blame(topology: &Topology, plan: &Plan, statuses: &[WorkerStatus]) -> (St
         .unwrap_or_else(|| ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned()))
 }
 
+/// Which changes of the workers' statuses count as progress in one wait of the driver.
+///
+/// A worker in another process says itself how far it is. One that says so for ever is not believed: only a count beyond its
+/// furthest is progress, and no more often than the run's plan has its status change.
+pub struct Progress {
+    workers: Vec<Furthest>,
+}
+
+struct Furthest {
+    progress: Option<u64>,
+    changes_left: usize,
+}
+
+impl Progress {
+    /// For workers whose statuses change at most so often in this wait.
+    pub fn new(changes_max: Vec<usize>) -> Self {
+        let furthest = |changes_left| Furthest { progress: None, changes_left };
+        Progress { workers: changes_max.into_iter().map(furthest).collect() }
+    }
+
+    /// Whether a worker has made progress since the last call.
+    pub fn has_moved(&mut self, statuses: &[WorkerStatus]) -> bool {
+        let mut moved = false;
+        for (worker, status) in self.workers.iter_mut().zip(statuses) {
+            if worker.changes_left > 0 && worker.progress.is_none_or(|furthest| status.progress > furthest) {
+                worker.progress = Some(status.progress);
+                worker.changes_left -= 1;
+                moved = true;
+            }
+        }
+        moved
+    }
+}
+
 /// The first worker that is not waiting.
 fn busy_worker(topology: &Topology, statuses: &[WorkerStatus]) -> Option<(String, String)> {
     topology.members().zip(statuses).find_map(|(member, status)| match status.activity {
@@ -86,6 +120,29 @@ mod tests {
         let topology = Topology::new(Schedule::OneFOneB.plan(&request).unwrap(), 3);
         let statuses = statuses.map(|text| format!("1 {text}").parse().unwrap());
         blame(&topology, topology.plan(), &statuses)
+    }
+
+    /// A worker that only changed its status every now and then once held the driver for days.
+    #[test]
+    fn a_worker_that_reports_changes_for_ever_makes_progress_as_often_as_its_plan_has_actions() {
+        let at = |progress| WorkerStatus { progress, ..WorkerStatus::default() };
+        let mut progress = Progress::new(vec![10, 10]);
+        assert!(progress.has_moved(&[at(0), at(0)]));
+        assert!(!progress.has_moved(&[at(0), at(0)]));
+        assert_eq!((1..1000).filter(|&n| progress.has_moved(&[at(0), at(n)])).count(), 9);
+        // The other worker is believed on.
+        assert!(progress.has_moved(&[at(1), at(1000)]));
+    }
+
+    #[test]
+    fn a_status_that_goes_back_and_forth_is_no_progress() {
+        let at = |progress, done| WorkerStatus { progress, done, ..WorkerStatus::default() };
+        let mut progress = Progress::new(vec![100]);
+        assert!(progress.has_moved(&[at(5, 0)]));
+        for (count, done) in [(4, 0), (5, 1), (0, 2), (5, 0)] {
+            assert!(!progress.has_moved(&[at(count, done)]));
+        }
+        assert!(progress.has_moved(&[at(6, 0)]));
     }
 
     fn pair(who: &str, what: &str) -> (String, String) {

@@ -94,6 +94,16 @@ impl Tokens {
     }
 }
 
+/// The tokens of a text, without special ones, and the size of the vocabulary. `tokenizer` is a `tokenizer.json`.
+pub(super) fn encode_text(tokenizer: &Path, text: &str) -> Result<(Vec<u32>, usize), DataError> {
+    let mut opened = whole(tokenizer)?;
+    opened.with_padding(None);
+    let untruncated = opened.with_truncation(None).map(|_| ());
+    let encoding = untruncated.and_then(|()| opened.encode(text, false));
+    let encoding = encoding.map_err(|e| damaged(tokenizer, "a tokenizer for this text".to_owned(), e.to_string()))?;
+    Ok((encoding.get_ids().to_vec(), opened.get_vocab_size(true)))
+}
+
 /// Checks that a file of the tokenizer is not a pipe, for which the library that reads it would wait. The library reports
 /// a file that does not exist.
 fn check_regular(path: &Path) -> Result<(), DataError> {

@@ -8,7 +8,7 @@ use crate::comm::topology::Topology;
 use crate::comm::transport::faulty::{Scenario, ScenarioError};
 use crate::driver::auto_balance::{AutoBalance, RunShape};
 use crate::driver::launch::Workers;
-use crate::driver::pipeline::{Batch, Pipeline, Setup};
+use crate::driver::pipeline::{Batch, Pipeline, Setup, StepError};
 use crate::driver::profile;
 use crate::engine::{self, Device, Devices, Precision, ThreadCountError};
 use crate::failure::{Failure, Fault};
@@ -17,6 +17,7 @@ use crate::model::loss::Loss;
 use crate::model::Model;
 use crate::runtime::optimizer::Optim;
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
+use crate::train::weights::{fit, MissingTensors};
 use distgpipe_core::balance::{BalanceError, Found};
 use distgpipe_core::partition::{Balance, PartitionError};
 use distgpipe_core::placement::{Placement, PlacementError};
@@ -124,6 +125,9 @@ pub enum BuildError {
     /// A tensor that may cross a cut is too large, or of a type that links do not carry.
     #[error("auto-balance: {0}")]
     CutTensor(#[source] Fault),
+    /// The weights that the model starts from could not be read.
+    #[error("the weights of the model: {0}")]
+    Weights(#[source] Box<StepError>),
     /// A worker could not be started.
     #[error(transparent)]
     Failed(#[from] Failure),
@@ -418,7 +422,14 @@ impl Builder {
             clip_norm: self.clip_norm,
             notify: self.notify,
         };
-        Ok(Pipeline::start(setup, &self.workers)?)
+        let weights = setup.model.weights.as_deref().map(|path| fit(path, &setup.model, MissingTensors::Refuse));
+        let unreadable = |error: StepError| BuildError::Weights(Box::new(error));
+        let weights = weights.transpose().map_err(|error| unreadable(error.into()))?;
+        let mut pipeline = Pipeline::start(setup, &self.workers)?;
+        if let Some(weights) = weights {
+            weights.load(&mut pipeline).map_err(unreadable)?;
+        }
+        Ok(pipeline)
     }
 
     /// Checks what needs neither a placement nor a balance, and returns the parsed parameter groups.

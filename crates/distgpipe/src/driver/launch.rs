@@ -3,20 +3,23 @@
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::admission::Peer;
 use crate::comm::handshake;
-use crate::comm::handshake::{Credentials, Token};
+use crate::comm::handshake::Token;
 use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::mailbox::Mailbox;
 use crate::comm::notice::{Notice, Notify};
 use crate::comm::protocol::Job;
+use crate::comm::server_identity::JoinString;
 use crate::comm::status::SharedStatus;
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
+use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::loopback::{Loopback, LoopbackOptions};
 use crate::comm::transport::memory::Memory;
-use crate::comm::transport::tcp::{join_until, Connection};
+use crate::comm::transport::tcp::{join_until, Connection, Reconnect, Resume};
 use crate::comm::transport::Outgoing;
+use crate::driver::endpoint::{keep_data_here, Endpoint};
 use crate::driver::wiring::{Links, LocalWorker, Remote};
-use crate::driver::worker_mode::{CHILD, WORKER};
+use crate::driver::worker_mode::{CHILD, SERVER_VARIABLE, TOKEN_VARIABLE, WORKER};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
 use crate::model::Model;
@@ -24,7 +27,7 @@ use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
-use std::net::{IpAddr, TcpStream};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, Sender};
@@ -61,6 +64,16 @@ pub enum Workers {
         /// The token that these workers were started with.
         token: Token,
     },
+    /// Servers on other machines, which `distgpipe serve` runs, over TLS.
+    Servers {
+        /// The servers of workers 1, 2, …
+        servers: Vec<JoinString>,
+        /// Whether a placement may send labels or inputs to a server. If not, it is refused.
+        labels_leave: bool,
+        /// An address to listen on for servers that cannot be reached, and connect to this driver instead. The roles are
+        /// unchanged: the server shows its key, and this end proves the secret.
+        listen: Option<String>,
+    },
 }
 
 impl Workers {
@@ -88,10 +101,16 @@ impl Workers {
 
     /// The number of workers by host; `None` is the driver's.
     fn by_host(&self, members: usize) -> BTreeMap<Option<&str>, usize> {
-        let Workers::Remote { addresses, .. } = self else { return BTreeMap::from([(None, members)]) };
+        let addresses: Vec<&str> = match self {
+            Workers::Threads | Workers::Processes(_) => return BTreeMap::from([(None, members)]),
+            Workers::Remote { addresses, .. } => addresses.iter().map(String::as_str).collect(),
+            Workers::Servers { servers, .. } => {
+                servers.iter().filter_map(|server| server.addresses.first()).map(String::as_str).collect()
+            }
+        };
         let mut counts = BTreeMap::from([(None, 1)]);
         for address in addresses {
-            let host = address.rsplit_once(':').map_or(&address[..], |(host, _)| host);
+            let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
             let host = host.trim_start_matches('[').trim_end_matches(']');
             let loopback = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
             *counts.entry((!loopback).then_some(host)).or_insert(0) += 1;
@@ -207,29 +226,33 @@ impl Launch<'_> {
     fn connect_all(
         &self,
         remote: &[WorkerId],
-        addresses: &[String],
-        credentials: &Credentials,
+        endpoints: &[Endpoint],
+        run: [u8; 16],
+        key: &Token,
         notify: &Notify,
-    ) -> Result<Vec<TcpStream>, Failure> {
+    ) -> Result<Vec<ByteStream>, Failure> {
         let limit = self.job.timeouts.connect();
         let at = |worker: WorkerId| {
             let name = self.topology.name(worker);
             move |fault| Failure::new(name, "joining the run", fault)
         };
         let mut streams = Vec::new();
-        for (&worker, address) in remote.iter().zip(addresses) {
+        for (&worker, endpoint) in remote.iter().zip(endpoints) {
             let _notice = NotJoinedNotice::start(self.topology.name(worker), limit, notify).map_err(at(worker))?;
-            let dialed = handshake::dial(address, Role::Driver, credentials, limit).map_err(|fault| match fault {
-                Fault::TimedOut { limit_s, .. } => Fault::NoAnswer { limit_s },
-                Fault::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => {
-                    Fault::NoAnswer { limit_s: limit.as_secs_f64() }
-                }
-                Fault::Io { source, .. } if source.kind() == io::ErrorKind::ConnectionRefused => {
-                    Fault::NobodyListens { address: address.clone() }
-                }
-                other => other,
-            });
-            streams.push(dialed.map_err(at(worker))?);
+            let dialed =
+                endpoint.dial(Role::Driver, run, key, Resume::first(limit)).map_err(|fault| match (fault, endpoint) {
+                    (Fault::TimedOut { limit_s, .. }, _) => Fault::NoAnswer { limit_s },
+                    (Fault::Io { source, .. }, _) if source.kind() == io::ErrorKind::TimedOut => {
+                        Fault::NoAnswer { limit_s: limit.as_secs_f64() }
+                    }
+                    (Fault::Io { source, .. }, Endpoint::Plain { address, .. })
+                        if source.kind() == io::ErrorKind::ConnectionRefused =>
+                    {
+                        Fault::NobodyListens { address: address.clone() }
+                    }
+                    (other, _) => other,
+                });
+            streams.push(dialed.map_err(at(worker))?.0);
         }
         for (&worker, stream) in remote.iter().zip(&mut streams) {
             let text = serde_json::to_vec(&Job { worker, ..self.job.clone() })
@@ -285,20 +308,23 @@ impl WorkerSet {
     ) -> Result<(), Failure> {
         let remote: Vec<WorkerId> = match workers {
             Workers::Threads => Vec::new(),
-            Workers::Processes(_) | Workers::Remote { .. } => topology.members().skip(1).collect(),
+            Workers::Processes(_) | Workers::Remote { .. } | Workers::Servers { .. } => {
+                topology.members().skip(1).collect()
+            }
         };
-        let (addresses, token) = self.addresses(workers, topology, &remote, job.timeouts.connect())?;
-        if addresses.len() != remote.len() {
+        keep_data_here(workers, topology).map_err(failed_in("starting workers"))?;
+        let endpoints = self.endpoints(workers, topology, &remote, job.timeouts.connect())?;
+        if endpoints.len() != remote.len() {
             let wrong = format!(
-                "expected {} addresses in `Workers::Remote` (worker 0 is this process), got {}",
+                "expected {} addresses or servers in `Builder::workers` (worker 0 is this process), got {}",
                 remote.len(),
-                addresses.len()
+                endpoints.len()
             );
             return Err(failed_in("starting workers")(Fault::invalid_job("the list of workers", wrong)));
         }
         let mut job = job.clone();
         job.addresses = std::iter::repeat_n(None, topology.size() - remote.len())
-            .chain(addresses.iter().cloned().map(Some))
+            .chain(endpoints.iter().map(|endpoint| Some(endpoint.for_peers())))
             .collect();
         let mut locals = BTreeMap::new();
         for worker in topology.members().filter(|w| !remote.contains(w)) {
@@ -309,11 +335,13 @@ impl WorkerSet {
             locals.insert(worker.id(), LocalThread { worker, counters });
         }
         let launch = Launch { job, topology, model, locals };
-        if let Some(token) = token {
-            let run = handshake::random().map_err(failed_in("starting workers"))?;
-            let streams = launch.connect_all(&remote, &addresses, &Credentials { run, token }, &self.notify)?;
-            for (&worker, stream) in remote.iter().zip(streams) {
-                let connection = self.connect(&launch, stream, worker);
+        if !endpoints.is_empty() {
+            let identifiers = handshake::random().and_then(|run| Ok((run, Token::random()?)));
+            let (run, key) = identifiers.map_err(failed_in("starting workers"))?;
+            let streams = launch.connect_all(&remote, &endpoints, run, &key, &self.notify)?;
+            for ((&worker, endpoint), stream) in remote.iter().zip(endpoints).zip(streams) {
+                let dial = move |resume| endpoint.dial(Role::Driver, run, &key, resume);
+                let connection = self.connect(&launch, stream, worker, Reconnect::Dial(Box::new(dial)));
                 let connection =
                     connection.map_err(|fault| Failure::new(topology.name(worker), "connecting", fault))?;
                 // Inserted at once: from here on the worker is notified of any failure.
@@ -323,16 +351,16 @@ impl WorkerSet {
         self.start_threads(&launch)
     }
 
-    /// The addresses of the remote workers and their token. Starts the processes if there are any to start.
-    fn addresses(
+    /// Where the remote workers are. Starts the processes if there are any to start.
+    fn endpoints(
         &mut self,
         workers: &Workers,
         topology: &Topology,
         remote: &[WorkerId],
         limit: Duration,
-    ) -> Result<(Vec<String>, Option<Token>), Failure> {
+    ) -> Result<Vec<Endpoint>, Failure> {
         match workers {
-            Workers::Threads => Ok((Vec::new(), None)),
+            Workers::Threads => Ok(Vec::new()),
             Workers::Processes(program) => {
                 if std::env::var_os(WORKER_PROCESS_VARIABLE).is_some() {
                     let wrong = format!("this process was started as a worker itself: {CALL_WORKER_MODE}");
@@ -342,21 +370,31 @@ impl WorkerSet {
                     )));
                 }
                 let token = Token::random().map_err(failed_in("starting worker processes"))?;
-                let mut addresses = Vec::new();
+                let mut endpoints = Vec::new();
                 for &worker in remote {
-                    let address = self.spawn_process(program, &token, limit);
+                    let address = start_process(program, &token, Stdio::inherit(), limit, &mut self.children);
                     let failed = |fault| Failure::new(topology.name(worker), "starting its process", fault);
-                    addresses.push(address.map_err(failed)?);
+                    endpoints.push(Endpoint::Plain { address: address.map_err(failed)?, token });
                 }
-                Ok((addresses, Some(token)))
+                Ok(endpoints)
             }
-            Workers::Remote { addresses, token } => Ok((addresses.clone(), Some(*token))),
+            Workers::Remote { addresses, token } => Ok(Endpoint::plain(addresses, token)),
+            Workers::Servers { servers, listen, .. } => {
+                Endpoint::servers(servers, listen.as_deref()).map_err(failed_in("listening for servers"))
+            }
         }
     }
 
     /// Starts the threads of the connection to a remote worker, which serves the driver and worker 0.
-    fn connect(&self, launch: &Launch<'_>, stream: TcpStream, worker: WorkerId) -> Result<Connection, Fault> {
+    fn connect(
+        &self,
+        launch: &Launch<'_>,
+        stream: ByteStream,
+        worker: WorkerId,
+        reconnect: Reconnect,
+    ) -> Result<Connection, Fault> {
         let status = self.statuses[worker.index()].clone();
+        let waiting = status.clone();
         let remote = Remote {
             peer: Peer::Worker(worker),
             mailboxes: launch.locals.iter().map(|(&id, local)| (id, local.worker.mailbox.clone())).collect(),
@@ -367,6 +405,8 @@ impl WorkerSet {
                     status.set(state);
                 }
             }),
+            reconnect,
+            waiting,
             notify: self.notify.clone(),
         };
         launch.locals[&WorkerId(0)].worker.connect(stream, remote)
@@ -410,47 +450,8 @@ impl WorkerSet {
         Ok(links)
     }
 
-    /// Starts a worker process and reads the address that it listens on.
-    fn spawn_process(&mut self, program: &WorkerProgram, token: &Token, limit: Duration) -> Result<String, Fault> {
-        let mut child = Command::new(&program.program)
-            .args(&program.arguments)
-            .env(WORKER_PROCESS_VARIABLE, "1")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|e| Fault::io(format!("starting {}", program.program.display()), e))?;
-        let output = child.stdout.take();
-        // The pipe stays open with the child's handle: its end signals that this process has ended.
-        if let Some(pipe) = child.stdin.as_mut() {
-            // Ignored, because the end of the output says more about a child that has ended than a broken pipe.
-            let _ = writeln!(pipe, "{token}").and_then(|()| pipe.flush());
-        }
-        self.children.push(child);
-        let output = output.ok_or_else(|| Fault::internal("a pipe from the child", "none"))?;
-        let (sender, first_line) = mpsc::sync_channel(1);
-        engine::spawn("output of a worker process", move || {
-            let mut lines = BufReader::new(output).lines();
-            let _ = sender.send(lines.next());
-            // Reads on, so that the child never blocks on a full pipe.
-            lines.for_each(drop);
-        })?;
-        let silent = |got: String| Fault::protocol("`listening ADDRESS` on its standard output", got);
-        match first_line.recv_timeout(limit) {
-            Ok(Some(Ok(line))) => match line.strip_prefix("listening ") {
-                Some(address) => Ok(address.to_owned()),
-                None => Err(silent(format!("`{}`: {CALL_WORKER_MODE}", printable(&line)))),
-            },
-            Ok(_) => Err(silent(format!(
-                "the end of the output; see what it wrote to its standard error; {CALL_WORKER_MODE}"
-            ))),
-            Err(_) => {
-                Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() })
-            }
-        }
-    }
-
     /// Ends threads, connections and processes. Kills processes that do not end in time.
-    fn end(&mut self) {
+    pub fn end(&mut self) {
         self.outgoing.clear();
         let deadline = Instant::now() + SHUTDOWN_LIMIT;
         for thread in self.threads.drain(..) {
@@ -468,6 +469,54 @@ impl WorkerSet {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+}
+
+/// Starts a worker process and reads the address that it listens on. The process is the last of `children` as soon as it
+/// exists, whatever follows.
+pub(super) fn start_process(
+    program: &WorkerProgram,
+    token: &Token,
+    errors: Stdio,
+    limit: Duration,
+    children: &mut Vec<Child>,
+) -> Result<String, Fault> {
+    let mut child = Command::new(&program.program)
+        .args(&program.arguments)
+        .env(WORKER_PROCESS_VARIABLE, "1")
+        // A worker has no use for the secrets of whoever starts it.
+        .env_remove(TOKEN_VARIABLE)
+        .env_remove(SERVER_VARIABLE)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(errors)
+        .spawn()
+        .map_err(|e| Fault::io(format!("starting {}", program.program.display()), e))?;
+    let output = child.stdout.take();
+    // The pipe stays open with the child's handle: its end signals that this process has ended.
+    if let Some(pipe) = child.stdin.as_mut() {
+        // Ignored, because the end of the output says more about a child that has ended than a broken pipe.
+        let _ = writeln!(pipe, "{token}").and_then(|()| pipe.flush());
+    }
+    children.push(child);
+    let output = output.ok_or_else(|| Fault::internal("a pipe from the child", "none"))?;
+    let (sender, first_line) = mpsc::sync_channel(1);
+    engine::spawn("output of a worker process", move || {
+        let mut lines = BufReader::new(output).lines();
+        let _ = sender.send(lines.next());
+        // Reads on, so that the child never blocks on a full pipe.
+        lines.for_each(drop);
+    })?;
+    let silent = |got: String| Fault::protocol("`listening ADDRESS` on its standard output", got);
+    match first_line.recv_timeout(limit) {
+        Ok(Some(Ok(line))) => match line.strip_prefix("listening ") {
+            Some(address) => Ok(address.to_owned()),
+            None => Err(silent(format!("`{}`: {CALL_WORKER_MODE}", printable(&line)))),
+        },
+        Ok(_) => {
+            Err(silent(format!("the end of the output; see what it wrote to its standard error; {CALL_WORKER_MODE}")))
+        }
+        Err(_) => Err(Fault::TimedOut { what: "waiting for it to listen".to_owned(), limit_s: limit.as_secs_f64() }),
     }
 }
 

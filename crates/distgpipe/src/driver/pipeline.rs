@@ -71,6 +71,10 @@ impl Batch {
 /// Steps run one at a time: each method returns when all workers have reported. Dropping the pipeline ends its workers.
 pub struct Pipeline {
     workers: WorkerSet,
+    /// Where the workers are, what they run, and who hears of it: to start them again.
+    placed: Workers,
+    job: Job,
+    notify: Notify,
     topology: Arc<Topology>,
     balance: Balance,
     auto_balanced: Option<Found>,
@@ -122,15 +126,19 @@ impl Pipeline {
     pub(super) fn start(setup: Setup, workers: &Workers) -> Result<Self, Failure> {
         let Setup { topology, balance, auto_balanced, model, job, groups, learning_rate, clip_norm, notify } = setup;
         // A worker of another host opens its device there.
-        let on_this_host = |worker: WorkerId| worker == WorkerId(0) || !matches!(workers, Workers::Remote { .. });
+        let on_this_host = |worker: WorkerId| {
+            worker == WorkerId(0) || !matches!(workers, Workers::Remote { .. } | Workers::Servers { .. })
+        };
         let device = |worker: WorkerId| match job.devices.for_worker(worker.index()) {
             device if on_this_host(worker) => device.resolved(),
             device => device,
         };
         let devices = topology.members().map(device).collect();
-        let workers = launch::start(&job, &topology, &model, LaunchOptions { workers, notify })?;
+        let options = LaunchOptions { workers, notify: notify.clone() };
         let mut pipeline = Pipeline {
-            workers,
+            workers: launch::start(&job, &topology, &model, options)?,
+            placed: workers.clone(),
+            notify,
             topology,
             balance,
             auto_balanced,
@@ -146,18 +154,45 @@ impl Pipeline {
             clip_norm,
             next_part: None,
             optim: job.optim,
-            groups: job.groups,
-            frozen: job.frozen,
+            groups: job.groups.clone(),
+            frozen: job.frozen.clone(),
             parsed_groups: groups,
             seed: job.seed,
             wants_samples: job.codecs.needs_sample_ids(),
-            codecs: job.codecs,
+            codecs: job.codecs.clone(),
             capture: false,
             link_traffic: LinkTraffic::default(),
+            job,
         };
         pipeline.wait_ready()?;
         pipeline.synchronize_replicas()?;
         Ok(pipeline)
+    }
+
+    /// Whether the workers are processes, which can be lost and [started again](Self::restart).
+    pub fn can_restart(&self) -> bool {
+        !matches!(self.placed, Workers::Threads)
+    }
+
+    /// Ends all workers and starts new ones: worker processes of this host are started again, and those that listen elsewhere
+    /// are joined again. For a pipeline that has lost a worker. The new workers have initial parameters, buffers and optimizer
+    /// state: load what they are to continue from. Faults that were injected for a test do not happen again.
+    pub fn restart(&mut self) -> Result<(), Failure> {
+        self.job.faults.clear();
+        // Before the new ones start: a worker serves one run at a time.
+        self.workers.end();
+        let options = LaunchOptions { workers: &self.placed, notify: self.notify.clone() };
+        self.workers = launch::start(&self.job, &self.topology, &self.model, options)?;
+        (self.next_command, self.next_step, self.batches_trained) = (0, 0, 0);
+        (self.forward_plan, self.next_part, self.capture) = (None, None, false);
+        self.link_traffic = LinkTraffic::default();
+        self.wait_ready()?;
+        self.synchronize_replicas()
+    }
+
+    /// The time-outs of the run.
+    pub fn timeouts(&self) -> Timeouts {
+        self.timeouts
     }
 
     /// Starts describing a pipeline for a model.

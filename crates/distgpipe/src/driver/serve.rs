@@ -4,39 +4,51 @@
 mod busy;
 mod events;
 
+pub(super) use events::run_name;
 pub use events::{JobInfo, ServeEvent};
 
 use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::acceptor::{Acceptor, Arrival, ArrivedPeer, HANDSHAKE_LIMIT};
 use crate::comm::admission::Peer;
 use crate::comm::handshake;
 use crate::comm::handshake::{Credentials, Terms, Token};
 use crate::comm::notice::{Notice, Notify};
 use crate::comm::probe;
 use crate::comm::protocol::Job;
-use crate::comm::transport::tcp::{join_until, Connection};
+use crate::comm::transport::byte_stream::ByteStream;
+use crate::comm::transport::tcp::{join_until, Connection, Dial, Reconnect, Resume};
+use crate::driver::job_limits::JobLimits;
 use crate::driver::wiring::{Links, LocalWorker, Remote};
 use crate::engine;
-use crate::failure::{Failure, Fault};
+use crate::failure::{printable, Failure, Fault};
 use crate::model::zoo::{self, ModelError};
 use crate::model::{Model, ModelSpec};
-use busy::BusyListener;
-use distgpipe_core::wire::{Kind, Role};
+use busy::{rejected, BusyListener};
+use distgpipe_core::wire::{Hello, Kind, Role};
 use distgpipe_core::WorkerId;
-use std::collections::{BTreeMap, VecDeque};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::{self, Receiver};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-/// How long a new connection may take to send its first frame.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a driver may take from the handshake to the job: it connects to all workers first.
 const JOB_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long the worker's thread and the connections may take to end after a run.
+/// How long the connections may take to end after a run.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
+
+/// How long the worker's thread may take to end after a run, by default. An action of a large model takes a while, and nobody can
+/// end it.
+const STUCK_AFTER: Duration = Duration::from_secs(120);
+
+/// How long the worker's thread may run on after the driver's goodbye.
+const GOODBYE_LIMIT: Duration = Duration::from_secs(5);
+
+/// A driver whose connection is broken for so long loses its worker to another driver that wants it: it may have been killed. Until
+/// then, and if no other driver comes, the worker waits for [`Timeouts::reconnect_s`](crate::Timeouts::reconnect_s).
+const SUCCESSION_AFTER: Duration = Duration::from_secs(2);
 
 /// How a worker process serves.
 ///
@@ -53,6 +65,10 @@ pub struct ServeOptions {
     pub once: bool,
     /// Builds the model of a job. [`zoo::build`] knows the built-in ones.
     pub models: fn(&ModelSpec) -> Result<Model, ModelError>,
+    /// The limits of a stranger's job. `None`: whoever has the token is trusted.
+    pub limits: Option<JobLimits>,
+    /// How long the worker's thread may take to end after its run. Others are told that the server is busy meanwhile.
+    pub stuck_after: Duration,
     /// What to do when a run is over and the worker's thread does not end.
     pub on_stuck: StuckPolicy,
 }
@@ -66,12 +82,14 @@ impl ServeOptions {
             token,
             once: false,
             models: zoo::build,
+            limits: None,
+            stuck_after: STUCK_AFTER,
             on_stuck: StuckPolicy::ReturnError,
         }
     }
 }
 
-/// What a server does with a worker thread that does not end within three seconds after its run, because a layer of it
+/// What a server does with a worker thread that does not end within [`ServeOptions::stuck_after`] after its run, because a layer of it
 /// computes or waits forever. A thread cannot be killed, and it would compete with the next job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -86,9 +104,20 @@ pub enum StuckPolicy {
 
 /// A worker process that listens.
 pub struct Server {
-    listener: TcpListener,
+    arrivals: Mutex<Arrivals>,
+    address: SocketAddr,
     options: ServeOptions,
 }
+
+/// Those who connect. They survive the end of a job: the next driver may be among them.
+struct Arrivals {
+    acceptor: Acceptor,
+    /// A driver that has been welcomed in the place of one that is gone.
+    successor: Option<ArrivedPeer>,
+}
+
+/// Where a driver is, and the result of its handshake.
+type ArrivedDriver = (SocketAddr, Result<(ByteStream, Hello), Fault>);
 
 /// How a job ended.
 enum JobEnd {
@@ -111,13 +140,17 @@ impl Server {
         }
         let listener =
             TcpListener::bind(options.listen).map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?;
-        listener.set_nonblocking(true).map_err(|e| Fault::io("setting up the listener", e))?;
-        Ok(Server { listener, options })
+        let acceptor = Acceptor::new(listener, None)?;
+        Ok(Server {
+            address: acceptor.address()?,
+            arrivals: Mutex::new(Arrivals { acceptor, successor: None }),
+            options,
+        })
     }
 
     /// The address it listens on, with the port that the system chose.
     pub fn address(&self) -> Result<SocketAddr, Fault> {
-        self.listener.local_addr().map_err(|e| Fault::io("reading the listener's address", e))
+        Ok(self.address)
     }
 
     /// Serves jobs, one after the other, until `stop` returns true, or until the first job is over with
@@ -125,26 +158,16 @@ impl Server {
     /// From the handshake of a driver to the end of its run, it refuses other drivers at once.
     pub fn run(&self, stop: impl Fn() -> bool, report: impl Fn(&ServeEvent<'_>)) -> Result<(), Failure> {
         engine::start();
-        let mut pending = PendingConnections::default();
-        while let Some((mut stream, from)) = pending.next(&self.listener, &stop) {
-            let terms = Terms { token: &self.options.token, run: None, busy: None };
-            let hello = handshake::answer(&mut stream, &terms, HANDSHAKE_LIMIT);
-            let driver = hello.and_then(|hello| match hello.role {
-                Role::Driver => Ok(Some(hello)),
-                Role::Probe => probe::answer(&mut stream).map(|()| None),
-                role => Err(Fault::protocol("a driver", format!("{role:?}"))),
-            });
+        let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+        while !stop() {
+            let Some((from, driver)) = self.next_driver(&mut arrivals, &report) else { continue };
             let end = match driver {
-                Ok(None) => {
-                    report(&ServeEvent::Probed(from));
-                    continue;
-                }
-                Ok(Some(hello)) => {
-                    let busy = BusyListener::new(self, &mut pending, from, hello.run);
+                Ok((stream, hello)) => {
+                    let busy = BusyListener::new(self, &mut arrivals, from, hello.run);
                     self.serve_job(stream, from, busy, &report)
                 }
                 Err(fault) => {
-                    report(&ServeEvent::Rejected(&Failure::new(from.to_string(), "connecting", fault)));
+                    rejected(&report, from, fault);
                     continue;
                 }
             };
@@ -164,14 +187,39 @@ impl Server {
         Ok(())
     }
 
+    /// The next driver that connects, if there is one now, with the result of its handshake. Answers those who measure the link.
+    fn next_driver(&self, arrivals: &mut Arrivals, report: &Report<'_>) -> Option<ArrivedDriver> {
+        if let Some(peer) = arrivals.successor.take() {
+            return Some((peer.from, Ok((peer.stream, peer.hello))));
+        }
+        let ArrivedPeer { mut stream, from, hello, .. } = match arrivals.acceptor.next(POLL, &|_| None)? {
+            Arrival::Peer(peer) => *peer,
+            Arrival::Rejected { from, fault } => return Some((from, Err(fault))),
+        };
+        let terms = Terms { token: &self.options.token, run: None, busy: None };
+        let answered = handshake::reply(&mut stream, &hello, &terms, HANDSHAKE_LIMIT).and_then(|()| match hello.role {
+            _ if hello.epoch > 0 => {
+                Err(handshake::refuse(&mut stream, handshake::NOT_IN_RUN.to_owned(), HANDSHAKE_LIMIT))
+            }
+            Role::Probe => probe::answer(&mut stream),
+            Role::Driver => Ok(()),
+            role => Err(Fault::protocol("a driver", format!("{role:?}"))),
+        });
+        if answered.is_ok() && hello.role == Role::Probe {
+            report(&ServeEvent::Probed(from));
+            return None;
+        }
+        Some((from, answered.map(|()| (stream, hello))))
+    }
+
     fn serve_job(
         &self,
-        mut driver: TcpStream,
+        mut driver: ByteStream,
         from: SocketAddr,
         mut busy: BusyListener<'_>,
         report: &Report<'_>,
     ) -> JobEnd {
-        let worker = match busy.wait_for(&driver, JOB_LIMIT, report).and_then(|()| read_job(&mut driver)) {
+        let worker = match busy.wait_for(&driver, JOB_LIMIT, report).and_then(|()| self.read_job(&mut driver)) {
             Ok(worker) => worker,
             Err(fault) => {
                 // There is no connection yet that would send the driver the cause.
@@ -192,17 +240,39 @@ impl Server {
         end
     }
 
-    fn run_job(&self, driver: TcpStream, worker: LocalWorker, busy: BusyListener<'_>, report: &Report<'_>) -> JobEnd {
+    fn run_job(&self, driver: ByteStream, worker: LocalWorker, busy: BusyListener<'_>, report: &Report<'_>) -> JobEnd {
         let mut session = Session::new(worker, busy);
         // From the first connection on, heartbeats are sent and every peer is notified of a failure.
-        let joined = session.connect(driver, Peer::Driver).and_then(|()| self.join(&mut session, report));
+        let joined =
+            session.connect(driver, Peer::Driver, Reconnect::Await).and_then(|()| self.join(&mut session, report));
         match joined {
-            Ok(stage) => session.finish(stage, report),
+            Ok(stage) => session.finish(stage, self.options.limits.as_ref().map(JobLimits::idle), report),
             Err(fault) => {
                 session.abort().fail(Failure::new(session.worker.name(), "joining the run", fault));
                 session.close()
             }
         }
+    }
+
+    /// Reads the job, and checks it against the limits of this server.
+    fn read_job(&self, driver: &mut ByteStream) -> Result<LocalWorker, Fault> {
+        let frame = handshake::receive(driver, &[Kind::Job], JOB_LIMIT)?;
+        let mut job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("the job", e))?;
+        if let Some(limits) = &self.options.limits {
+            limits.apply(&mut job)?;
+        }
+        let topology = job.topology()?;
+        if let Some(limits) = &self.options.limits {
+            limits.check_codecs(&job, &topology)?;
+        }
+        let workers = topology.size();
+        if job.worker.index() == 0 || job.worker.index() >= workers {
+            return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
+        }
+        if job.addresses.len() != workers {
+            return Err(Fault::protocol(format!("{workers} worker addresses"), job.addresses.len().to_string()));
+        }
+        LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default())
     }
 
     /// Connects to the other workers and starts the worker's thread.
@@ -217,6 +287,21 @@ impl Server {
                 other => Fault::invalid_model(other),
             })?;
         session.start_stage(model)
+    }
+
+    /// Connects to another worker of the run, whenever it is called. For a stranger's job, only to one that the gateway reaches
+    /// for it.
+    fn peer_dialer(&self, address: &str, role: Role, credentials: Credentials) -> Result<Dial, Fault> {
+        let address = address.to_owned();
+        match self.options.limits.as_ref().map(|limits| limits.gateway.clone()) {
+            None => Ok(Box::new(move |resume| handshake::dial_again(&address, role, &credentials, resume))),
+            Some(Some(gateway)) if handshake::parse_server_address(&address).is_some() => {
+                Ok(Box::new(move |resume| handshake::dial_through(&gateway, &address, role, &credentials, resume)))
+            }
+            Some(_) => {
+                Err(Fault::protocol("a server of the run that this server reaches over TLS", printable(&address)))
+            }
+        }
     }
 
     /// Connects to the workers with higher numbers and waits for those with lower ones, except those in the driver's
@@ -239,93 +324,37 @@ impl Server {
         }
         for (peer, address) in dialed {
             let failed = |fault| Fault::Reported(Failure::new(topology.name(peer), "joining the run", fault));
-            let stream = handshake::dial(&address, Role::Worker(id), &credentials, limit).map_err(failed)?;
-            session.connect(stream, Peer::Worker(peer))?;
+            let dialer = self.peer_dialer(&address, Role::Worker(id), credentials).map_err(failed)?;
+            let (stream, _) = dialer(Resume::first(limit)).map_err(failed)?;
+            session.connect(stream, Peer::Worker(peer), Reconnect::Dial(dialer))?;
         }
         let deadline = Instant::now() + limit;
         while !awaited.is_empty() {
             let abort = session.abort().clone();
             let stop = || abort.failure().is_some() || Instant::now() >= deadline;
-            let left = deadline.saturating_duration_since(Instant::now()).min(HANDSHAKE_LIMIT);
-            let Some((worker, stream)) = session.busy.admit_next(left, stop, report) else {
+            let Some((hello, stream)) = session.busy.admit_next(stop, report) else {
                 abort.check()?;
                 let names: Vec<String> = awaited.iter().map(|&w| topology.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
                 return Err(Fault::TimedOut { what, limit_s: limit.as_secs_f64() });
             };
-            session.connect_awaited(&mut awaited, worker, stream)?;
+            match hello.role {
+                Role::Worker(worker) if awaited.contains(&worker) => {
+                    session.connect_awaited(&mut awaited, worker, stream)?
+                }
+                _ => session.resume(stream, &hello),
+            }
         }
         Ok(())
     }
 }
 
-/// Connections that have not sent a byte yet. They do not delay those that have, and they survive the end of a job: the next
-/// driver may be among them.
-#[derive(Default)]
-struct PendingConnections {
-    waiting: VecDeque<(TcpStream, SocketAddr, Instant)>,
-}
-
-/// The most connections that wait; the oldest is dropped to make room.
-const PENDING_MAX: usize = 64;
-
-impl PendingConnections {
-    /// Keeps a connection that [`next`](Self::next) has returned, as the first of those that wait.
-    fn put_back(&mut self, stream: TcpStream, from: SocketAddr) {
-        if stream.set_nonblocking(true).is_ok() {
-            self.waiting.push_front((stream, from, Instant::now()));
-        }
-    }
-
-    /// The next connection that has sent something, or `None` once `stop` returns true.
-    fn next(&mut self, listener: &TcpListener, stop: impl Fn() -> bool) -> Option<(TcpStream, SocketAddr)> {
-        loop {
-            // An error of one connection, or a lack of file handles, must not end the listening. The bound gives
-            // connections with input their turn however many others arrive.
-            for _ in 0..PENDING_MAX {
-                let Ok((stream, from)) = listener.accept() else { break };
-                if stream.set_nonblocking(true).is_ok() {
-                    self.waiting.push_back((stream, from, Instant::now()));
-                }
-                if self.waiting.len() > PENDING_MAX {
-                    self.waiting.pop_front();
-                }
-            }
-            if let Some(at) = self.waiting.iter().position(|(stream, ..)| has_input(stream)) {
-                let (stream, from, _) = self.waiting.remove(at)?;
-                if stream.set_nonblocking(false).is_ok() {
-                    return Some((stream, from));
-                }
-            }
-            self.waiting.retain(|(_, _, since)| since.elapsed() < HANDSHAKE_LIMIT);
-            if stop() {
-                return None;
-            }
-            std::thread::sleep(POLL);
-        }
-    }
-}
-
 /// Whether bytes have arrived, or the connection is closed or broken.
-fn has_input(stream: &TcpStream) -> bool {
-    match stream.peek(&mut [0]) {
+fn has_input(stream: &ByteStream) -> bool {
+    match stream.socket().peek(&mut [0]) {
         Ok(_) => true,
         Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
     }
-}
-
-fn read_job(driver: &mut TcpStream) -> Result<LocalWorker, Fault> {
-    let frame = handshake::receive(driver, &[Kind::Job], JOB_LIMIT)?;
-    let job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("the job", e))?;
-    let topology = job.topology()?;
-    let workers = topology.size();
-    if job.worker.index() == 0 || job.worker.index() >= workers {
-        return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
-    }
-    if job.addresses.len() != workers {
-        return Err(Fault::protocol(format!("{workers} worker addresses"), job.addresses.len().to_string()));
-    }
-    LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default())
 }
 
 /// Receives the events of a server.
@@ -355,22 +384,47 @@ impl<'a> Session<'a> {
         &self.worker.abort
     }
 
-    fn connect(&mut self, stream: TcpStream, peer: Peer) -> Result<(), Fault> {
+    fn connect(&mut self, stream: ByteStream, peer: Peer, reconnect: Reconnect) -> Result<(), Fault> {
         let other = match peer {
             Peer::Driver => WorkerId(0),
             Peer::Worker(worker) => worker,
         };
-        let status = self.worker.status.clone();
+        let (status, waiting) = (self.worker.status.clone(), self.worker.status.clone());
         let remote = Remote {
             peer,
             mailboxes: BTreeMap::from([(self.worker.id(), self.worker.mailbox.clone())]),
             driver: None,
             heartbeat: Box::new(move || status.read().to_string()),
             on_heartbeat: Box::new(|_| {}),
+            reconnect,
+            waiting,
             notify: self.notify.clone(),
         };
         self.connections.insert(other, self.worker.connect(stream, remote)?);
         Ok(())
+    }
+
+    /// Hands the connection of a peer that connects again to its link, or refuses it.
+    fn resume(&self, stream: ByteStream, hello: &Hello) {
+        let peer = match hello.role {
+            Role::Driver => Some(WorkerId(0)),
+            Role::Worker(worker) => Some(worker),
+            Role::Probe => None,
+        };
+        let connection = peer.and_then(|peer| self.connections.get(&peer)).filter(|_| hello.epoch > 0);
+        let offered = match connection {
+            Some(connection) => connection.offer(stream, hello),
+            None => Err(stream),
+        };
+        if let Err(mut stream) = offered {
+            handshake::refuse(&mut stream, handshake::NOT_IN_RUN.to_owned(), HANDSHAKE_LIMIT);
+        }
+    }
+
+    /// Whether the driver has been gone for so long that another may take its place.
+    fn is_abandoned(&self) -> bool {
+        let driver = self.connections.get(&WorkerId(0)).and_then(Connection::broken_for);
+        driver.is_some_and(|broken| broken >= SUCCESSION_AFTER)
     }
 
     /// Takes a worker that has connected off the list of those to wait for. Any other is disconnected.
@@ -378,12 +432,12 @@ impl<'a> Session<'a> {
         &mut self,
         awaited: &mut Vec<WorkerId>,
         worker: WorkerId,
-        stream: TcpStream,
+        stream: ByteStream,
     ) -> Result<(), Fault> {
         match awaited.iter().position(|&w| w == worker) {
             Some(at) => {
                 awaited.swap_remove(at);
-                self.connect(stream, Peer::Worker(worker))
+                self.connect(stream, Peer::Worker(worker), Reconnect::Await)
             }
             None => Ok(()),
         }
@@ -398,22 +452,54 @@ impl<'a> Session<'a> {
         self.worker.spawn(model, links)
     }
 
-    /// Waits until the worker's thread has ended, or until it is too late after the run's end.
-    fn finish(mut self, stage: JoinHandle<()>, report: &Report<'_>) -> JobEnd {
+    /// Waits until the worker's thread has ended, or until it is too late after the run's end. The run fails if the worker makes
+    /// no progress for `idle`.
+    fn finish(mut self, stage: JoinHandle<()>, idle: Option<Duration>, report: &Report<'_>) -> JobEnd {
+        let mut progress = (self.worker.status.read().progress, Instant::now());
+        let mut without_driver: Option<Instant> = None;
         while !stage.is_finished() && self.abort().failure().is_none() {
+            let now = self.worker.status.read().progress;
+            if now != progress.0 {
+                progress = (now, Instant::now());
+            }
+            // A driver that says goodbye has ended the run before. One that has not leaves the worker waiting for ever.
+            let driver_ended = self.connections.get(&WorkerId(0)).is_none_or(Connection::peer_has_ended);
+            let since = driver_ended.then(|| *without_driver.get_or_insert_with(Instant::now));
+            if since.is_some_and(|since| since.elapsed() >= GOODBYE_LIMIT) {
+                self.abort().fail(Failure::new("the driver", "ending the run", Fault::Lost));
+                break;
+            }
+            if let Some(limit) = idle.filter(|&limit| progress.1.elapsed() >= limit) {
+                let limit_s = limit.as_secs_f64();
+                self.abort().fail(Failure::new(self.worker.name(), "waiting for work", Fault::Idle { limit_s }));
+                break;
+            }
             let driver = self.connections.get(&WorkerId(0));
             let over = || {
                 std::thread::sleep(POLL);
                 stage.is_finished() || driver.is_none_or(Connection::peer_has_ended)
             };
-            self.busy.refuse_next(over, report);
+            match self.busy.answer_next(POLL, over, self.is_abandoned(), report) {
+                Some((hello, stream)) => self.resume(stream, &hello),
+                None if self.busy.has_successor() => {
+                    let reason = "the driver was gone, and another one has taken its place".to_owned();
+                    let first = Failure::new("the driver", "reconnecting", Fault::Refused { reason });
+                    self.abort().fail(first);
+                }
+                None => {}
+            }
             self.notices.try_iter().for_each(|notice| report(&ServeEvent::Notice(&notice)));
-            std::thread::sleep(POLL);
         }
-        if join_until(stage, Instant::now() + SHUTDOWN_LIMIT) {
+        let (over, limit) = (Instant::now(), self.busy.stuck_after());
+        while !stage.is_finished() && over.elapsed() < limit {
+            if let Some((hello, stream)) = self.busy.answer_next(POLL / 5, || stage.is_finished(), false, report) {
+                self.resume(stream, &hello);
+            }
+        }
+        if join_until(stage, Instant::now()) {
             return self.close();
         }
-        let fault = Fault::TimedOut { what: "ending".to_owned(), limit_s: SHUTDOWN_LIMIT.as_secs_f64() };
+        let fault = Fault::TimedOut { what: "ending".to_owned(), limit_s: limit.as_secs_f64() };
         let first = self.abort().fail(Failure::new(self.worker.name(), "ending", fault));
         // The connections' threads notify the peers meanwhile.
         std::thread::sleep(POLL * 4);
@@ -425,7 +511,10 @@ impl<'a> Session<'a> {
         for connection in self.connections.into_values() {
             connection.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
         }
-        self.worker.abort.failure().map_or(JobEnd::Done, JobEnd::Failed)
+        let end = self.worker.abort.failure().map_or(JobEnd::Done, JobEnd::Failed);
+        // Ends every thread that a peer keeps busy after the end of the run.
+        self.worker.abort.fail(Failure::new(self.worker.name(), "ending", Fault::Lost));
+        end
     }
 }
 
@@ -438,8 +527,8 @@ mod tests {
     use crate::engine::Device;
     use crate::model::layer::{Context, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes};
     use crate::model::loss::Loss;
+    use std::net::TcpStream;
     use std::sync::atomic::{AtomicBool, Ordering};
-    use std::sync::Mutex;
     use tch::Tensor;
 
     static RELEASED: AtomicBool = AtomicBool::new(false);
@@ -477,7 +566,8 @@ mod tests {
     fn a_stuck_worker_thread_returns_from_the_server_and_does_not_end_the_process() {
         let token = Token([7; 32]);
         let listen = "127.0.0.1:0".parse().unwrap();
-        let options = ServeOptions { models: blocking_model, ..ServeOptions::new(listen, token) };
+        let stuck_after = Duration::from_secs(1);
+        let options = ServeOptions { models: blocking_model, stuck_after, ..ServeOptions::new(listen, token) };
         let server = Server::bind(options).unwrap();
         let address = server.address().unwrap().to_string();
         let reported = Arc::new(Mutex::new(Vec::new()));
@@ -535,14 +625,15 @@ mod tests {
             Serving { address, stop, thread: Some(thread) }
         }
 
-        fn connect(&self) -> TcpStream {
-            TcpStream::connect(&self.address).unwrap()
+        fn connect(&self) -> ByteStream {
+            TcpStream::connect(&self.address).unwrap().into()
         }
 
         /// Joins the server as a driver that has not sent its job yet.
-        fn introduce(&self, stream: TcpStream, run: u8) -> Result<TcpStream, Fault> {
+        fn introduce(&self, stream: ByteStream, run: u8) -> Result<ByteStream, Fault> {
             let credentials = Credentials { run: [run; 16], token: TOKEN };
-            handshake::introduce(stream, Role::Driver, &credentials, Duration::from_secs(60))
+            let first = Resume::first(Duration::from_secs(60));
+            handshake::introduce(stream, Role::Driver, &credentials, first).map(|(stream, _)| stream)
         }
 
         /// A run that a driver has started and not ended.

@@ -10,8 +10,9 @@ use crate::comm::protocol::Job;
 use crate::comm::status::SharedStatus;
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
+use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::faulty::Scenario;
-use crate::comm::transport::tcp::{Connection, TcpOptions};
+use crate::comm::transport::tcp::{Connection, Reconnect, TcpOptions};
 use crate::comm::transport::Outgoing;
 use crate::engine::{self, Meter};
 use crate::failure::Fault;
@@ -19,7 +20,6 @@ use crate::model::Model;
 use crate::runtime::worker::Worker;
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -48,6 +48,10 @@ pub(super) struct Remote {
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Receives the text of the peer's heartbeats.
     pub on_heartbeat: Box<dyn FnMut(&str) + Send>,
+    /// Where the next socket comes from when this one breaks.
+    pub reconnect: Reconnect,
+    /// The status of the worker that waits meanwhile.
+    pub waiting: Arc<SharedStatus>,
     /// Receives notices about the peer.
     pub notify: Notify,
 }
@@ -98,7 +102,7 @@ impl LocalWorker {
     }
 
     /// Starts the threads of a connection whose handshake is done. This worker's codecs and memory meter serve it.
-    pub fn connect(&self, stream: TcpStream, remote: Remote) -> Result<Connection, Fault> {
+    pub fn connect(&self, stream: ByteStream, remote: Remote) -> Result<Connection, Fault> {
         let other = match remote.peer {
             // The driver's process runs worker 0, so one connection serves both.
             Peer::Driver => WorkerId(0),
@@ -110,8 +114,9 @@ impl LocalWorker {
             workers: remote.mailboxes,
             driver: remote.driver,
         });
-        let (local, peer, admission) = (self.name(), self.topology.name(other), delivery.clone());
-        let wrap = self.scenario.wrap_tcp(&local, &peer, &self.abort, &stream, &self.link_codecs)?;
+        let (local, peer) = (self.name(), self.topology.name(other));
+        let (admission, room, waiting) = (delivery.clone(), delivery.clone(), remote.waiting);
+        let wrap = self.scenario.wrap_tcp(&local, &peer, &self.abort);
         let options = TcpOptions {
             local,
             peer,
@@ -124,7 +129,10 @@ impl LocalWorker {
             wrap,
             admit: Box::new(move |header| admission.admit(header)),
             deliver: Box::new(move |message| delivery.deliver(message)),
+            has_room: Box::new(move || room.has_room()),
             on_heartbeat: remote.on_heartbeat,
+            reconnect: remote.reconnect,
+            on_reconnecting: Box::new(move || waiting.touch()),
             notify: remote.notify,
         };
         Connection::start(stream, options)

@@ -10,7 +10,9 @@
 //! The `distgpipe` command serves its `worker` in the same way, with the models of the zoo.
 
 use crate::comm::handshake::Token;
+use crate::driver::job_limits::JobLimits;
 use crate::driver::launch::declare_worker_process;
+use crate::driver::log_queue::LogQueue;
 use crate::driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
 use crate::engine::{exit_at_once, spawn, tune_allocator, utc_now};
 use crate::failure::{Failure, Fault};
@@ -22,7 +24,7 @@ use std::io::{BufRead, Read, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The first argument of a program that is to be a worker.
 pub(super) const WORKER: &str = "worker";
@@ -32,6 +34,15 @@ pub(super) const CHILD: &str = "--child";
 
 /// The environment variable that holds the token, for driver and worker.
 pub const TOKEN_VARIABLE: &str = "DISTGPIPE_TOKEN";
+
+/// The environment variable that holds join strings of servers, for a driver.
+pub const SERVER_VARIABLE: &str = "DISTGPIPE_SERVER";
+
+/// The flag of a child that a server started, with the limits of its job as JSON.
+pub const LIMITS: &str = "--limits";
+
+/// How long the thread of a child may take to end after its run.
+const CHILD_STUCK_AFTER: Duration = Duration::from_secs(3);
 
 /// The largest token file that is read; a token is much shorter.
 const TOKEN_BYTES_MAX: u64 = 4096;
@@ -87,7 +98,7 @@ pub fn worker_mode(models: fn(&ModelSpec) -> Result<Model, ModelError>) {
     let served = WorkerFlags::parse(arguments).and_then(|flags| {
         let Some(flags) = flags else { return print(USAGE) };
         let worker = flags.start(models)?;
-        child = worker.child;
+        child = flags.child;
         if let Some(token) = worker.new_token() {
             note(&format!("connect to {} with the token {TOKEN_VARIABLE}={token}", worker.address()?));
         }
@@ -137,7 +148,7 @@ fn usage(text: impl Into<String>) -> WorkerModeError {
 }
 
 /// How a worker is started.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct WorkerFlags {
     /// The address to listen on; with port 0, the system chooses a port.
     pub listen: String,
@@ -150,11 +161,20 @@ pub struct WorkerFlags {
     /// Whether a driver on this host started the worker: it reads the token from standard input, and ends the process when
     /// standard input closes.
     pub child: bool,
+    /// The limits of the job, if a server started the worker for a stranger.
+    pub limits: Option<JobLimits>,
 }
 
 impl Default for WorkerFlags {
     fn default() -> Self {
-        WorkerFlags { listen: "127.0.0.1:0".to_owned(), expose: false, token_file: None, once: false, child: false }
+        WorkerFlags {
+            listen: "127.0.0.1:0".to_owned(),
+            expose: false,
+            token_file: None,
+            once: false,
+            child: false,
+            limits: None,
+        }
     }
 }
 
@@ -178,6 +198,7 @@ impl WorkerFlags {
                 "--expose" if inline.is_none() => flags.expose = true,
                 "--once" if inline.is_none() => flags.once = true,
                 CHILD if inline.is_none() => flags.child = true,
+                LIMITS => flags.limits = Some(limits_of(&value()?)?),
                 "--help" | "-h" => return Ok(None),
                 _ => return Err(usage(format!("expected flags of a worker, got `{argument}`\n\n{USAGE}"))),
             }
@@ -190,15 +211,22 @@ impl WorkerFlags {
         &self,
         models: fn(&ModelSpec) -> Result<Model, ModelError>,
     ) -> Result<ListeningWorker, WorkerModeError> {
-        declare_worker_process();
+        match &self.limits {
+            Some(limits) => limits.enter()?,
+            None => declare_worker_process(),
+        }
         let given = if self.child { Some(token_from_parent()?) } else { given_token(self.token_file.as_deref())? };
         let token = given.map_or_else(Token::random, Ok)?;
+        let listen = self.address()?;
         let options = ServeOptions {
             expose: self.expose,
             once: self.once || self.child,
             models,
+            limits: self.limits.clone(),
+            // The driver that started a child waits for its end.
+            stuck_after: if self.child { CHILD_STUCK_AFTER } else { ServeOptions::new(listen, token).stuck_after },
             on_stuck: StuckPolicy::ExitProcess,
-            ..ServeOptions::new(self.address()?, token)
+            ..ServeOptions::new(listen, token)
         };
         if !options.listen.ip().is_loopback() && !options.expose {
             return Err(usage(format!(
@@ -210,7 +238,8 @@ impl WorkerFlags {
         Ok(ListeningWorker {
             server: Server::bind(options)?,
             new_token: given.is_none().then_some(token),
-            child: self.child,
+            quiet: self.child && self.limits.is_none(),
+            of_server: self.limits.is_some(),
             current: CurrentRun::default(),
         })
     }
@@ -227,7 +256,10 @@ impl WorkerFlags {
 pub struct ListeningWorker {
     server: Server,
     new_token: Option<Token>,
-    child: bool,
+    /// Whether its log is left to the driver that started it.
+    quiet: bool,
+    /// Whether a server started it.
+    of_server: bool,
     current: CurrentRun,
 }
 
@@ -270,7 +302,8 @@ impl ListeningWorker {
 
     /// Prints `listening ADDRESS` on standard output and serves until the process is killed, or until the first job is over
     /// where the flags say so. Passes the lines of its log to `note`.
-    pub fn serve(&self, note: impl Fn(&str)) -> Result<(), WorkerModeError> {
+    pub fn serve(&self, note: impl Fn(&str) + Send + 'static) -> Result<(), WorkerModeError> {
+        let log = LogQueue::start(note)?;
         print(&format!("listening {}\n", self.address()?))?;
         let report = |event: &ServeEvent<'_>| {
             match event {
@@ -278,18 +311,20 @@ impl ListeningWorker {
                 ServeEvent::JobEnded { .. } => self.current.set(None),
                 _ => {}
             }
-            log_line(event, self.child).iter().for_each(|line| note(line));
+            let Some(line) = log_line(event, self.quiet) else { return };
+            // A server writes the time before each line of its jobs.
+            log.write(if self.of_server { line } else { format!("{} {line}", utc_now()) });
         };
         Ok(self.server.run(|| false, report)?)
     }
 }
 
-/// A line of the worker's log, with the time. `None` for what the driver of a child reports itself.
-fn log_line(event: &ServeEvent<'_>, child: bool) -> Option<String> {
+/// A line of the worker's log. `None` for what the driver of a child reports itself.
+fn log_line(event: &ServeEvent<'_>, quiet: bool) -> Option<String> {
     let line = match event {
         ServeEvent::Stuck(failure) => format!("error: {failure}; its thread does not end, so this process exits"),
         // A child's standard error is its driver's terminal, which shows the run.
-        _ if child => return None,
+        _ if quiet => return None,
         ServeEvent::Rejected(failure) => failure.to_string(),
         ServeEvent::JobStarted(job) => started(job),
         ServeEvent::JobEnded { job, duration, failure: None } => {
@@ -302,7 +337,7 @@ fn log_line(event: &ServeEvent<'_>, child: bool) -> Option<String> {
         ServeEvent::Probed(peer) => format!("{peer} has measured the link"),
         ServeEvent::Notice(notice) => notice.to_string(),
     };
-    Some(format!("{} {line}", utc_now()))
+    Some(line)
 }
 
 fn started(job: &JobInfo) -> String {
@@ -328,6 +363,11 @@ fn started(job: &JobInfo) -> String {
         ));
     }
     line
+}
+
+/// The limits in the argument of [`LIMITS`].
+pub fn limits_of(text: &str) -> Result<JobLimits, WorkerModeError> {
+    serde_json::from_str(text).map_err(|e| usage(format!("{LIMITS}: {e}")))
 }
 
 fn print(text: &str) -> Result<(), WorkerModeError> {
@@ -383,6 +423,7 @@ mod tests {
             token_file: Some("token.txt".into()),
             once: true,
             child: false,
+            limits: None,
         };
         assert_eq!(parse(&["--listen", "0.0.0.0:7000", "--expose", "--token-file=token.txt", "--once"]), Ok(Some(all)));
         assert_eq!(parse(&["--once", "--help"]), Ok(None));

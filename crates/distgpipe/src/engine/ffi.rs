@@ -53,7 +53,7 @@ impl Layout {
 }
 
 /// Turns the shim's error message, or null, into a result.
-fn outcome(message: *mut c_char) -> Result<(), String> {
+pub(super) fn outcome(message: *mut c_char) -> Result<(), String> {
     if message.is_null() {
         return Ok(());
     }
@@ -159,7 +159,7 @@ pub fn empty(dims: &[i64], kind: Kind, layout: Layout, pinned: bool) -> Result<T
 }
 
 /// The number of a kind in libtorch's `ScalarType`, which tch does not expose.
-fn scalar_type(kind: Kind) -> Result<c_int, String> {
+pub(super) fn scalar_type(kind: Kind) -> Result<c_int, String> {
     Ok(match kind {
         Kind::Uint8 => 0,
         Kind::Int8 => 1,

@@ -5,6 +5,7 @@
 //! decides on that, and counting does not depend on it.
 
 use super::ffi;
+use super::resource_limits::memory_limit_bytes;
 use crate::failure::Fault;
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -136,10 +137,12 @@ pub fn available_bytes() -> Option<u64> {
         let cached = group("stat").and_then(|text| field(&text, "inactive_file")).unwrap_or(0);
         max.saturating_sub(number("current").unwrap_or(0).saturating_sub(cached))
     });
-    match (host, container) {
-        (Some(host), Some(container)) => Some(host.min(container)),
-        (host, container) => host.or(container),
-    }
+    // A process that runs a stranger's job has a limit of its own.
+    let own = Some(memory_limit_bytes()).filter(|&limit| limit < u64::MAX).and_then(|limit| {
+        let status = fs::read_to_string("/proc/self/status").ok()?;
+        Some(limit.saturating_sub(field(&status, "VmData:")?.saturating_mul(1024)))
+    });
+    [host, container, own].into_iter().flatten().min()
 }
 
 /// The number after a name at the start of a line.

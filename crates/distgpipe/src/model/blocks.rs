@@ -133,11 +133,11 @@ impl BatchNorm2d {
         context: &mut Context<'_>,
     ) -> Result<Tensor, Fault> {
         let norm = NormTensors {
-            weight: tensors.next(),
-            bias: tensors.next(),
+            weight: Some(tensors.next()),
+            bias: Some(tensors.next()),
             running_mean: tensors.next(),
             running_var: tensors.next(),
-            batches: tensors.next(),
+            batches: Some(tensors.next()),
             eps: 1e-5,
             momentum: 0.1,
         };

@@ -167,6 +167,11 @@ pub trait Layer: Send + Sync {
     /// The layer's name, unique in the model.
     fn name(&self) -> &str;
 
+    /// Other names by which a cut may call the place after this layer.
+    fn also_named(&self) -> &[String] {
+        &[]
+    }
+
     /// The layer's tensors, in the order in which [`Layer::forward`] takes them.
     fn tensors(&self) -> Vec<TensorSpec> {
         Vec::new()
@@ -193,6 +198,22 @@ pub trait Layer: Send + Sync {
     fn multiply_adds(&self, _input: &[SampleShape]) -> u64 {
         0
     }
+}
+
+/// Fills a mask with 0 at probability `p`, else with the factor that keeps the mean. All are 0 if `p` is 1.
+fn draw_mask(stream: Stream, mut mask: Tensor, p: f64) -> Result<Tensor, Fault> {
+    stream.bernoulli(&mut mask, 1.0 - p)?;
+    if p >= 1.0 {
+        return Ok(mask);
+    }
+    Ok(tch::no_grad(|| mask.f_div_scalar_(1.0 - p))?)
+}
+
+/// An empty tensor with one element per channel.
+fn empty_channels(x: &Tensor) -> Result<Tensor, tch::TchError> {
+    let size = x.size();
+    let dims: Vec<i64> = size.iter().enumerate().map(|(axis, &size)| if axis < 2 { size } else { 1 }).collect();
+    x.f_new_empty(&dims, (x.kind(), x.device()))
 }
 
 /// The kind of forward pass.
@@ -241,11 +262,7 @@ impl Context<'_> {
 
     /// Dropout of whole channels with probability `p`; the identity in evaluation.
     pub fn dropout_channels(&mut self, x: Tensor, p: f64) -> Result<Tensor, Fault> {
-        self.drop_with(x, p, |x| {
-            let mut dims = vec![1; x.dim()];
-            dims[..2].copy_from_slice(&x.size()[..2]);
-            x.f_new_empty(&dims, (x.kind(), x.device()))
-        })
+        self.drop_with(x, p, empty_channels)
     }
 
     fn drop_with(
@@ -257,11 +274,30 @@ impl Context<'_> {
         if !self.training() || p == 0.0 {
             return Ok(x);
         }
-        let stream = self.stream();
-        let mut mask = tch::no_grad(|| mask(&x))?;
-        stream.bernoulli(&mut mask, 1.0 - p)?;
-        let mask = tch::no_grad(|| mask.f_div_scalar_(1.0 - p))?;
+        let mask = draw_mask(self.stream(), tch::no_grad(|| mask(&x))?, p)?;
         Ok(x.f_mul(&mask)?)
+    }
+
+    /// The random stream of a place in the model that does not depend on how the model is divided into layers, such as a
+    /// node of an exported graph.
+    pub(crate) fn stream_of(&self, place: u64) -> Stream {
+        self.stream.named("place").at(place)
+    }
+
+    /// The factors of a dropout with probability `p` at such a place, for every element or for whole channels; `None` where
+    /// dropout is the identity.
+    pub(crate) fn dropout_mask(&self, place: u64, x: &Tensor, p: f64, channels: bool) -> Result<Option<Tensor>, Fault> {
+        if !self.training() || p == 0.0 {
+            return Ok(None);
+        }
+        let dense = engine::layout(x).is_some();
+        let mask = tch::no_grad(|| match channels {
+            true => empty_channels(x),
+            false if dense => x.f_empty_like(),
+            // A link would make the tensor contiguous, and the mask of an element must not depend on that.
+            false => x.f_new_empty(x.size(), (x.kind(), x.device())),
+        })?;
+        draw_mask(self.stream_of(place), mask, p).map(Some)
     }
 
     /// Batch norm whose running statistics are updated once per batch; see [`DeferredBatchNorm`].

@@ -7,6 +7,7 @@
 //! - [`unet`]: long skip connections, every operation a layer of its own
 //! - [`roberta`]: text encoder with a classifier, any size, Hugging Face's layout and names
 //! - [`mlp`]: a multi-layer perceptron
+//! - [`Exported`]: a model of your own from PyTorch, with its graph as setting
 //!
 //! To add a model, write its file with a settings type that has `fn model(&self) -> Result<Model, ModelError>`, and add a
 //! line to the `models!` table below. The tests in this file then cover it; `CONTRIBUTING.md` lists the others.
@@ -20,6 +21,7 @@ pub mod roberta;
 pub mod unet;
 pub mod vgg;
 
+pub use crate::model::exported::{Exported, ExportedOptions};
 pub use amoebanet_d::AmoebaNetD;
 pub use mlp::Mlp;
 pub use mobilenet_v2::MobileNetV2;
@@ -28,6 +30,7 @@ pub use roberta::Roberta;
 pub use unet::UNet;
 pub use vgg::Vgg13;
 
+use crate::model::exported;
 use crate::model::layer::{SampleShape, ShapeError};
 use crate::model::{Model, ModelSpec};
 use distgpipe_core::cut::{CutError, CutRule};
@@ -47,6 +50,7 @@ macro_rules! models {
         pub fn build(spec: &ModelSpec) -> Result<Model, ModelError> {
             match spec.name.as_str() {
                 $($name => spec.settings::<$settings>()?.model(),)*
+                exported::NAME => spec.settings::<Exported>()?.model(),
                 other => Err(ModelError::Unknown { got: other.to_owned() }),
             }
         }
@@ -105,14 +109,32 @@ pub fn cut(model: &Model, text: &str) -> Result<Balance, ModelCutError> {
     let of_model = || NAMED_CUTS.iter().filter(|(model, ..)| Some(*model) == name);
     let text = of_model().find(|(_, named, _)| *named == text).map_or(text, |(.., cut)| cut);
     let layers: Vec<&str> = model.layers.iter().map(|layer| layer.name()).collect();
-    let balance = text.parse::<CutRule>().and_then(|cut| cut.balance(&layers));
+    let balance = text.parse::<CutRule>().and_then(|cut| by_layer_names(model, cut).balance(&layers));
     balance.map_err(|why| ModelCutError { why: Box::new(why), named: of_model().map(|(_, named, _)| *named).collect() })
+}
+
+/// Replaces the other names that layers have by those that a [`CutRule`] knows.
+fn by_layer_names(model: &Model, cut: CutRule) -> CutRule {
+    let CutRule::After(names) = cut else { return cut };
+    let known = |name: &String| model.layers.iter().any(|layer| layer.name() == name);
+    let also = |name: &String| model.layers.iter().find(|layer| layer.also_named().contains(name));
+    let resolve = |name: String| match also(&name) {
+        Some(layer) if !known(&name) => layer.name().to_owned(),
+        _ => name,
+    };
+    CutRule::After(names.into_iter().map(resolve).collect())
 }
 
 /// The model cannot be built as requested.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
+    /// A model from PyTorch cannot be read, or not be trained in a pipeline.
+    #[error("{why}")]
+    Exported {
+        /// What is wrong, where, and what to do.
+        why: String,
+    },
     /// The zoo has no model of this name.
     #[error("unknown model `{got}`: expected one of {}", NAMES.join(", "))]
     Unknown {
@@ -130,6 +152,11 @@ pub enum ModelError {
 }
 
 impl ModelError {
+    /// A model from PyTorch that is not used.
+    pub(crate) fn exported(why: impl Into<String>) -> Self {
+        ModelError::Exported { why: why.into() }
+    }
+
     /// Settings that do not fit the model.
     pub fn settings(model: &str, why: impl Into<String>) -> Self {
         ModelError::Settings { model: model.to_owned(), why: why.into() }

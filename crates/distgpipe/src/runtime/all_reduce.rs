@@ -25,6 +25,13 @@ use tch::Tensor;
 /// The most elements in one bucket: 16 MiB of 32-bit floats.
 const BUCKET_ELEMENTS_MAX: i64 = 4 << 20;
 
+/// The most shares that a worker receives when the gradients of this many parameters are summed.
+pub fn shares_max(parameters: u64, replicas: usize) -> usize {
+    // Two buckets in a row have more than one bucket's elements, and tensors larger than that are cut into pieces.
+    let pieces = 3 * (parameters / BUCKET_ELEMENTS_MAX as u64) + 2;
+    usize::try_from(pieces).unwrap_or(usize::MAX).saturating_mul(2 * replicas.saturating_sub(1))
+}
+
 /// The most bytes in one share: a whole bucket of 64-bit floats.
 pub const GRADIENT_SHARE_BYTES_MAX: u64 = 8 * BUCKET_ELEMENTS_MAX as u64;
 

@@ -15,21 +15,21 @@
 use crate::failure::Fault;
 use crate::model::layer::PassMode;
 use distgpipe_core::MicroBatchId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use tch::{Kind, Tensor};
 
 /// The tensors and constants of one batch norm.
 pub struct NormTensors<'a> {
-    /// The scale of each channel.
-    pub weight: &'a Tensor,
-    /// The shift of each channel.
-    pub bias: &'a Tensor,
+    /// The scale of each channel, if it is learned.
+    pub weight: Option<&'a Tensor>,
+    /// The shift of each channel, if it is learned.
+    pub bias: Option<&'a Tensor>,
     /// The running mean of each channel.
     pub running_mean: &'a Tensor,
     /// The running variance of each channel, unbiased as PyTorch stores it.
     pub running_var: &'a Tensor,
-    /// How many batches the running statistics have seen (`num_batches_tracked`).
-    pub batches: &'a Tensor,
+    /// How many batches the running statistics have seen (`num_batches_tracked`), if they are counted.
+    pub batches: Option<&'a Tensor>,
     /// Added to the variance before the division.
     pub eps: f64,
     /// The weight of a new batch in the running statistics.
@@ -59,7 +59,7 @@ struct MergedStatistics {
 struct Norm {
     running_mean: Tensor,
     running_var: Tensor,
-    batches: Tensor,
+    batches: Option<Tensor>,
     momentum: f64,
     merged: Option<MergedStatistics>,
     /// Not merged yet. Ordered by micro-batch, so that the result does not depend on the schedule.
@@ -87,7 +87,7 @@ impl DeferredBatchNorm {
     ) -> Result<Tensor, Fault> {
         let NormTensors { weight, bias, running_mean, running_var, batches, eps, momentum } = tensors;
         let normalize = |mean: &Tensor, var: &Tensor, train: bool| {
-            x.f_batch_norm(Some(weight), Some(bias), Some(mean), Some(var), train, 1.0, eps, true)
+            x.f_batch_norm(weight, bias, Some(mean), Some(var), train, 1.0, eps, true)
         };
         if mode == PassMode::Evaluate {
             return Ok(normalize(running_mean, running_var, false)?);
@@ -95,7 +95,7 @@ impl DeferredBatchNorm {
         if mode == PassMode::Train && self.norms.get(&position).is_some_and(|n| n.collected.len() >= COLLECTED_MAX) {
             self.merge_before(micro_batch)?;
         }
-        let count = x.numel() / weight.numel().max(1);
+        let count = x.numel() / running_mean.numel().max(1);
         if count < 2 {
             let source = format!(
                 "a batch norm in training needs more than one value of each channel in a micro-batch, got an input of \
@@ -111,7 +111,7 @@ impl DeferredBatchNorm {
             let norm = self.norms.entry(position).or_insert_with(|| Norm {
                 running_mean: running_mean.shallow_clone(),
                 running_var: running_var.shallow_clone(),
-                batches: batches.shallow_clone(),
+                batches: batches.map(Tensor::shallow_clone),
                 momentum,
                 merged: None,
                 collected: BTreeMap::new(),
@@ -133,8 +133,8 @@ impl DeferredBatchNorm {
     /// Updates the running statistics with those of the step, and starts the next step.
     pub fn commit(&mut self) -> Result<(), Fault> {
         merge(self.norms.values_mut().filter(|norm| !norm.collected.is_empty()))?;
-        let mut norms: Vec<&mut Norm> = self.norms.values_mut().filter(|norm| norm.merged.is_some()).collect();
-        tch::no_grad(|| update_running_statistics(&mut norms))
+        let norms = self.norms.values_mut().filter(|norm| norm.merged.is_some());
+        tch::no_grad(|| in_turn(norms).iter_mut().try_for_each(|norms| update_running_statistics(norms)))
     }
 
     /// Drops the statistics of the step.
@@ -231,7 +231,23 @@ fn merge_group(norms: &mut [&mut Norm], micro_batches: &[MicroBatchId]) -> Resul
     Ok(())
 }
 
-/// Blends the merged statistics into the running statistics.
+/// Divides norms into groups in which no two have the same running statistics: a module that is called twice has two
+/// norms, and as in PyTorch, the second update starts from the result of the first.
+fn in_turn<'a>(norms: impl Iterator<Item = &'a mut Norm>) -> Vec<Vec<&'a mut Norm>> {
+    let mut calls: HashMap<*mut std::ffi::c_void, usize> = HashMap::new();
+    let mut groups: Vec<Vec<&mut Norm>> = Vec::new();
+    for norm in norms {
+        let call = calls.entry(norm.running_mean.data_ptr()).or_default();
+        if groups.len() == *call {
+            groups.push(Vec::new());
+        }
+        groups[*call].push(norm);
+        *call += 1;
+    }
+    groups
+}
+
+/// Blends the merged statistics into the running statistics, which no two of the norms share.
 fn update_running_statistics(norms: &mut [&mut Norm]) -> Result<(), Fault> {
     let mut merged: Vec<MergedStatistics> = norms.iter_mut().filter_map(|norm| norm.merged.take()).collect();
     if merged.is_empty() {
@@ -251,8 +267,52 @@ fn update_running_statistics(norms: &mut [&mut Norm]) -> Result<(), Fault> {
         let channels = norm.running_mean.size()[0];
         norm.running_mean.f_copy_(&mean.f_narrow(0, start, channels)?)?;
         norm.running_var.f_copy_(&var.f_narrow(0, start, channels)?)?;
-        let _ = norm.batches.f_add_scalar_(1)?;
+        if let Some(batches) = &mut norm.batches {
+            let _ = batches.f_add_scalar_(1)?;
+        }
         start += channels;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Device;
+
+    /// A module that is called twice once lost the first of its two updates.
+    #[test]
+    fn a_batch_norm_that_is_called_twice_updates_its_statistics_twice() {
+        let batch = |seed: i64| (Tensor::arange(24, (Kind::Float, Device::Cpu)) * seed).sin().view([8, 3]);
+        let state = || (Tensor::zeros([3], (Kind::Float, Device::Cpu)), Tensor::ones([3], (Kind::Float, Device::Cpu)));
+        let (expected, got) = (state(), state());
+        let inputs = [batch(1), batch(2)];
+        for x in &inputs {
+            let none = None::<&Tensor>;
+            let _ = x.f_batch_norm(none, none, Some(&expected.0), Some(&expected.1), true, 0.1, 1e-5, true).unwrap();
+        }
+        let batches = Tensor::zeros([1], (Kind::Int64, Device::Cpu));
+        let mut norms = DeferredBatchNorm::default();
+        for micro_batch in 0..2 {
+            for (call, x) in inputs.iter().enumerate() {
+                let tensors = NormTensors {
+                    weight: None,
+                    bias: None,
+                    running_mean: &got.0,
+                    running_var: &got.1,
+                    batches: Some(&batches),
+                    eps: 1e-5,
+                    momentum: 0.1,
+                };
+                let x = x.narrow(0, 4 * i64::from(micro_batch), 4);
+                let _ = norms.forward(&x, tensors, PassMode::Train, MicroBatchId(micro_batch), (0, call)).unwrap();
+            }
+        }
+        norms.commit().unwrap();
+        for (expected, got) in [(&expected.0, &got.0), (&expected.1, &got.1)] {
+            let gap = f64::try_from((expected - got).abs().max()).unwrap();
+            assert!(gap < 1e-6, "expected {expected:?}, got {got:?}");
+        }
+        assert_eq!(batches.int64_value(&[0]), 2);
+    }
 }

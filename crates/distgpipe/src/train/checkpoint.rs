@@ -294,8 +294,8 @@ impl Checkpoint {
     }
 
     /// Loads the checkpoint into a pipeline: parameters, buffers, optimizer state and the position of the random streams.
-    /// The model, the seed, the optimizer, the parameter groups and the frozen parameters must be those of the checkpoint; the cut, the placement, the devices and the
-    /// codecs need not be.
+    /// The model, the seed, the optimizer, the parameter groups and the frozen parameters must be those of the checkpoint; the
+    /// cut, the division of an exported model into layers, the placement, the devices and the codecs need not be.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
         fn same<T: PartialEq + Serialize + ?Sized>(
             what: &'static str,
@@ -309,7 +309,10 @@ impl Checkpoint {
             Err(CheckpointError::Mismatch { what, expected: text(expected), got: text(got) })
         }
         let manifest = &self.manifest;
-        same("the model", &manifest.model, &pipeline.model().spec)?;
+        let specs = (&manifest.model, &pipeline.model().spec);
+        if !matches!(specs, (Some(saved), Some(given)) if saved.computes_like(given)) {
+            same("the model", specs.0, specs.1)?;
+        }
         same("the seed", &manifest.seed, &pipeline.seed())?;
         same("the optimizer", &manifest.optim, &pipeline.optim())?;
         same("the list of parameter groups", &manifest.groups[..], pipeline.parameter_groups())?;

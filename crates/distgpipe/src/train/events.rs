@@ -2,6 +2,8 @@
 //! these events.
 
 use crate::driver::pipeline::StepOutcome;
+use crate::failure::{Failure, Fault};
+use crate::train::checkpoint::CheckpointError;
 use crate::train::control::RunControl;
 use crate::train::summary::EpochSummary;
 use crate::train::trainer::TrainError;
@@ -34,6 +36,56 @@ pub enum Event<'a> {
         step: u64,
         /// The largest absolute value of any parameter after the step.
         largest: f64,
+    },
+    /// The run has lost a worker, and starts all workers again.
+    WorkerLost {
+        /// What happened to the worker.
+        failure: &'a Failure,
+        /// The number of this restart, from 1.
+        restart: u64,
+        /// How many there may be.
+        restarts: u64,
+        /// The steps of the state that the run goes back to.
+        step: u64,
+    },
+    /// A worker is not there yet. Sent for each attempt to start the workers again.
+    Rejoining {
+        /// Why the last attempt failed.
+        failure: &'a Failure,
+        /// How long the run has been trying, in seconds.
+        seconds: f64,
+        /// How long it tries, in seconds; see [`Timeouts::reconnect_s`](crate::Timeouts::reconnect_s).
+        limit_s: f64,
+    },
+    /// All workers are there, and have the state of an earlier step. Later steps and tests are repeated.
+    Restarted {
+        /// Steps done.
+        step: u64,
+        /// Epochs done.
+        epoch: u64,
+    },
+    /// The run keeps its state in the memory of this process, to restart from, because it has no checkpoint yet. Reported once.
+    StateKept {
+        /// The size of the state.
+        bytes: u64,
+    },
+    /// The run cannot keep its state in memory: the loss of a worker ends it unless it has a checkpoint by then. Reported once.
+    StateNotKept {
+        /// Why not.
+        fault: &'a Fault,
+    },
+    /// A checkpoint could not be written. The run goes on with the older one.
+    SaveFailed {
+        /// Steps done.
+        step: u64,
+        /// What went wrong.
+        error: &'a CheckpointError,
+        /// How many have failed in a row.
+        failures: u64,
+        /// How many may fail in a row.
+        failures_max: u64,
+        /// The step after which the run tries again.
+        again_at: u64,
     },
     /// An epoch and its test are done.
     EpochDone(&'a EpochSummary),

@@ -29,6 +29,14 @@ pub struct TrainOptions {
     pub best: Option<TestMetric>,
     /// Ends the run after so many epochs in a row without a better [`best`](Self::best), which it needs.
     pub patience: Option<u64>,
+    /// How often the run may go on by itself after it has lost a worker that is a process. It starts the workers again, goes
+    /// back to its last checkpoint and repeats the steps since then, with the same results. A run without checkpoints keeps
+    /// its state in the memory of this process instead, after each epoch, if it fits. With 0, the default, the loss of a worker
+    /// ends the run.
+    pub restarts: u64,
+    /// How many checkpoints in a row may fail because of the disk before the run ends. It goes on with the older checkpoint
+    /// meanwhile, and tries again after the next updates.
+    pub save_failures_max: u64,
 }
 
 impl Default for TrainOptions {
@@ -42,6 +50,8 @@ impl Default for TrainOptions {
             capture: Capture::Nothing,
             best: None,
             patience: None,
+            restarts: 0,
+            save_failures_max: 5,
         }
     }
 }

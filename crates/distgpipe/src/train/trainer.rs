@@ -1,5 +1,7 @@
 //! Trains a pipeline over epochs of data: steps, tests after each epoch, writes checkpoints, and reports events.
 
+mod recovery;
+
 use crate::data::{DataError, Epoch, Loader};
 use crate::driver::pipeline::{Batch, Pipeline, StepError, StepOutcome};
 use crate::runtime::accumulation::Accumulation;
@@ -12,6 +14,7 @@ use crate::train::events::{Event, Observer, StepDone};
 use crate::train::options::{Capture, SaveEvery, TrainOptions};
 use crate::train::summary::{EpochSummary, EpochTotals, RunEnd, RunSummary, SummaryBuilder};
 use crate::train::weights::WeightsError;
+use recovery::{RollbackPoint, Snapshot};
 use serde::{Deserialize, Serialize};
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -108,6 +111,10 @@ pub struct Trainer<'a> {
     progress: Progress,
     resumed_at: Option<u64>,
     saving: Option<CheckpointSchedule<'a>>,
+    /// What the run goes back to when it loses a worker.
+    rollback: Option<RollbackPoint>,
+    /// How often the workers have been started again.
+    restarts: u64,
     explosion: ExplosionWarning,
     /// Whether an observer wants the run to end.
     stop: bool,
@@ -167,6 +174,9 @@ struct CheckpointSchedule<'a> {
     settings: serde_json::Value,
     /// The step of the last checkpoint.
     last: u64,
+    /// How many have failed since then, and the step after which to try again.
+    failures: u64,
+    again_at: u64,
 }
 
 impl<'a> Trainer<'a> {
@@ -200,6 +210,8 @@ impl<'a> Trainer<'a> {
             progress,
             resumed_at: None,
             saving: None,
+            rollback: None,
+            restarts: 0,
             explosion: ExplosionWarning::default(),
             stop: false,
         })
@@ -227,12 +239,16 @@ impl<'a> Trainer<'a> {
         if let Some(saving) = &mut self.saving {
             saving.last = saved.step;
         }
+        if self.options.restarts > 0 && self.pipeline.can_restart() {
+            self.rollback = Some(RollbackPoint::Disk(checkpoint.path().to_owned(), self.progress.clone()));
+        }
         Ok(self)
     }
 
     /// Writes checkpoints into a folder. Each keeps a copy of `settings` for the caller; the trainer does not read it.
     pub fn save_to(mut self, checkpoints: &'a Checkpoints, every: SaveEvery, settings: serde_json::Value) -> Self {
-        self.saving = Some(CheckpointSchedule { checkpoints, every, settings, last: self.progress.step });
+        let last = self.progress.step;
+        self.saving = Some(CheckpointSchedule { checkpoints, every, settings, last, failures: 0, again_at: 0 });
         self
     }
 
@@ -251,7 +267,6 @@ impl<'a> Trainer<'a> {
         mut observer: impl FnMut(&Event<'_>, &mut RunControl<'_>) -> Result<(), TrainError>,
     ) -> Result<RunSummary, TrainError> {
         let (start, observer): (_, &mut Observer<'_>) = (Instant::now(), &mut observer);
-        let finished = self.progress.end(&self.options) == Some(RunEnd::Complete);
         if let (Some(saving), Some(step)) = (&self.saving, self.resumed_at) {
             saving.checkpoints.retire_after(step)?;
             // The run may have been killed between saving a checkpoint and marking it, or had another metric.
@@ -265,28 +280,12 @@ impl<'a> Trainer<'a> {
         }
         let left = self.steps.saturating_sub(self.progress.step);
         let mut summary = SummaryBuilder::new(self.pipeline, self.resumed_at, self.options.warm_up_steps.min(left));
-        let mut batches = (!finished).then(|| self.batches(&self.progress));
         let end = loop {
-            let Some(epoch) = batches.take() else { break RunEnd::Complete };
-            if self.progress.is_out_of_patience(&self.options) {
-                break RunEnd::OutOfPatience;
-            }
-            self.train_epoch(epoch, &mut summary, observer)?;
-            let trained = self.progress.step == self.steps;
-            if self.stop && !(trained && self.test.is_none()) {
-                break RunEnd::Stopped;
-            }
-            let next = self.progress.next_epoch();
-            // Created before the test, so that the loader prepares the first batches meanwhile.
-            batches = (!trained).then(|| self.batches(&next));
-            let tested = self.finish_epoch(next, &mut summary, observer)?;
-            if self.stop && !(trained && tested) {
-                break RunEnd::Stopped;
+            match self.train(&mut summary, observer) {
+                Ok(end) => break end,
+                Err(error) => self.recover(error, &mut summary, observer)?,
             }
         };
-        if end != RunEnd::Complete && self.saving.as_ref().is_some_and(|saving| saving.last != self.progress.step) {
-            self.save(observer)?;
-        }
         let mut summary = summary.finish(start.elapsed().as_secs_f64());
         (summary.end, summary.best) = (end, self.best());
         summary.epochs = self.progress.epochs;
@@ -294,6 +293,37 @@ impl<'a> Trainer<'a> {
             summary.epochs.push(self.progress.totals.summary(self.progress.epoch, None));
         }
         Ok(summary)
+    }
+
+    /// Trains from the progress of the run to its end, and saves it there.
+    fn train(&mut self, summary: &mut SummaryBuilder, observer: &mut Observer<'_>) -> Result<RunEnd, TrainError> {
+        if self.rollback.is_none() {
+            self.keep_first_state(observer)?;
+        }
+        let finished = self.progress.end(&self.options) == Some(RunEnd::Complete);
+        let mut batches = (!finished).then(|| self.batches(&self.progress));
+        let end = loop {
+            let Some(epoch) = batches.take() else { break RunEnd::Complete };
+            if self.progress.is_out_of_patience(&self.options) {
+                break RunEnd::OutOfPatience;
+            }
+            self.train_epoch(epoch, summary, observer)?;
+            let trained = self.progress.step == self.steps;
+            if self.stop && !(trained && self.test.is_none()) {
+                break RunEnd::Stopped;
+            }
+            let next = self.progress.next_epoch();
+            // Created before the test, so that the loader prepares the first batches meanwhile.
+            batches = (!trained).then(|| self.batches(&next));
+            let tested = self.finish_epoch(next, summary, observer)?;
+            if self.stop && !(trained && tested) {
+                break RunEnd::Stopped;
+            }
+        };
+        if end != RunEnd::Complete && self.saving.as_ref().is_some_and(|saving| saving.last != self.progress.step) {
+            self.save(observer)?;
+        }
+        Ok(end)
     }
 
     /// Tells the observer of an event.
@@ -404,6 +434,9 @@ impl<'a> Trainer<'a> {
         } else if whole {
             self.save_if_due(observer)?;
         }
+        if self.saving.is_none() && self.rollback.is_some() && self.progress.step < self.steps {
+            self.rollback = Some(RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?));
+        }
         Ok(true)
     }
 
@@ -427,6 +460,7 @@ impl<'a> Trainer<'a> {
             SaveEvery::Epoch => self.progress.batch == 0,
             SaveEvery::Steps(steps) => step - saving.last >= steps,
         };
+        let due = if saving.failures > 0 { step >= saving.again_at } else { due };
         if due || step == self.steps {
             self.save(observer)?;
         }
@@ -436,7 +470,7 @@ impl<'a> Trainer<'a> {
     /// Saves the best epoch so far, due or not.
     fn save_best(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
         self.save(observer)?;
-        if let Some(saving) = &self.saving {
+        if let Some(saving) = self.saving.as_ref().filter(|saving| saving.last == self.progress.step) {
             saving.checkpoints.mark_best(self.progress.step)?;
         }
         Ok(())
@@ -445,9 +479,34 @@ impl<'a> Trainer<'a> {
     fn save(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
         let Some(saving) = &mut self.saving else { return Ok(()) };
         let step = self.progress.step;
-        let path = saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings)?;
-        saving.last = step;
+        let path = match saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings) {
+            Ok(path) => path,
+            Err(error) => return self.save_failed(error, observer),
+        };
+        (saving.last, saving.failures) = (step, 0);
+        if self.options.restarts > 0 && self.pipeline.can_restart() {
+            self.rollback = Some(RollbackPoint::Disk(path.clone(), self.progress.clone()));
+        }
         self.notify(observer, &Event::Saved { step, path: &path })
+    }
+
+    /// Goes on with the older checkpoint after an error of the disk, unless there have been too many in a row or nothing comes
+    /// after it. Other errors end the run.
+    fn save_failed(&mut self, error: CheckpointError, observer: &mut Observer<'_>) -> Result<(), TrainError> {
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        let (step, failures_max) = (self.progress.step, self.options.save_failures_max);
+        // A worker that is lost meanwhile does not change when the next checkpoint is due.
+        if !matches!(error, CheckpointError::Io { .. } | CheckpointError::Weights(_)) {
+            return Err(error.into());
+        }
+        saving.failures += 1;
+        if saving.failures > failures_max || step == self.steps || self.stop {
+            return Err(error.into());
+        }
+        // 1, 2, 4, … steps later.
+        saving.again_at = step.saturating_add(1 << (saving.failures - 1).min(32));
+        let (failures, again_at) = (saving.failures, saving.again_at);
+        self.notify(observer, &Event::SaveFailed { step, error: &error, failures, failures_max, again_at })
     }
 
     fn test(

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`safetensors`] | safetensors, read and written |
 //! | [`pth`] | the archive that `torch.save` writes, read only; nothing in it is executed |
+//! | `pt2` | the archive that `torch.export.save` writes, read only; nothing pickled in it is opened |
 //! | `fit`, `names` | the comparison of a file with the model; what tensors are called in files |
 //! | `model_file` | [`Pipeline::save`](crate::Pipeline::save) and [`Pipeline::load`](crate::Pipeline::load) |
 //!
@@ -13,15 +14,18 @@
 mod fit;
 mod model_file;
 mod names;
+mod pt2;
 pub mod pth;
 pub mod safetensors;
 
 pub use fit::{fit, fit_opened, FittedWeights, MissingTensors};
 pub use model_file::save;
+pub use pt2::{is_compared, read_graph};
 pub use safetensors::SafetensorsWriter;
 
 use crate::failure::Fault;
 use crate::files::open_regular;
+use distgpipe_core::pt2::Pt2Error;
 use distgpipe_core::weights::{zip, FormatError, TensorType};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -86,6 +90,14 @@ pub enum WeightsError {
         part: Option<String>,
         /// The offset, what was expected, what was found, and what to do.
         source: Box<FormatError>,
+    },
+    /// The file is an archive of `torch.export` that cannot be used.
+    #[error("{}: {source}", file.display())]
+    Exported {
+        /// The file that cannot be used.
+        file: PathBuf,
+        /// What is wrong with it, where, and what to do.
+        source: Box<Pt2Error>,
     },
     /// The file has the format that PyTorch wrote before 1.6.
     #[error(
@@ -165,6 +177,7 @@ pub fn open(path: &Path) -> Result<Box<dyn TensorSource>, WeightsError> {
     }
     match magic {
         LEGACY_MAGIC => Err(WeightsError::Legacy { file: path.to_owned() }),
+        zip::MAGIC if pt2::is_export(&mut file)? => Ok(Box::new(pt2::Pt2File::new(file)?)),
         zip::MAGIC => Ok(Box::new(pth::PthFile::new(file)?)),
         _ => Ok(Box::new(safetensors::SafetensorsFile::new(file)?)),
     }

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 pub const BOUND: Duration = Duration::from_secs(30);
 
 /// For runs that are to reach a limit. A busy machine may not run a thread for a second.
-pub const SHORT: Timeouts = Timeouts { stall_s: 2.0, silence_s: 5.0, connect_s: 60.0 };
+pub const SHORT: Timeouts = Timeouts { stall_s: 2.0, silence_s: 5.0, connect_s: 60.0, reconnect_s: 2.0 };
 
 /// For all others.
-pub const PATIENT: Timeouts = Timeouts { stall_s: 60.0, silence_s: 60.0, connect_s: 60.0 };
+pub const PATIENT: Timeouts = Timeouts { stall_s: 60.0, silence_s: 60.0, connect_s: 60.0, reconnect_s: 60.0 };
 
 pub fn batch() -> Batch {
     let x = Tensor::ones([6, 1, 8, 8], (Kind::Float, Device::Cpu));
@@ -37,6 +37,11 @@ fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
 /// One direction of the link has a codec, whose thread must end as well; the other is raw.
 pub fn builder(workers: Workers, scenario: &str) -> Builder {
     let waits = scenario.contains(":hang@") || scenario.contains(":stall@");
+    let mut timeouts = if waits { SHORT } else { PATIENT };
+    if scenario.contains(":cut@") {
+        // Otherwise the connection would be restored, and nothing fail.
+        timeouts.reconnect_s = 0.0;
+    }
     let links = vec!["0-1=feedback(tile:8),raw".parse().unwrap()];
     Pipeline::builder(Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
         .device(distgpipe::engine::Device::Cpu)
@@ -44,7 +49,7 @@ pub fn builder(workers: Workers, scenario: &str) -> Builder {
         .place("client,server,client")
         .micro_batches(3)
         .workers(workers)
-        .timeouts(if waits { SHORT } else { PATIENT })
+        .timeouts(timeouts)
         .faults(scenario)
         .codecs(CodecPolicy { links, ..CodecPolicy::default() })
 }

@@ -12,6 +12,10 @@ use distgpipe_core::codec::{Codec, CodecId};
 use distgpipe_core::wire::{self, Header, Kind, TensorMeta};
 use tch::Tensor;
 
+/// Tensors from this size on are compared with the free memory before they are allocated. The comparison takes much less time
+/// than their transfer.
+const LARGE_BYTES: u128 = 16 << 20;
+
 /// Decodes the tensors that one direction of a link receives.
 pub struct Decoder {
     /// `None` during the handshake, when no job is known: everything is raw then.
@@ -107,10 +111,32 @@ fn empty(meta: &TensorMeta, device: tch::Device) -> Result<Tensor, Fault> {
         wire::Layout::ChannelsLast if dims.len() == 4 => Layout::ChannelsLast,
         _ => Layout::Contiguous,
     };
-    engine::empty_near(device, &dims, kind_of(meta.dtype), layout)
+    let kind = kind_of(meta.dtype);
+    let elements = meta.shape.dims().iter().map(|&dim| u128::from(dim));
+    let needs_bytes = elements.fold(kind.elt_size_in_bytes() as u128, u128::saturating_mul);
+    // A header of a few bytes may announce a tensor of gigabytes.
+    if needs_bytes >= LARGE_BYTES {
+        engine::require_memory("a tensor from a peer", needs_bytes, "use smaller batches, or more micro-batches")?;
+    }
+    engine::empty_near(device, &dims, kind, layout)
 }
 
 /// The bytes of a new tensor.
 fn bytes_of(tensor: &mut Tensor) -> Result<&mut [u8], Fault> {
     engine::bytes_mut(tensor).ok_or_else(|| Fault::internal("a dense tensor in host memory", "another"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use distgpipe_core::wire::{DType, Shape};
+
+    /// At the driver too, whose process has no limit of its own.
+    #[test]
+    fn a_tensor_that_a_peer_announces_is_not_allocated_if_this_host_has_not_the_memory() {
+        let shape = Shape::new(&[1 << 30, 1 << 14]).unwrap();
+        let meta = TensorMeta { dtype: DType::F32, layout: wire::Layout::Contiguous, shape, codec: CodecId::Raw };
+        let refused = empty(&meta, tch::Device::Cpu).unwrap_err().to_string();
+        assert!(refused.contains("a tensor from a peer takes"), "{refused}");
+    }
 }

@@ -16,26 +16,20 @@
 //! named.
 //!
 //! The transports have no code for this. A link within the process is wrapped by [`Scenario::wrap`]: a cut drops it, and
-//! there are no bytes to damage. A connection is wrapped by [`Scenario::wrap_tcp`], which keeps a handle of its own on the
-//! socket, to close it and to write damaged frames to it.
+//! there are no bytes to damage. A connection is wrapped by [`Scenario::wrap_tcp`], and its [`LinkControl`] ends its socket or
+//! damages a frame. A connection that is cut is restored, unless the run's time-outs rule that out.
 
-use super::tcp::{limits, write_all, Deadline, Framer, Wrap};
+use super::tcp::{LinkControl, Wrap};
 use super::Outgoing;
 use crate::comm::abort::{AbortFlag, POLL};
-use crate::comm::link_codecs::{Encoder, LinkCodecs};
 use crate::comm::message::Message;
-use crate::comm::traffic::Counters;
 use crate::engine::Stream;
 use crate::failure::Fault;
 use distgpipe_core::schedule::Action;
 use distgpipe_core::wire::Kind;
 use std::fmt;
-use std::net::{Shutdown, TcpStream};
 use std::str::FromStr;
-use std::time::Duration;
-
-/// How long a damaged message may take to be written.
-const WRITE_LIMIT: Duration = Duration::from_secs(20);
+use std::time::{Duration, Instant};
 
 /// A fault of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,23 +115,14 @@ impl Scenario {
         }
     }
 
-    /// Returns what wraps the sending end of a connection over `stream`, if the scenario has faults for it.
-    pub fn wrap_tcp(
-        &self,
-        from: &str,
-        to: &str,
-        abort: &AbortFlag,
-        stream: &TcpStream,
-        link_codecs: &LinkCodecs,
-    ) -> Result<Wrap, Fault> {
+    /// Returns what wraps the sending end of a connection, if the scenario has faults for it.
+    pub fn wrap_tcp(&self, from: &str, to: &str, abort: &AbortFlag) -> Wrap {
         let faults = self.of_link(from, to);
         if faults.is_empty() {
-            return Ok(Box::new(|link| link));
+            return Box::new(|link, _| link);
         }
-        let stream = stream.try_clone().map_err(|e| Fault::io("duplicating a socket for injected faults", e))?;
-        let framer = Framer::new(limits(), Encoder::new(link_codecs.clone(), Counters::default()));
         let (scenario, abort) = (self.clone(), abort.clone());
-        Ok(Box::new(move |link| scenario.faulty(faults, &abort, link, Some(RawSocket { stream, framer }))))
+        Box::new(move |link, control| scenario.faulty(faults, &abort, link, Some(control)))
     }
 
     /// The faults of a link, with the messages at which they happen.
@@ -154,10 +139,10 @@ impl Scenario {
         faults: Vec<(u64, LinkFault)>,
         abort: &AbortFlag,
         link: Box<dyn Outgoing>,
-        socket: Option<RawSocket>,
+        control: Option<LinkControl>,
     ) -> Box<dyn Outgoing> {
         let (stream, abort) = (Stream::new(self.seed), abort.clone());
-        Box::new(Faulty { link: Some(link), socket, faults, sent: 0, stream, abort })
+        Box::new(Faulty { link: Some(link), control, faults, sent: 0, stream, abort })
     }
 }
 
@@ -165,18 +150,12 @@ impl Scenario {
 struct Faulty {
     /// `None` after a cut.
     link: Option<Box<dyn Outgoing>>,
-    /// The socket under the link, if the link leads to another process.
-    socket: Option<RawSocket>,
+    /// Acts on the socket under the link, if the link leads to another process.
+    control: Option<LinkControl>,
     faults: Vec<(u64, LinkFault)>,
     sent: u64,
     stream: Stream,
     abort: AbortFlag,
-}
-
-/// A second handle on the socket of a connection, which bypasses the connection.
-struct RawSocket {
-    stream: TcpStream,
-    framer: Framer,
 }
 
 impl Outgoing for Faulty {
@@ -189,13 +168,17 @@ impl Outgoing for Faulty {
         for (at, fault) in self.faults.clone() {
             match fault {
                 LinkFault::Delay(ms) if number >= at && counted => {
-                    std::thread::sleep(Duration::from_millis(draw % (ms + 1)))
+                    let (start, delay) = (Instant::now(), Duration::from_millis(draw % ms.saturating_add(1)));
+                    while start.elapsed() < delay {
+                        self.abort.check()?;
+                        std::thread::sleep(delay.saturating_sub(start.elapsed()).min(POLL));
+                    }
                 }
                 LinkFault::Stall if number >= at => loop {
                     self.abort.check()?;
                     std::thread::sleep(POLL);
                 },
-                LinkFault::Corrupt if number == at && counted => return self.send_damaged(&message, draw),
+                LinkFault::Corrupt if number == at && counted => self.damage(&message, draw)?,
                 LinkFault::Cut if number == at && counted => self.cut(),
                 _ => {}
             }
@@ -205,24 +188,20 @@ impl Outgoing for Faulty {
 }
 
 impl Faulty {
-    /// Writes a message to the socket with one bit flipped, which `draw` selects. Within a process there are no bytes to
-    /// damage, so this reports the damage as a receiver would.
-    fn send_damaged(&mut self, message: &Message, draw: u64) -> Result<(), Fault> {
-        let Some(RawSocket { stream, framer }) = &mut self.socket else {
-            return Err(Fault::Injected(format!("{} arrived with bit {} flipped", message.tag, draw % 64)));
-        };
-        let deadline = Deadline::new(&self.abort, WRITE_LIMIT);
-        let mut bytes = Vec::new();
-        framer.write(&mut bytes, message, &deadline)?;
-        let bit = usize::try_from(draw % (bytes.len() as u64 * 8)).unwrap_or(0);
-        bytes[bit / 8] ^= 1 << (bit % 8);
-        write_all(stream, &bytes, &deadline)
+    /// Has one bit of the message flipped, which `draw` selects. Within a process there are no bytes to damage, so this
+    /// reports the damage as a receiver would.
+    fn damage(&self, message: &Message, draw: u64) -> Result<(), Fault> {
+        match &self.control {
+            Some(control) => control.damage_next(draw),
+            None => return Err(Fault::Injected(format!("{} arrived with bit {} flipped", message.tag, draw % 64))),
+        }
+        Ok(())
     }
 
     /// Breaks the link. The connection over a closed socket notices by itself, as it would with a pulled cable.
     fn cut(&mut self) {
-        match &self.socket {
-            Some(socket) => drop(socket.stream.shutdown(Shutdown::Both)),
+        match &self.control {
+            Some(control) => control.cut(),
             None => self.link = None,
         }
     }

@@ -1,29 +1,38 @@
 //! Between processes, on one host or several: frames over TCP.
 //!
 //! ```text
-//!  stage ──queue──► writer thread ──socket──► reader thread ──► mailbox of the receiving stage
-//!                   encode, checksum           verify, decode
+//!  stage ──queue──► encoder ──outbox──► writer ──socket──► reader ──► mailbox of the receiving stage
+//!                   encode, checksum                       verify, decode
 //! ```
 //!
-//! Each connection has one writer and one reader thread, so encoding, sending and receiving overlap with computing. The
-//! plan bounds the queue. A writer with nothing to send sends a heartbeat every [`HEARTBEAT`]; a reader that receives
-//! nothing for [`Timeouts::silence_s`] counts the peer as dead. `incoming` times what arrives, and reports a silence before
-//! that.
+//! Each connection has three threads, so encoding, sending and receiving overlap with computing. The plan bounds the queue, and
+//! a number of bytes the outbox. The writer sends a heartbeat every [`HEARTBEAT`] when it has nothing else to send,
+//! however long the encoder takes; a reader that receives nothing for [`Timeouts::silence_s`] gives the socket up. `incoming`
+//! times what arrives, and reports a silence before that.
+//!
+//! A connection outlives its socket: when the socket breaks, both ends keep what has not been acknowledged, and
+//! resume on another one within [`Timeouts::reconnect_s`]. [`distgpipe_core::wire::durable`] has the rules.
 
 mod deadline;
+mod encoder;
 mod frames;
 mod incoming;
+mod outbox;
 mod rate;
 mod reader;
+mod reconnect;
 mod writer;
 
 pub use deadline::Deadline;
+pub(crate) use frames::{read_exact, write_all};
 pub use frames::{read_frame, write_frame, Frame};
-pub(crate) use frames::{write_all, Framer};
+pub(crate) use reconnect::proves_gone;
+pub use reconnect::{Dial, Reconnect, Resume};
 
+use super::byte_stream::ByteStream;
 use super::queue::Queue;
 use super::Outgoing;
-use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::{Decoder, Encoder, LinkCodecs};
 use crate::comm::message::Message;
 use crate::comm::notice::Notify;
@@ -32,17 +41,20 @@ use crate::comm::timeouts::Timeouts;
 use crate::comm::traffic::Counters;
 use crate::engine::{self, Meter};
 use crate::failure::{Failure, Fault};
-use distgpipe_core::wire::{Header, Limits};
+use distgpipe_core::wire::{Header, Hello, Limits, ReceiveWindow};
+use encoder::{EncoderThread, EncodingEnd};
+use frames::{Assembler, Framer};
 use incoming::Incoming;
+use outbox::Outbox;
 use reader::Reader;
-use std::net::TcpStream;
+use reconnect::Offers;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, SyncSender};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use writer::{Socket, Writer};
+use writer::Writer;
 
 /// How often an idle writer sends a heartbeat.
 pub const HEARTBEAT: Duration = Duration::from_millis(250);
@@ -50,8 +62,8 @@ pub const HEARTBEAT: Duration = Duration::from_millis(250);
 /// How long a frame in progress may still take after the run has failed.
 const FINISH_FRAME: Duration = Duration::from_millis(1500);
 
-/// Wraps the sending end of a socket.
-pub type Wrap = Box<dyn FnOnce(Box<dyn Outgoing>) -> Box<dyn Outgoing> + Send>;
+/// Wraps the sending end of a connection.
+pub type Wrap = Box<dyn FnOnce(Box<dyn Outgoing>, LinkControl) -> Box<dyn Outgoing> + Send>;
 
 /// Decides from its header whether a frame is read.
 pub type Admit = Box<dyn Fn(&Header) -> Result<(), Fault> + Send>;
@@ -86,79 +98,128 @@ pub struct TcpOptions {
     pub link_codecs: LinkCodecs,
     /// Makes the text of a heartbeat.
     pub heartbeat: Box<dyn Fn() -> String + Send>,
-    /// Wraps the sending end of the socket, on the writer thread's side of the queue.
+    /// Wraps the sending end of the connection, on the encoder's side of the queue.
     pub wrap: Wrap,
     /// Decides from its header whether a frame is read.
     pub admit: Admit,
     /// Takes the messages that arrive.
     pub deliver: Deliver,
+    /// Whether the mailboxes have room for what arrives. Nothing is acknowledged while they have none.
+    pub has_room: Box<dyn Fn() -> bool + Send + Sync>,
     /// Takes the texts of the peer's heartbeats.
     pub on_heartbeat: OnHeartbeat,
+    /// Where the next socket comes from when this one breaks.
+    pub reconnect: Reconnect,
+    /// Called about every second while there is no socket.
+    pub on_reconnecting: Box<dyn Fn() + Send>,
     /// Takes notices about the peer.
     pub notify: Notify,
 }
 
-/// A connection to another process, with its two threads.
+/// Acts on the socket of a connection, for injected faults.
+pub struct LinkControl(Arc<Outbox>);
+
+impl LinkControl {
+    /// Ends the socket, as a failing network does.
+    pub fn cut(&self) {
+        self.0.cut();
+    }
+
+    /// Flips a bit of the next frame, which `draw` selects.
+    pub fn damage_next(&self, draw: u64) {
+        self.0.damage_next(draw);
+    }
+}
+
+/// A connection to another process, with its threads.
 pub struct Connection {
     queue: Option<SyncSender<Message>>,
     abort: AbortFlag,
     counters: Counters,
     closing: Arc<AtomicBool>,
+    outbox: Arc<Outbox>,
+    offers: Offers,
+    /// Whether another socket may replace the one that the peer has dialled.
+    resumes: bool,
+    encoder: Option<JoinHandle<()>>,
     writer: Option<JoinHandle<()>>,
     reader: Option<JoinHandle<()>>,
 }
 
 impl Connection {
     /// Starts the threads of a connection on a socket whose handshake is done.
-    pub fn start(stream: TcpStream, options: TcpOptions) -> Result<Self, Fault> {
-        let doing = |e| Fault::io(format!("setting up the connection to {}", options.peer), e);
-        stream.set_nodelay(true).map_err(doing)?;
-        stream.set_read_timeout(Some(POLL)).map_err(doing)?;
-        stream.set_write_timeout(Some(POLL)).map_err(doing)?;
-        let (sending, last) = (stream.try_clone().map_err(doing)?, stream.try_clone().map_err(doing)?);
+    pub fn start(stream: ByteStream, options: TcpOptions) -> Result<Self, Fault> {
+        stream.set_up()?;
+        let sending = stream.try_clone();
+        let sending = sending.map_err(|e| Fault::io(format!("setting up the connection to {}", options.peer), e))?;
         let (queue, queued) = mpsc::sync_channel(options.queue.max(1));
         let counters = Counters::default();
         let closing = Arc::new(AtomicBool::new(false));
-        let mid_frame = Arc::new(AtomicBool::new(false));
         let (local, peer, abort, meter) = (options.local, options.peer, options.abort, options.meter);
-        let silence = options.timeouts.silence();
-        let socket = Socket {
-            stream: sending,
-            framer: Framer::new(limits(), Encoder::new(options.link_codecs.clone(), counters.clone())),
-            counters: counters.clone(),
+        let (timeouts, silence) = (options.timeouts, options.timeouts.silence());
+        let outbox = Arc::new(Outbox::new(sending, abort.clone(), options.has_room));
+        let offers = Offers::new(outbox.clone());
+        let resumes = matches!(options.reconnect, Reconnect::Await) && !timeouts.reconnect().is_zero();
+        let framer = Framer::new(limits(), Encoder::new(options.link_codecs.clone(), counters.clone()));
+        let encoding = Box::new(EncodingEnd { framer, outbox: outbox.clone() });
+        let encoder = EncoderThread {
+            local: local.clone(),
             abort: abort.clone(),
-            silence,
-            mid_frame: mid_frame.clone(),
+            link: (options.wrap)(encoding, LinkControl(outbox.clone())),
+            outbox: outbox.clone(),
         };
         let writer = Writer {
             local: local.clone(),
-            peer: peer.clone(),
             abort: abort.clone(),
             heartbeat: options.heartbeat,
-            link: (options.wrap)(Box::new(socket)),
+            outbox: outbox.clone(),
             counters: counters.clone(),
-            mid_frame,
-            stream: last,
             silence,
+            stream: None,
+            mid_frame: false,
         };
         let reader = Reader {
-            stream: Incoming::new(stream, counters.clone(), peer.clone(), silence, options.notify),
+            stream: Incoming::new(stream, counters.clone(), peer.clone(), silence, options.notify.clone()),
             local: local.clone(),
             peer: peer.clone(),
             abort: abort.clone(),
-            silence,
+            timeouts,
             closing: closing.clone(),
             decoder: Decoder::new(options.link_codecs, counters.clone()),
             admit: options.admit,
             deliver: options.deliver,
             on_heartbeat: options.on_heartbeat,
+            on_reconnecting: options.on_reconnecting,
+            notify: options.notify,
+            counters: counters.clone(),
+            outbox: outbox.clone(),
+            reconnect: options.reconnect,
+            offers: offers.clone(),
+            epoch: 0,
+            received: ReceiveWindow::default(),
+            assembler: Assembler::default(),
         };
-        let writer = spawn(format!("to {peer}"), &local, &abort, move || writer.run(queued))?;
+        let mut connection = Connection {
+            queue: Some(queue),
+            abort: abort.clone(),
+            counters,
+            closing,
+            outbox,
+            offers,
+            resumes,
+            encoder: None,
+            writer: None,
+            reader: None,
+        };
+        // If a thread does not start, those that have end with the connection.
+        connection.encoder = Some(spawn(format!("encode for {peer}"), &local, &abort, move || encoder.run(queued))?);
+        connection.writer = Some(spawn(format!("to {peer}"), &local, &abort, move || writer.run())?);
         let reader = spawn(format!("from {peer}"), &local, &abort, move || {
             engine::attach_thread(1, meter.number());
             reader.run();
         })?;
-        Ok(Connection { queue: Some(queue), abort, counters, closing, writer: Some(writer), reader: Some(reader) })
+        connection.reader = Some(reader);
+        Ok(connection)
     }
 
     /// A sending end; any number of them share the connection. `None` once the connection is closed.
@@ -176,14 +237,50 @@ impl Connection {
         &self.counters
     }
 
+    /// How long the connection has been without a socket; `None` while it has one.
+    pub fn broken_for(&self) -> Option<Duration> {
+        self.outbox.broken_for()
+    }
+
+    /// Continues the connection on another socket, whose peer has shown its credentials and says in its hello that it connects
+    /// again. Returns the stream if the connection does not: its hello is older than another, or it does not resume at all.
+    pub fn offer(&self, stream: ByteStream, hello: &Hello) -> Result<(), ByteStream> {
+        match self.resumes && !self.peer_has_ended() {
+            true => self.offers.put(stream, hello),
+            false => Err(stream),
+        }
+    }
+
     /// Sends what is queued, says goodbye, and waits for the other end to do the same. All sending ends must have been
-    /// dropped, unless the run has failed. Returns whether both threads ended in time.
+    /// dropped, unless the run has failed. Returns whether all threads ended in time.
     pub fn close(mut self, limit: Duration) -> bool {
         self.closing.store(true, Ordering::Release);
         self.queue = None;
         let deadline = Instant::now() + limit;
-        [self.writer.take(), self.reader.take()].into_iter().flatten().all(|thread| join_until(thread, deadline))
+        let threads = [self.encoder.take(), self.writer.take(), self.reader.take()];
+        let mut ended = true;
+        for thread in threads.into_iter().flatten() {
+            ended &= join_until(thread, deadline);
+        }
+        if !ended {
+            // A peer that goes on sending would keep the threads for ever.
+            self.outbox.cut();
+        }
+        ended
     }
+}
+
+/// Threads that wait for a peer to come back end.
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.closing.store(true, Ordering::Release);
+        self.outbox.abandon();
+    }
+}
+
+/// Whether a fault is one of the socket, so that the link can go on over another one.
+fn is_cut(fault: &Fault) -> bool {
+    matches!(fault, Fault::Lost | Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. })
 }
 
 /// Starts a thread whose panic is a failure of this end.
@@ -205,18 +302,19 @@ fn spawn(
 
 /// The failure of the connection to `peer`, as the worker `local` sees it. If this process did not run for so long that the
 /// peer must have given it up, that is the cause.
-fn connection_failure(local: &str, peer: &str, fault: Fault, silence: Duration) -> Failure {
+fn connection_failure(local: &str, peer: &str, fault: Fault, timeouts: &Timeouts) -> Failure {
     let given_up = match &fault {
-        Fault::Lost | Fault::Io { .. } | Fault::Silent { .. } | Fault::NotReading { .. } => true,
         Fault::Reported(failure) => failure.is_lost_connection(),
-        _ => false,
+        Fault::Refused { .. } | Fault::Busy { .. } => true,
+        fault => is_cut(fault),
     };
+    let patience = timeouts.silence() + timeouts.reconnect();
     let missed = suspension::last().filter(|last| {
         // The peer's clock began at the last heartbeat.
-        given_up && last.duration + 2 * HEARTBEAT >= silence && last.ended.elapsed() < silence
+        given_up && last.duration + 2 * HEARTBEAT >= patience && last.ended.elapsed() < patience
     });
     match missed {
-        Some(last) => Failure::suspended(local, last.duration, silence),
+        Some(last) => Failure::suspended(local, last.duration, patience),
         None => Failure::connection(peer, fault),
     }
 }

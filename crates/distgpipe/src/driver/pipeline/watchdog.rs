@@ -5,8 +5,9 @@ use crate::comm::message::{Message, Tag};
 use crate::comm::protocol::StepReport;
 use crate::comm::status::WorkerStatus;
 use crate::comm::suspension::IdleTimer;
-use crate::comm::watchdog::blame;
+use crate::comm::watchdog::{blame, Progress};
 use crate::failure::{Failure, Fault};
+use crate::runtime::all_reduce::shares_max;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
 
@@ -14,16 +15,15 @@ impl Pipeline {
     /// Waits for a message from a worker. Fails when the run fails, or when no worker's state has changed for
     /// `Timeouts::stall_s`; the failure then names the worker or link that the other workers wait for.
     pub(super) fn wait(&self, tag: &Tag) -> Result<Message, Failure> {
-        let mut seen: Vec<WorkerStatus> = Vec::new();
+        let mut progress = Progress::new(self.changes_max());
         let mut idle = IdleTimer::new();
         let watch = || {
-            let now: Vec<WorkerStatus> = self.workers.statuses.iter().map(|s| s.read()).collect();
-            if now != seen {
-                seen = now;
+            let statuses: Vec<WorkerStatus> = self.workers.statuses.iter().map(|s| s.read()).collect();
+            if progress.has_moved(&statuses) {
                 idle.progress();
             } else if idle.elapsed() >= self.timeouts.stall() {
                 let plan = self.forward_plan.as_ref().unwrap_or(self.plan());
-                let (worker, phase) = blame(&self.topology, plan, &seen);
+                let (worker, phase) = blame(&self.topology, plan, &statuses);
                 let fault = Fault::Stalled { limit_s: self.timeouts.stall_s };
                 return Err(Fault::Reported(Failure::new(worker, phase, fault)));
             }
@@ -33,6 +33,19 @@ impl Pipeline {
         // If this process was suspended, the message may be there before anything else notices.
         idle.progress();
         waited.map_err(|fault| self.fail("waiting for the workers", fault))
+    }
+
+    /// The most changes of each worker's status in one wait: twice what the commands need that one wait can be for.
+    fn changes_max(&self) -> Vec<usize> {
+        let plans = [Some(self.plan()), self.forward_plan.as_ref()];
+        let shares = match self.topology.replicas() {
+            1 => 0,
+            replicas => shares_max(self.model.parameters(), replicas),
+        };
+        let of_role = |role| plans.iter().flatten().map(|plan| plan.actions(role).len()).max().unwrap_or(0);
+        // An action and a share each begin with a wait; a command begins and ends with a change.
+        let of_member = |member| 2 * (2 * of_role(self.topology.role_of(member)) + 2 * shares + 8);
+        self.topology.members().map(of_member).collect()
     }
 
     /// Waits for a worker's report on a command.

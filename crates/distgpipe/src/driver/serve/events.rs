@@ -75,6 +75,6 @@ impl JobInfo {
 }
 
 /// The first digits of a run's random number.
-pub(super) fn run_name(run: [u8; 16]) -> String {
+pub(in crate::driver) fn run_name(run: [u8; 16]) -> String {
     run.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
 }

@@ -6,14 +6,15 @@ use super::{
 };
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::failure::{Failure, Fault};
-use crate::files::{missing_directories, open_regular, remove_empty};
+use crate::files::{create_fresh, create_private_directory, missing_directories, open_regular, remove_empty};
 use crate::model::layer::{Role, TensorSpec};
 use crate::train::weights::{Entry, SafetensorsWriter, WeightsError};
 use crate::train::Progress;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use tch::Tensor;
@@ -98,7 +99,7 @@ impl Checkpoints {
     /// [`save`](Self::save) keeps the newest `keep` checkpoints, at least one.
     pub fn open(directory: &Path, keep: usize) -> Result<Self, CheckpointError> {
         let folders = missing_directories(directory);
-        fs::create_dir_all(directory).map_err(on_disk("creating", directory))?;
+        create_private_directory(directory).map_err(on_disk("creating", directory))?;
         let path = directory.join(LOCK);
         let created = Created { lock: (!path.exists()).then(|| path.clone()), folders };
         let lock = File::options().create(true).append(true).open(&path).map_err(on_disk("opening", &path))?;
@@ -182,7 +183,7 @@ impl Checkpoints {
     /// those to keep.
     pub fn mark_best(&self, step: u64) -> Result<(), CheckpointError> {
         let (path, partial) = (self.directory.join(BEST), self.directory.join(format!(".{BEST}{PARTIAL}")));
-        let mut file = File::create(&partial).map_err(on_disk("creating", &partial))?;
+        let mut file = create_fresh(&partial).map_err(on_disk("creating", &partial))?;
         let written = writeln!(file, "{}", name_of(step)).and_then(|()| file.sync_all());
         written.map_err(on_disk("writing", &partial))?;
         fs::rename(&partial, &path).map_err(on_disk("renaming", &path))?;
@@ -300,7 +301,7 @@ fn write_checkpoint(
     progress: &Progress,
     settings: &serde_json::Value,
 ) -> Result<(), CheckpointError> {
-    fs::create_dir(folder).map_err(on_disk("creating", folder))?;
+    DirBuilder::new().mode(0o700).create(folder).map_err(on_disk("creating", folder))?;
     write_tensors(folder, pipeline)?;
     let manifest = manifest(folder, pipeline, progress, settings)?;
     write_manifest(&folder.join(MANIFEST), &manifest)?;
@@ -388,7 +389,7 @@ fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
 fn write_durably(path: &Path, value: &impl Serialize) -> Result<(), CheckpointError> {
     let mut text = serde_json::to_vec_pretty(value).map_err(|e| on_disk("writing", path)(e.into()))?;
     text.push(b'\n');
-    let mut file = File::create(path).map_err(on_disk("creating", path))?;
+    let mut file = create_fresh(path).map_err(on_disk("creating", path))?;
     file.write_all(&text).and_then(|()| file.sync_all()).map_err(on_disk("writing", path))
 }
 

@@ -126,6 +126,8 @@ pub(crate) struct SummaryBuilder {
     waited: BTreeMap<(String, String), StepWait>,
     /// What the links had carried before the run.
     before: LinkTraffic,
+    /// Steps since the links were opened.
+    link_steps: u64,
 }
 
 impl SummaryBuilder {
@@ -161,12 +163,14 @@ impl SummaryBuilder {
             measured: Vec::new(),
             waited: BTreeMap::new(),
             before: pipeline.link_traffic.clone(),
+            link_steps: 0,
         }
     }
 
     pub fn add_step(&mut self, done: &StepDone<'_>) {
         let measured = self.summary.steps >= self.summary.warm_up_steps;
         self.summary.steps += 1;
+        self.link_steps += 1;
         for (i, worker) in done.outcome.workers.iter().enumerate() {
             let summary = &mut self.summary.workers[i];
             summary.peak_bytes = summary.peak_bytes.max(worker.report.peak_bytes);
@@ -187,6 +191,13 @@ impl SummaryBuilder {
         self.set_links(done.outcome);
     }
 
+    /// The workers were started again, and the last steps are repeated. Times include those that were lost; the figures of links
+    /// begin again.
+    pub fn restarted(&mut self, steps_repeated: u64) {
+        self.summary.steps = self.summary.steps.saturating_sub(steps_repeated);
+        (self.before, self.link_steps) = (LinkTraffic::default(), 0);
+    }
+
     /// Replaces the link figures. Counters run since the pipeline was built, so the sum is the last reading less the one before
     /// the run.
     pub fn set_links(&mut self, outcome: &StepOutcome) {
@@ -198,7 +209,7 @@ impl SummaryBuilder {
                 let back = there.and_then(|report| report.links.iter().find(|(peer, _)| peer.index() == from));
                 let back = back.map(|(_, now)| self.before.added(to.index(), WorkerId::new(from), now));
                 let decoded = back.as_ref().map_or(&[][..], |traffic| &traffic.decoded_ns);
-                let bytes_per_step = traffic.training_bytes as f64 / self.summary.steps.max(1) as f64;
+                let bytes_per_step = traffic.training_bytes as f64 / self.link_steps.max(1) as f64;
                 self.summary.links.push(LinkSummary {
                     from: worker.name.clone(),
                     to: self.summary.workers.get(to.index()).map(|worker| worker.name.clone()).unwrap_or_default(),

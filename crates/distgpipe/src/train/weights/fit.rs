@@ -129,6 +129,10 @@ impl Matches {
             let bare = if parallel { &name[PARALLEL.len()..] } else { name };
             let Some(spec) = spellings(bare).iter().find_map(|spelling| specs.get(spelling)) else {
                 let body = bare.strip_prefix(BODY).unwrap_or(bare);
+                if model.tied.iter().any(|(other, _)| other == bare) {
+                    // The same tensor as one that the file has under the model's name.
+                    continue;
+                }
                 if IGNORED.iter().any(|beginning| body.starts_with(beginning)) {
                     matches.ignored.push(name.clone());
                 } else if !name.ends_with(COUNTER) {

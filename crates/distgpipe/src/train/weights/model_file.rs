@@ -46,15 +46,26 @@ impl Pipeline {
 pub fn save(pipeline: &mut Pipeline, path: &Path, metadata: &BTreeMap<String, String>) -> Result<(), StepError> {
     let (model, specs) = (pipeline.model().clone(), pipeline.state_specs());
     // `state_each` yields the tensors in this order.
-    let entry = |spec: &TensorSpec| Entry::new(public_name(&model, &spec.name), spec.kind, &spec.dims);
-    let mut writer = SafetensorsWriter::create(path, specs.iter().map(entry).collect(), metadata)?;
+    let entry = |name: &str, spec: &TensorSpec| Entry::new(public_name(&model, name), spec.kind, &spec.dims);
+    let tied = |name: &str| {
+        model.tied.iter().filter(|(_, tied)| tied == name).map(|(other, _)| &other[..]).collect::<Vec<_>>()
+    };
+    let names = |spec: &TensorSpec| {
+        std::iter::once(entry(&spec.name, spec))
+            .chain(tied(&spec.name).into_iter().map(|other| entry(other, spec)))
+            .collect::<Vec<_>>()
+    };
+    let mut writer = SafetensorsWriter::create(path, specs.iter().flat_map(names).collect(), metadata)?;
     pipeline.state_each(|name, tensor| {
         let engine =
             |error: tch::TchError| WeightsError::Engine { file: path.to_owned(), source: Box::new(error.into()) };
         if !is_finite(&tensor).map_err(engine)? {
             return Err(WeightsError::NotFiniteInModel { file: path.to_owned(), name: name.to_owned() }.into());
         }
-        Ok::<_, StepError>(writer.write(&tensor)?)
+        for _ in 0..=tied(name).len() {
+            writer.write(&tensor)?;
+        }
+        Ok::<_, StepError>(())
     })?;
     Ok(writer.finish()?)
 }

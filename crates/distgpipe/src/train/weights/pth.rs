@@ -92,12 +92,12 @@ impl TensorSource for PthFile {
 }
 
 /// The archive's directory, by name.
-struct Archive {
-    entries: HashMap<String, zip::ArchiveEntry>,
+pub(super) struct Archive {
+    pub(super) entries: HashMap<String, zip::ArchiveEntry>,
 }
 
 impl Archive {
-    fn read(file: &mut OpenFile) -> Result<Self, WeightsError> {
+    pub(super) fn read(file: &mut OpenFile) -> Result<Self, WeightsError> {
         let tail_bytes = file.bytes.min(zip::TAIL_BYTES);
         let tail = file.bytes_at(file.bytes - tail_bytes, tail_bytes)?;
         let range = zip::directory(&tail, file.bytes).map_err(file.format(None))?;

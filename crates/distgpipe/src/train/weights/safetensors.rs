@@ -2,11 +2,10 @@
 
 use super::{dtype, Entry, OpenFile, TensorSource, WeightsError};
 use crate::engine::{self, Layout};
-use crate::files::description;
+use crate::files::{create_part, description};
 use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, metadata, LENGTH_BYTES};
 use distgpipe_core::weights::TensorType;
 use std::collections::{BTreeMap, HashSet};
-use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Error, Seek, SeekFrom, Write};
 use std::ops::Range;
@@ -107,11 +106,7 @@ impl SafetensorsWriter {
             let got = format!("expected a regular file, got {}", description(kind));
             return Err(io(&path, "creating it", Error::other(got)));
         }
-        let mut name = OsString::from(".");
-        name.push(path.file_name().unwrap_or_default());
-        name.push(format!(".{}.part", std::process::id()));
-        let part = path.with_file_name(name);
-        let created = File::create(&part).map_err(|source| io(&path, "creating it", source))?;
+        let (part, created) = create_part(&path).map_err(|source| io(&path, "creating it", source))?;
         // From here on dropping the writer removes the file.
         let mut writer =
             SafetensorsWriter { path, part, file: created, entries, ranges: layout.ranges, next: 0, finished: false };

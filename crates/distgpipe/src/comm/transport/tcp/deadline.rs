@@ -43,11 +43,6 @@ impl<'a> Deadline<'a> {
         Deadline { total: Some(Instant::now() + limit), ..self }
     }
 
-    /// Checks between two frames, where the grace does not apply.
-    pub(super) fn check_between_frames(&self) -> Result<(), Fault> {
-        self.abort.check()
-    }
-
     /// Checks when bytes have moved: only [`Deadline::with_total`] can end the operation then.
     pub(super) fn check_after_progress(&self) -> Result<(), Fault> {
         match self.total {

@@ -6,7 +6,7 @@ use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::message::{Message, Tag};
 use crate::comm::suspension::IdleTimer;
 use crate::failure::Fault;
-use distgpipe_core::wire::{Header, Kind, Limits, HEADER_BYTES};
+use distgpipe_core::wire::{Header, Limits, HEADER_BYTES};
 use std::io::{self, Read, Write};
 use tch::Tensor;
 
@@ -47,10 +47,29 @@ pub fn read_frame(
     decoder: &mut Decoder,
     admit: impl FnOnce(&Header) -> Result<(), Fault>,
 ) -> Result<Frame, Fault> {
+    let header = read_header(stream, limits, deadline)?;
+    admit(&header)?;
+    read_body(stream, header, deadline, decoder)
+}
+
+/// Reads the header of a frame and checks it against the limits.
+pub(super) fn read_header(
+    stream: &mut impl FrameSource,
+    limits: &Limits,
+    deadline: &Deadline<'_>,
+) -> Result<Header, Fault> {
     let mut head = [0; HEADER_BYTES];
     read_exact(stream, &mut head, deadline)?;
-    let header = Header::decode(&head, limits)?;
-    admit(&header)?;
+    Ok(Header::decode(&head, limits)?)
+}
+
+/// Reads, verifies and decodes the body that belongs to a header.
+pub(super) fn read_body(
+    stream: &mut impl FrameSource,
+    header: Header,
+    deadline: &Deadline<'_>,
+    decoder: &mut Decoder,
+) -> Result<Frame, Fault> {
     let Some(meta) = header.tensor else {
         let too_long = |_| Fault::protocol("a body that fits into memory", format!("{} bytes", header.body_bytes));
         let length = usize::try_from(header.body_bytes).map_err(too_long)?;
@@ -68,9 +87,20 @@ pub fn read_frame(
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
 }
 
-/// A message of the connection itself, such as a heartbeat.
-pub fn control(kind: Kind, text: Vec<u8>) -> Message {
-    Message::text(Tag { kind, step: 0, micro_batch: 0, from: 0, to: 0 }, text)
+/// Reads the body of a frame that has arrived before, and discards it.
+pub(super) fn discard_body(
+    stream: &mut impl FrameSource,
+    header: &Header,
+    deadline: &Deadline<'_>,
+) -> Result<(), Fault> {
+    let (mut left, mut piece) = (header.body_bytes, [0; 1 << 16]);
+    while left > 0 {
+        let length = left.min(piece.len() as u64) as usize;
+        read_exact(stream, &mut piece[..length], deadline)?;
+        left -= length as u64;
+    }
+    stream.end_frame();
+    Ok(())
 }
 
 /// Assembles messages from their frames.
@@ -104,81 +134,58 @@ impl Assembler {
     }
 }
 
-/// Writes messages as frames.
+/// Encodes messages as frames.
 pub struct Framer {
     limits: Limits,
-    /// Whether the last frame was written completely, or not begun.
-    at_boundary: bool,
     encoder: Encoder,
 }
 
 impl Framer {
     /// Refuses messages beyond `limits`, which the peer would reject.
     pub fn new(limits: Limits, encoder: Encoder) -> Self {
-        Framer { limits, at_boundary: true, encoder }
+        Framer { limits, encoder }
     }
 
-    /// Writes a message; returns the number of bytes written.
-    pub fn write(&mut self, stream: &mut impl Write, message: &Message, deadline: &Deadline<'_>) -> Result<u64, Fault> {
-        let mut sent = 0;
-        for slot in 0..slots(message) {
-            deadline.check_between_frames()?;
-            let mut begun = false;
-            let written = self.with_frame(message, slot, |header, body| {
-                begun = true;
-                write_frame(stream, header, body, deadline)?;
-                Ok((HEADER_BYTES + body.len()) as u64)
-            });
-            self.at_boundary = written.is_ok() || !begun;
-            sent += written?;
-        }
-        Ok(sent)
-    }
-
-    /// Whether another frame may be written. After half a frame, the peer would take the next one for its rest.
-    pub fn at_boundary(&self) -> bool {
-        self.at_boundary
-    }
-
-    /// Passes the sealed frame of tensor `slot`, or of the text, to `then`.
-    fn with_frame<T>(
+    /// The bytes of the frame of tensor `slot`, or of the text, with this sequence number and acknowledgement.
+    pub fn encode(
         &mut self,
         message: &Message,
         slot: usize,
-        then: impl FnOnce(&Header, &[u8]) -> Result<T, Fault>,
-    ) -> Result<T, Fault> {
+        (sequence, acknowledged): (u64, u64),
+    ) -> Result<Vec<u8>, Fault> {
         let Tag { kind, step, micro_batch, from, to } = message.tag;
         let number = |n: usize| {
             u16::try_from(n)
                 .map_err(|_| Fault::invalid_model(format!("{n} tensors in one message, at most 65535 are possible")))
         };
-        let mut header = Header { step, micro_batch, from, to, ..Header::new(kind) };
+        let mut header = Header { step, micro_batch, from, to, sequence, acknowledged, ..Header::new(kind) };
+        let limits = &self.limits;
         let Some(tensor) = message.tensors.get(slot) else {
-            header.seal(&message.text);
-            header.check(&self.limits)?;
-            return then(&header, &message.text);
+            return sealed(&mut header, &message.text, limits);
         };
         (header.slot, header.slots) = (number(slot)?, number(message.tensors.len())?);
         let Some(tensor) = tensor else {
-            header.seal(&[]);
-            return then(&header, &[]);
+            return sealed(&mut header, &[], limits);
         };
-        let Framer { limits, encoder, .. } = self;
-        encoder.with_encoded(message, slot, tensor, |meta, body| {
+        self.encoder.with_encoded(message, slot, tensor, |meta, body| {
             header.tensor = Some(meta);
-            header.seal(body);
-            header.check(limits)?;
-            then(&header, body)
+            sealed(&mut header, body, limits)
         })
     }
 }
 
-fn slots(message: &Message) -> usize {
-    message.tensors.len().max(1)
+/// The header, sealed and checked, and the body.
+fn sealed(header: &mut Header, body: &[u8], limits: &Limits) -> Result<Vec<u8>, Fault> {
+    header.seal(body);
+    header.check(limits)?;
+    let mut frame = Vec::with_capacity(HEADER_BYTES + body.len());
+    frame.extend_from_slice(&header.encode());
+    frame.extend_from_slice(body);
+    Ok(frame)
 }
 
 /// Fills `into` from a socket with a short read time-out.
-fn read_exact(stream: &mut impl Read, mut into: &mut [u8], deadline: &Deadline<'_>) -> Result<(), Fault> {
+pub(crate) fn read_exact(stream: &mut impl Read, mut into: &mut [u8], deadline: &Deadline<'_>) -> Result<(), Fault> {
     let mut idle = IdleTimer::new();
     while !into.is_empty() {
         let read = stream.read(into);

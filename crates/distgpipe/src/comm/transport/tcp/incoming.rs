@@ -6,8 +6,8 @@ use crate::comm::arrivals::Receiving;
 use crate::comm::notice::{Notice, Notify};
 use crate::comm::suspension::{self, IdleTimer};
 use crate::comm::traffic::Counters;
+use crate::comm::transport::byte_stream::ByteStream;
 use std::io::{self, Read};
-use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 /// How long a peer may be silent before it is reported, if it counts as dead after `limit`: five seconds or a quarter of the
@@ -23,11 +23,11 @@ pub trait FrameSource: Read {
 }
 
 /// During the handshake nothing is timed.
-impl FrameSource for TcpStream {}
+impl FrameSource for ByteStream {}
 
 /// The receiving end of a connection.
 pub(super) struct Incoming {
-    stream: TcpStream,
+    stream: ByteStream,
     counters: Counters,
     meter: RateMeter,
     peer: String,
@@ -42,7 +42,7 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    pub fn new(stream: TcpStream, counters: Counters, peer: String, limit: Duration, notify: Notify) -> Self {
+    pub fn new(stream: ByteStream, counters: Counters, peer: String, limit: Duration, notify: Notify) -> Self {
         let (meter, idle) = (RateMeter::default(), IdleTimer::new());
         Incoming { stream, counters, meter, peer, limit, notify, idle, silent: None, begun: false }
     }
@@ -113,7 +113,7 @@ impl FrameSource for Incoming {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     /// With `--peer-timeout 1`, every pause between two heartbeats was once reported as a silence, and its end as a return.
     #[test]
@@ -130,7 +130,8 @@ mod tests {
         drop(listener.accept().unwrap());
         let limit = Duration::from_secs(60);
         let start = Instant::now();
-        let mut incoming = Incoming::new(stream, Counters::default(), "server".to_owned(), limit, Notify::default());
+        let mut incoming =
+            Incoming::new(stream.into(), Counters::default(), "server".to_owned(), limit, Notify::default());
         std::thread::sleep(suspension::tests::NOTICED);
         assert_eq!(incoming.read(&mut [0; 8]).unwrap(), 0);
         assert!(suspension::last().is_some_and(|last| last.ended > start));

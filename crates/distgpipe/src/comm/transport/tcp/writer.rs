@@ -1,113 +1,129 @@
 //! The writing thread of a connection.
 
-use super::frames::{self, write_frame, Framer};
-use super::{connection_failure, Deadline, FINISH_FRAME, HEARTBEAT};
-use crate::comm::abort::{AbortFlag, POLL};
-use crate::comm::message::Message;
+use super::frames::{write_all, write_frame};
+use super::outbox::{KeptFrame, Outbox, Socket, Task};
+use super::{is_cut, Deadline, FINISH_FRAME, HEARTBEAT};
+use crate::comm::abort::AbortFlag;
 use crate::comm::traffic::{Counters, MessageSize};
-use crate::comm::transport::Outgoing;
+use crate::comm::transport::byte_stream::ByteStream;
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Kind};
-use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::net::Shutdown;
+use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The sending end of the socket itself, used by the writer thread alone.
-pub(super) struct Socket {
-    pub stream: TcpStream,
-    pub framer: Framer,
-    pub counters: Counters,
-    pub abort: AbortFlag,
-    pub silence: Duration,
-    /// Set while a frame is incomplete: the peer would take whatever is written then for its rest.
-    pub mid_frame: Arc<AtomicBool>,
-}
-
-impl Outgoing for Socket {
-    fn send(&mut self, message: Message) -> Result<(), Fault> {
-        let deadline = Deadline::new(&self.abort, self.silence).with_grace(FINISH_FRAME);
-        self.mid_frame.store(true, Ordering::Release);
-        let wire_bytes = self.framer.write(&mut self.stream, &message, &deadline);
-        // When the run has failed, the error comes from between two frames unless the grace is over.
-        self.mid_frame.store(wire_bytes.is_err() && !self.framer.at_boundary(), Ordering::Release);
-        let (payload_bytes, trains) = (message.payload_bytes(), message.trains());
-        self.counters.count_message(MessageSize { payload_bytes, wire_bytes: wire_bytes?, trains });
-        Ok(())
-    }
-}
-
 pub(super) struct Writer {
     pub local: String,
-    pub peer: String,
     pub abort: AbortFlag,
     pub heartbeat: Box<dyn Fn() -> String + Send>,
-    pub link: Box<dyn Outgoing>,
+    pub outbox: Arc<Outbox>,
     pub counters: Counters,
-    pub mid_frame: Arc<AtomicBool>,
-    /// The bare socket, for the last frame.
-    pub stream: TcpStream,
     pub silence: Duration,
+    /// The writer's handle on the connection with this epoch.
+    pub stream: Option<(u64, ByteStream)>,
+    /// Whether a frame was begun and not finished: the peer would take whatever follows for its rest.
+    pub mid_frame: bool,
 }
 
 impl Writer {
-    pub fn run(mut self, queued: Receiver<Message>) {
-        match self.pump(&queued) {
-            Ok(()) => self.close(Kind::Goodbye, &[]),
+    pub fn run(mut self) {
+        match self.pump() {
+            Ok(()) => self.end_direction(),
             Err(fault) => {
-                let first = self.abort.fail(self.failure(fault));
-                self.close(Kind::Abort, &first.notice().encode());
+                let first = self.abort.fail(Failure::new(&self.local, "sending", fault));
+                self.send_cause(&first);
             }
         }
     }
 
-    /// Sends what is queued, and heartbeats, until all sending ends are dropped.
-    fn pump(&mut self, queued: &Receiver<Message>) -> Result<(), Fault> {
-        let mut last = Instant::now();
+    /// Sends frames, heartbeats and acknowledgements, until the link is closed.
+    fn pump(&mut self) -> Result<(), Fault> {
+        let mut last_sent = Instant::now();
         loop {
-            self.abort.check()?;
-            match queued.recv_timeout(POLL) {
-                Ok(message) => {
-                    self.link.send(message)?;
-                    self.counters.dequeued();
-                    last = Instant::now();
+            let (socket, written) = match self.outbox.next_task(last_sent, HEARTBEAT)? {
+                Task::End => return Ok(()),
+                Task::Send(task) => {
+                    let written = self.write(&task.socket, &task.frame.bytes);
+                    if written.is_ok() {
+                        self.count(&task.frame);
+                    }
+                    (task.socket, written)
                 }
-                Err(RecvTimeoutError::Timeout) if last.elapsed() >= HEARTBEAT => {
-                    let ping = frames::control(Kind::Ping, (self.heartbeat)().into_bytes());
-                    self.link.send(ping)?;
-                    last = Instant::now();
+                Task::Ping(socket, acknowledged) => {
+                    let written = self.ping(&socket, acknowledged);
+                    (socket, written)
                 }
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return self.abort.check(),
+            };
+            match written {
+                Ok(()) => last_sent = Instant::now(),
+                Err(fault) if is_cut(&fault) => {
+                    self.mid_frame = false;
+                    self.outbox.break_socket(&socket, fault);
+                }
+                Err(fault) => return Err(fault),
             }
         }
     }
 
-    /// The failure for a fault in sending. A peer that has closed the connection may have sent the reason: this waits a
-    /// moment for the reader to find its abort notice, which is the first failure then.
-    fn failure(&self, fault: Fault) -> Failure {
-        if !matches!(fault, Fault::Lost | Fault::NotReading { .. }) {
-            return Failure::new(&self.local, "sending", fault);
+    /// Counts a frame that was written. The last frame of a message counts for all of them, the first time.
+    fn count(&self, frame: &KeptFrame) {
+        match (frame.written.swap(true, Ordering::Relaxed), frame.message) {
+            (false, Some(size)) => {
+                self.counters.count_message(size);
+                self.counters.dequeued();
+            }
+            (false, None) => {}
+            (true, _) => self.count_bytes(frame.bytes.len()),
         }
-        let deadline = Instant::now() + 4 * POLL;
-        while self.abort.failure().is_none() && Instant::now() < deadline {
-            std::thread::sleep(POLL / 10);
-        }
-        connection_failure(&self.local, &self.peer, fault, self.silence)
     }
 
-    /// Sends the last frame, if the peer is still there, and closes this direction.
-    fn close(&mut self, kind: Kind, body: &[u8]) {
-        // The run's own flag may be set already, and must not end this write.
+    /// Counts bytes on the wire that are no message of their own.
+    fn count_bytes(&self, bytes: usize) {
+        let wire_bytes = bytes as u64;
+        self.counters.count_message(MessageSize { payload_bytes: None, wire_bytes, trains: false });
+    }
+
+    fn ping(&mut self, socket: &Socket, acknowledged: u64) -> Result<(), Fault> {
+        let body = (self.heartbeat)().into_bytes();
+        let mut header = Header { acknowledged, ..Header::new(Kind::Ping) };
+        header.seal(&body);
+        let bytes = [&header.encode()[..], &body].concat();
+        self.write(socket, &bytes)?;
+        self.count_bytes(bytes.len());
+        Ok(())
+    }
+
+    fn write(&mut self, socket: &Socket, bytes: &[u8]) -> Result<(), Fault> {
+        let deadline = Deadline::new(&self.abort, self.silence).with_grace(FINISH_FRAME);
+        if self.stream.as_ref().is_none_or(|(epoch, _)| *epoch != socket.epoch) {
+            let stream = socket.stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e))?;
+            self.stream = Some((socket.epoch, stream));
+        }
+        let Some((_, stream)) = &mut self.stream else { return Err(Fault::Lost) };
+        self.mid_frame = true;
+        write_all(stream, bytes, &deadline)?;
+        self.mid_frame = false;
+        Ok(())
+    }
+
+    /// Tells the peer why the run has failed, if it is there, and ends this direction.
+    fn send_cause(&mut self, first: &Failure) {
+        // The run's own flag is set, and must not end this write.
         let no_abort = AbortFlag::default();
         let deadline = Deadline::new(&no_abort, Duration::from_millis(500));
-        let mut header = Header::new(kind);
-        header.seal(body);
-        if !self.mid_frame.load(Ordering::Acquire) {
-            let _ = write_frame(&mut self.stream, &header, body, &deadline);
+        let (mut header, body) = (Header::new(Kind::Abort), first.notice().encode());
+        header.seal(&body);
+        if let Some(mut stream) = self.outbox.stream().filter(|_| !self.mid_frame) {
+            let _ = write_frame(&mut stream, &header, &body, &deadline);
         }
-        // This direction alone: closing a socket with unread input discards what it has not sent yet.
-        let _ = self.stream.shutdown(Shutdown::Write);
+        self.end_direction();
+    }
+
+    /// This direction alone: closing a socket with unread input discards what it has not sent yet.
+    fn end_direction(&self) {
+        if let Some(stream) = self.outbox.stream() {
+            let _ = stream.shutdown(Shutdown::Write);
+        }
     }
 }

@@ -1,0 +1,158 @@
+//! A model from PyTorch in every command: `--model FILE.pt2`.
+
+mod command;
+mod servers;
+
+use command::{directory, ended, refused, tensors};
+use servers::{Servers, TOKEN};
+use std::path::{Path, PathBuf};
+
+/// A network for the digits, which scripts/golden_pt2.py exported.
+fn exported() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../distgpipe/tests/golden/pt2/digits.pt2");
+    path.to_str().expect("a plain path").to_owned()
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a plain path")
+}
+
+/// One batch again and again, so that its loss falls.
+fn train(model: &str, more: &[&str]) -> String {
+    let common = ["train", "--model", model, "--limit", "64", "--batch", "64", "--chunks", "4", "--lr", "0.05"];
+    ended(0, &[&common[..], more].concat()).1
+}
+
+/// The bytes of a file of tensors, by name.
+fn state(path: &Path) -> Vec<(String, Vec<u8>)> {
+    let bytes = |tensor| distgpipe::engine::bytes(&tensor).expect("a dense tensor").to_vec();
+    tensors(path).into_iter().map(|(name, tensor)| (name, bytes(tensor))).collect()
+}
+
+#[test]
+fn a_model_from_pytorch_trains_alike_on_threads_processes_and_machines() {
+    let (folder, model, servers) = (directory("exported"), exported(), Servers::start(1));
+    let token = folder.join("token");
+    std::fs::write(&token, TOKEN).unwrap();
+    let saved = |name: &str| -> PathBuf { folder.join(format!("{name}.safetensors")) };
+    let run = ["--epochs", "6", "--no-evaluate", "--seed", "1"];
+    let whole = saved("whole");
+    train(&model, &[&run[..], &["--save", text(&whole)]].concat());
+    let cut = [&run[..], &["--cut", "after=1,5", "--recompute", "always"]].concat();
+    let workers = servers.addresses().join(",");
+    for (name, more) in [
+        ("threads", vec!["--workers", "threads", "--layers", "all"]),
+        ("processes", vec!["--workers", "processes"]),
+        ("machines", vec!["--workers", &workers, "--token-file", text(&token)]),
+    ] {
+        let path = saved(name);
+        train(&model, &[&cut[..], &more, &["--save", text(&path)]].concat());
+        assert!(state(&path) == state(&whole), "{name}: other bits than without a cut");
+    }
+    let names: Vec<String> = state(&whole).into_iter().map(|(name, _)| name).collect();
+    for name in ["0.weight", "2.norm.running_var", "2.norm.num_batches_tracked", "7.bias"] {
+        assert!(names.iter().any(|known| known == name), "{name} is not in {names:?}");
+    }
+    let (said, _) = ended(0, &["evaluate", "--weights", text(&whole), "--limit", "64", "--device", "cpu"]);
+    assert!(said.contains("accuracy"), "{said}");
+}
+
+#[test]
+fn a_run_of_a_model_from_pytorch_resumes_with_another_cut() {
+    let (folder, model) = (directory("exported-resume"), exported());
+    let [through, resumed] = ["through", "resumed"].map(|name| folder.join(format!("{name}.safetensors")));
+    let checkpoint = folder.join("saved");
+    let run = ["--no-evaluate", "--seed", "2", "--cut", "first=2,last=1"];
+    train(&model, &[&run[..], &["--epochs", "6", "--save", text(&through)]].concat());
+    train(&model, &[&run[..], &["--epochs", "3", "--checkpoint", text(&checkpoint)]].concat());
+    let again = ["train", "--checkpoint", text(&checkpoint), "--resume", "--epochs", "6", "--cut", "after=4"];
+    ended(0, &[&again[..], &["--save", text(&resumed)]].concat());
+    assert!(state(&resumed) == state(&through), "other bits than those of a run that went through");
+}
+
+/// Masks are named by node and tensors by name, so neither depends on the division into layers.
+#[test]
+fn layers_may_change_when_a_run_resumes_or_is_evaluated_and_the_model_may_not() {
+    let (folder, model) = (directory("exported-layers"), exported());
+    let [through, resumed] = ["through", "resumed"].map(|name| folder.join(format!("{name}.safetensors")));
+    let checkpoint = folder.join("saved");
+    let run = ["--no-evaluate", "--seed", "2", "--balance", "3,5"];
+    train(&model, &[&run[..], &["--epochs", "4", "--save", text(&through)]].concat());
+    train(&model, &[&run[..], &["--epochs", "2", "--checkpoint", text(&checkpoint)]].concat());
+    let again = ["train", "--checkpoint", text(&checkpoint), "--resume", "--epochs", "4"];
+    ended(0, &[&again[..], &["--layers", "all", "--partitions", "2", "--save", text(&resumed)]].concat());
+    assert!(state(&resumed) == state(&through), "other bits than those of a run that went through");
+    let weights = ["evaluate", "--weights", text(&resumed), "--limit", "64", "--device", "cpu"];
+    for (flags, said) in [
+        (vec!["--untie"], "--untie: the file of --weights has the graph"),
+        (vec!["--model", &model], "the file of --weights has the graph"),
+    ] {
+        let got = refused(2, &[&weights[..], &flags].concat());
+        assert!(got.contains(said), "{flags:?}: {got}");
+    }
+    refused(2, &[&weights[..], &["--layers", "modules", "--partitions", "9"]].concat());
+    ended(0, &[&weights[..], &["--layers", "all", "--partitions", "9"]].concat());
+}
+
+/// A GPT from PyTorch, cut in the middle, learns the text of a file byte by byte.
+#[test]
+fn a_language_model_from_pytorch_learns_a_text() {
+    let folder = directory("exported-text");
+    let model = exported().replace("digits.pt2", "gpt.pt2");
+    let (file, log) = (folder.join("poem.txt"), folder.join("log"));
+    std::fs::write(&file, "the quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
+    let data = ["train", "--model", &model, "--data", "text", "--data-dir", text(&file), "--cut", "after=h.0"];
+    let run = ["--batch", "20", "--chunks", "2", "--epochs", "12", "--optimizer", "adam", "--lr", "0.01"];
+    let (_, said) = ended(0, &[&data[..], &run, &["--log", text(&log)]].concat());
+    let tests = command::logged(&log, "test");
+    let [first, last] = [&tests[0], &tests[tests.len() - 1]].map(|test| test["test_loss"].as_f64().expect("a loss"));
+    // ln 256 = 5.5 before any training; nearly nothing of this text is surprising afterwards.
+    assert!(first < 5.6 && last < 1.2, "test losses from {first} to {last}");
+    let shown = said.rsplit_once("perplexity ").and_then(|(_, rest)| rest.split(';').next()?.parse::<f64>().ok());
+    assert!(shown.is_some_and(|shown| (shown / last.exp() - 1.0).abs() < 0.01), "{said}");
+    let small = refused(2, &[&data[..7], &["--tokenizer", "nowhere.json"]].concat());
+    assert!(small.contains("nowhere.json"), "{small}");
+    let no_tokens = refused(2, &["train", "--model", &exported(), "--data", "text", "--data-dir", text(&file)]);
+    assert!(no_tokens.contains("must take token numbers"), "{no_tokens}");
+}
+
+#[test]
+fn its_layers_are_listed_and_balanced() {
+    let model = exported();
+    let (table, said) = ended(0, &["models", &model]);
+    assert!(said.contains("digits.pt2: it was not compared with the module"), "{said}");
+    assert!(table.contains("8 layers") && table.contains("8×8×8"), "{table}");
+    let count = |layers: &str| {
+        let (json, _) = ended(0, &["models", &model, "--layers", layers, "--json"]);
+        let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+        json["layers"].as_array().expect("a list").len()
+    };
+    assert_eq!(count("modules"), 8);
+    assert!(count("all") > 8);
+    let (found, _) = ended(0, &["balance", &model, "--partitions", "2", "--time-limit", "1"]);
+    assert!(found.contains("--balance"), "{found}");
+}
+
+#[test]
+fn what_cannot_be_used_is_refused_with_its_flag() {
+    let (folder, model) = (directory("exported-refused"), exported());
+    let content = std::fs::read(&model).unwrap();
+    let truncated = folder.join("truncated.pt2");
+    std::fs::write(&truncated, &content[..content.len() / 2]).unwrap();
+    let altered = folder.join("altered.pt2");
+    let at = content.windows(7).position(|bytes| bytes == b"\"2.11.0").unwrap();
+    let mut other = content.clone();
+    other[at + 4] = b'9';
+    std::fs::write(&altered, other).unwrap();
+    for (arguments, said) in [
+        (vec!["--model", text(&truncated)], "the file is truncated"),
+        (vec!["--model", text(&altered)], "export the model with PyTorch 2.11"),
+        (vec!["--model", "nowhere.pt2"], "nowhere.pt2"),
+        (vec!["--model", &model, "--set", "classes=3"], "change it in Python"),
+        (vec!["--model", "mlp", "--layers", "all"], "--layers"),
+        (vec!["--model", &model, "--cut", "after=8"], "the model has 0, 1, 2"),
+    ] {
+        let got = refused(2, &[&["train"], &arguments[..]].concat());
+        assert!(got.contains(said), "{arguments:?}: {got}");
+    }
+}

@@ -1,0 +1,300 @@
+use super::*;
+use rustls::ServerConnection;
+use std::net::{SocketAddr, TcpListener};
+use std::thread::JoinHandle;
+
+const LIMIT: Duration = Duration::from_secs(30);
+const SECRET: Token = Token([7; 32]);
+
+/// Answers one connection with these settings, as a server that has this secret.
+fn serve(config: Arc<ServerConfig>, secret: Token) -> (SocketAddr, JoinHandle<Result<TlsStream, Fault>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (address, std::thread::spawn(move || accept(&listener, config, secret)))
+}
+
+fn accept(listener: &TcpListener, config: Arc<ServerConfig>, secret: Token) -> Result<TlsStream, Fault> {
+    let connection = ServerConnection::new(config).unwrap();
+    let mut stream = TlsStream::new(listener.accept().unwrap().0, connection.into());
+    ByteStream::from(stream.clone()).set_up()?;
+    let abort = AbortFlag::default();
+    let deadline = Deadline::new(&abort, LIMIT).with_total(LIMIT);
+    let mut claim = [0; CLAIM_BYTES];
+    crate::comm::transport::tcp::read_exact(&mut stream, &mut claim, &deadline)?;
+    let answer = answer(&stream, &claim, |run| run.is_none().then_some(secret))?;
+    crate::comm::transport::tcp::write_all(&mut stream, &answer.bytes, &deadline)?;
+    answer.result.map(|_| stream)
+}
+
+fn dial(address: SocketAddr, key: &PublicKey, secret: &Token) -> Result<TlsStream, Fault> {
+    connect(TcpStream::connect(address).unwrap(), &Expected { key, secret, run: None }, LIMIT)
+}
+
+fn identity() -> ServerIdentity {
+    ServerIdentity::generate().unwrap()
+}
+
+/// Writes this many bytes that `seed` determines.
+fn send(stream: &mut TlsStream, seed: u8, bytes: usize) {
+    let block: Vec<u8> = (0..251).map(|i: u8| i.wrapping_mul(seed)).collect();
+    let data: Vec<u8> = block.iter().copied().cycle().take(bytes).collect();
+    for (i, piece) in data.chunks(100_000).enumerate() {
+        if i % 5 == 0 {
+            stream.refresh_keys().unwrap();
+        }
+        let abort = AbortFlag::default();
+        crate::comm::transport::tcp::write_all(stream, piece, &Deadline::new(&abort, LIMIT)).unwrap();
+    }
+    stream.shutdown(Shutdown::Write).unwrap();
+}
+
+/// Reads to the end of the stream, and checks that all of it is what `send` writes.
+fn receive(stream: &mut TlsStream, seed: u8, bytes: usize) {
+    let (mut got, mut buffer) = (0, vec![0; 77_777]);
+    loop {
+        match stream.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) => {
+                for (i, byte) in buffer[..read].iter().enumerate() {
+                    assert_eq!(*byte, (((got + i) % 251) as u8).wrapping_mul(seed));
+                }
+                got += read;
+            }
+            Err(e) if timed_out(&e) => {}
+            Err(e) => panic!("after {got} bytes: {e}"),
+        }
+    }
+    assert_eq!(got, bytes);
+}
+
+#[test]
+fn both_directions_carry_data_at_once_while_keys_change() {
+    const BYTES: usize = 6 << 20;
+    let identity = identity();
+    let (address, served) = serve(server_config(&identity).unwrap(), SECRET);
+    let client = dial(address, &identity.key, &SECRET).unwrap();
+    let server = served.join().unwrap().unwrap();
+    std::thread::scope(|scope| {
+        for (stream, sends, receives) in [(&client, 3, 5), (&server, 5, 3)] {
+            let (mut writer, mut reader) = (stream.clone(), stream.clone());
+            scope.spawn(move || send(&mut writer, sends, BYTES));
+            scope.spawn(move || receive(&mut reader, receives, BYTES));
+        }
+    });
+}
+
+#[test]
+fn a_server_with_another_key_is_not_trusted() {
+    let (address, served) = serve(server_config(&identity()).unwrap(), SECRET);
+    let refused = dial(address, &identity().key, &SECRET);
+    assert!(matches!(refused, Err(Fault::WrongKey)), "{refused:?}");
+    assert!(served.join().unwrap().is_err());
+}
+
+/// A server that shows the right key, which is public, must also sign with it.
+#[test]
+fn a_server_that_signs_with_another_key_than_it_shows_is_not_trusted() {
+    let (shown, other) = (identity(), identity());
+    let mut forged = ServerConfig::clone(&server_config(&shown).unwrap());
+    let private = PrivatePkcs8KeyDer::from(other.pkcs8().to_vec());
+    let signing = provider::sign::any_eddsa_type(&private).unwrap();
+    let key = CertifiedKey::new(vec![CertificateDer::from(spki(&shown.key))], signing);
+    forged.cert_resolver = Arc::new(AlwaysResolvesServerRawPublicKeys::new(Arc::new(key)));
+    let (address, served) = serve(Arc::new(forged), SECRET);
+    let refused = dial(address, &shown.key, &SECRET);
+    assert!(
+        matches!(&refused, Err(Fault::Tls(rustls::Error::InvalidCertificate(CertificateError::BadSignature)))),
+        "{refused:?}"
+    );
+    assert!(served.join().unwrap().is_err());
+}
+
+#[test]
+fn either_end_without_the_secret_is_refused_and_named() {
+    let identity = identity();
+    let (address, served) = serve(server_config(&identity).unwrap(), SECRET);
+    let refused = dial(address, &identity.key, &Token([8; 32]));
+    assert!(
+        matches!(&refused, Err(Fault::WrongSecret(text)) if text.starts_with("the client does not")),
+        "{refused:?}"
+    );
+    assert!(matches!(served.join().unwrap(), Err(Fault::WrongSecret(_))));
+    // A server that accepts anybody has not the secret either, so it cannot prove it.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, config) = (listener.local_addr().unwrap(), server_config(&identity).unwrap());
+    let served = std::thread::spawn(move || {
+        let mut stream = TlsStream::new(listener.accept().unwrap().0, ServerConnection::new(config).unwrap().into());
+        let abort = AbortFlag::default();
+        let deadline = Deadline::new(&abort, LIMIT);
+        crate::comm::transport::tcp::read_exact(&mut stream, &mut [0; CLAIM_BYTES], &deadline).unwrap();
+        stream.write_all(&[&[0, 32, 0][..], &[1; 32]].concat()).unwrap();
+        stream
+    });
+    let refused = dial(address, &identity.key, &SECRET);
+    assert!(matches!(&refused, Err(Fault::WrongSecret(text)) if text.starts_with("the server has")), "{refused:?}");
+    drop(served.join().unwrap());
+}
+
+/// Passes the bytes of one connection on to `to`, of the client at most `client_max`, of the server at most `server_max`.
+/// Returns what the client sent.
+fn relay(to: SocketAddr, client_max: usize, server_max: usize) -> (SocketAddr, JoinHandle<Vec<u8>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let thread = std::thread::spawn(move || {
+        let (near, far) = (listener.accept().unwrap().0, TcpStream::connect(to).unwrap());
+        let (mut near_in, mut far_out) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+        let upstream = std::thread::spawn(move || copy(&mut near_in, &mut far_out, client_max));
+        copy(&mut far.try_clone().unwrap(), &mut near.try_clone().unwrap(), server_max);
+        upstream.join().unwrap()
+    });
+    (address, thread)
+}
+
+/// Somebody on the path can cut a connection, but not change what it carries. The first five bytes are the header of a record.
+#[test]
+fn a_bit_that_changes_on_the_way_ends_the_connection() {
+    let identity = identity();
+    for flipped in [5, 20, 300] {
+        let (server, served) = serve(server_config(&identity).unwrap(), SECRET);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (armed, arm) = std::sync::mpsc::channel::<()>();
+        let path = std::thread::spawn(move || {
+            let (near, far) = (listener.accept().unwrap().0, TcpStream::connect(server).unwrap());
+            let (mut back, mut answers) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+            std::thread::spawn(move || copy(&mut answers, &mut back, usize::MAX));
+            let (mut near, mut far) = (near, far);
+            let mut buffer = [0; 4096];
+            while let Ok(read @ 1..) = near.read(&mut buffer) {
+                if arm.try_recv().is_ok() {
+                    buffer[flipped] ^= 1;
+                }
+                if far.write_all(&buffer[..read]).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut client = dial(address, &identity.key, &SECRET).unwrap();
+        let mut server = served.join().unwrap().unwrap();
+        armed.send(()).unwrap();
+        client.write_all(&[7; 1000]).unwrap();
+        let mut got = [0; 1000];
+        let start = Instant::now();
+        let error = loop {
+            match server.read(&mut got) {
+                Err(e) if timed_out(&e) && start.elapsed() < LIMIT => {}
+                read => break read,
+            }
+        };
+        drop(client);
+        assert!(matches!(&error, Err(e) if e.kind() == io::ErrorKind::InvalidData), "byte {flipped}: {error:?}");
+        drop(server);
+        path.join().unwrap();
+    }
+}
+
+fn copy(from: &mut TcpStream, to: &mut TcpStream, max: usize) -> Vec<u8> {
+    let (mut all, mut buffer) = (Vec::new(), [0; 4096]);
+    while let Ok(read) = from.read(&mut buffer) {
+        let taken = read.min(max - all.len());
+        if to.write_all(&buffer[..taken]).is_err() || read == 0 {
+            break;
+        }
+        all.extend(&buffer[..taken]);
+        if all.len() == max {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+    let _ = from.shutdown(Shutdown::Both);
+    all
+}
+
+#[test]
+fn a_recorded_session_is_worth_nothing_when_it_is_replayed() {
+    let identity = identity();
+    let config = server_config(&identity).unwrap();
+    let (server, served) = serve(config.clone(), SECRET);
+    let (address, recording) = relay(server, usize::MAX, usize::MAX);
+    drop(dial(address, &identity.key, &SECRET).unwrap());
+    drop(served.join().unwrap().unwrap());
+    let recorded = recording.join().unwrap();
+    let (server, served) = serve(config, SECRET);
+    let mut replayed = TcpStream::connect(server).unwrap();
+    replayed.write_all(&recorded).unwrap();
+    let refused = served.join().unwrap();
+    assert!(matches!(&refused, Err(Fault::Io { source, .. }) if source.to_string().contains("decrypt")), "{refused:?}");
+}
+
+#[test]
+fn a_handshake_that_ends_at_any_byte_is_an_error_at_both_ends() {
+    let identity = identity();
+    let config = server_config(&identity).unwrap();
+    let attempt = |client_max, server_max| {
+        let (server, served) = serve(config.clone(), SECRET);
+        let (address, relay) = relay(server, client_max, server_max);
+        let client = dial(address, &identity.key, &SECRET);
+        let ended = (client.is_ok(), served.join().unwrap().is_ok());
+        drop(client);
+        (ended, relay.join().unwrap().len())
+    };
+    let ((client, server), client_bytes) = attempt(usize::MAX, usize::MAX);
+    assert!(client && server);
+    for bytes in 1..client_bytes - CLAIM_BYTES / 2 {
+        assert_eq!(attempt(bytes, usize::MAX).0, (false, false), "the client's first {bytes} bytes");
+    }
+    // The server sends more than 300 bytes of handshake, and 35 bytes in a record for its answer.
+    for bytes in (1..300).step_by(3) {
+        assert_eq!(attempt(usize::MAX, bytes).0, (false, false), "the server's first {bytes} bytes");
+    }
+}
+
+/// A read once went on until there was content, which a stranger could withhold: it held the thread that accepts.
+#[test]
+fn a_read_takes_bytes_from_the_socket_once() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let connection = ServerConnection::new(server_config(&identity()).unwrap()).unwrap();
+    let mut stream = TlsStream::new(listener.accept().unwrap().0, connection.into());
+    // The beginning of a record; the rest never comes.
+    stranger.write_all(&[0x16, 0x03, 0x01, 0x02, 0x00, 0x01]).unwrap();
+    let (sender, done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(stream.read(&mut [0; 100])));
+    let read = done.recv_timeout(LIMIT).expect("it returns");
+    assert!(matches!(&read, Err(e) if e.kind() == io::ErrorKind::WouldBlock), "{read:?}");
+}
+
+/// All that a peer sent was once taken in, in pieces of 128 KiB, before anybody looked at how much it was.
+#[test]
+fn input_over_its_limit_is_an_error_and_takes_no_memory() {
+    const MAX: u64 = 16 << 10;
+    let identity = identity();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let connection = ServerConnection::new(server_config(&identity).unwrap()).unwrap();
+    let mut server = TlsStream::new(listener.accept().unwrap().0, connection.into());
+    server.limit_input(Some(MAX));
+    ByteStream::from(server.clone()).set_up().unwrap();
+    let name = ServerName::try_from("distgpipe.invalid").unwrap();
+    let connection = ClientConnection::new(client_config(&identity.key).unwrap(), name).unwrap();
+    let client = TlsStream::new(socket, connection.into());
+    let sending = std::thread::spawn(move || {
+        client.complete_handshake(LIMIT)?;
+        let abort = AbortFlag::default();
+        let deadline = Deadline::new(&abort, LIMIT);
+        crate::comm::transport::tcp::write_all(&mut client.clone(), &vec![7; 1 << 20], &deadline)
+    });
+    let (mut got, start) = (0, Instant::now());
+    let error = loop {
+        match server.read(&mut [0; 1000]) {
+            Ok(read) => got += read as u64,
+            Err(e) if timed_out(&e) => assert!(start.elapsed() < LIMIT),
+            Err(e) => break e,
+        }
+    };
+    assert!(error.to_string().contains("expected at most"), "{error}");
+    assert!(got <= MAX, "{got}");
+    assert!(lock(&server.0.incoming).bytes.len() as u64 <= MAX);
+    drop(server);
+    let _ = sending.join().unwrap();
+}

@@ -1,0 +1,314 @@
+//! A server that strangers can reach: it protects its connections, and runs each job in a process of its own.
+//!
+//! ```text
+//!  client ══ TLS ══► acceptor ─► hello ─► a process per job: `worker --child`, with limits
+//!                    (one thread)         ▲
+//!         ◄═ TLS ══► relay (two threads per connection) ◄── loopback ──┘
+//! ```
+//!
+//! The gateway never decodes what a job sends or receives. The server's key and secret are in this process alone. A job that
+//! crashes, hangs or runs out of memory takes only its own process along.
+
+mod dialer;
+mod events;
+mod relay;
+mod runs;
+
+pub use events::GatewayEvent;
+
+use crate::comm::abort::POLL;
+use crate::comm::acceptor::{Acceptor, Arrival, ArrivedPeer, Proved, TlsServer, HANDSHAKE_LIMIT};
+use crate::comm::handshake::{self, Terms, Token};
+use crate::comm::probe;
+use crate::comm::server_identity::ServerIdentity;
+use crate::comm::transport::tls;
+use crate::driver::job_limits::JobLimits;
+use crate::driver::launch::WorkerProgram;
+use crate::driver::worker_mode::LIMITS;
+use crate::engine;
+use crate::failure::{Failure, Fault};
+use distgpipe_core::wire::Role;
+use runs::{Admission, Runs};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How a server runs.
+#[derive(Clone, Debug)]
+pub struct GatewayOptions {
+    /// The address to listen on.
+    pub listen: SocketAddr,
+    /// The server's key and secret.
+    pub identity: ServerIdentity,
+    /// The most jobs at a time.
+    pub jobs: usize,
+    /// What starts the process of a job; the limits are added to its arguments.
+    pub program: WorkerProgram,
+    /// The limits of each job.
+    pub limits: JobLimits,
+    /// The servers that jobs may be connected to, as `HOST:PORT` or `HOST`.
+    pub allow: Vec<String>,
+    /// Clients that cannot reach this server, and that it connects to instead, as `HOST:PORT`.
+    pub dial: Vec<String>,
+    /// Whether connections are plain TCP, and the secret crosses the network readable. For measurements on one host.
+    pub insecure: bool,
+}
+
+/// A connection to a client, and what the acceptor holds until its handshake is over.
+type Dialed = (TcpStream, SocketAddr, Arc<()>);
+
+/// The most clients that measure their links at a time. Each takes 32 MB for what it is sent.
+const PROBES_MAX: usize = 4;
+
+/// How long connecting to a client may take, and the pause before the next attempt.
+const DIAL_LIMIT: Duration = Duration::from_secs(10);
+const DIAL_PAUSE: Duration = Duration::from_millis(500);
+
+/// A server that listens.
+pub struct Gateway {
+    acceptor: Mutex<Acceptor>,
+    address: SocketAddr,
+    /// Where the processes of jobs ask to be connected to other servers.
+    dialer: Mutex<Option<Acceptor>>,
+    shared: Arc<Shared>,
+}
+
+/// What the threads of a gateway share.
+struct Shared {
+    options: GatewayOptions,
+    /// The program of a job's process, with its limits.
+    program: WorkerProgram,
+    runs: Runs,
+    /// Clients that measure their links now.
+    probes: AtomicUsize,
+    report: Box<dyn Fn(&GatewayEvent) + Send + Sync>,
+}
+
+impl Gateway {
+    /// Opens the port. `report` takes everything that happens, from several threads.
+    pub fn bind(
+        options: GatewayOptions,
+        report: impl Fn(&GatewayEvent) + Send + Sync + 'static,
+    ) -> Result<Self, Fault> {
+        if options.insecure && !options.listen.ip().is_loopback() {
+            let wrong = format!("expected a loopback address without TLS, got {}", options.listen);
+            return Err(Fault::invalid_job("`GatewayOptions::listen`", wrong));
+        }
+        if options.insecure && !options.allow.is_empty() {
+            let wrong =
+                "expected none without TLS: a run's key is the server's secret then, and would go to other servers";
+            return Err(Fault::invalid_job("`GatewayOptions::allow`", wrong));
+        }
+        let listener =
+            TcpListener::bind(options.listen).map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?;
+        let tls = match options.insecure {
+            true => None,
+            false => {
+                Some(TlsServer { config: tls::server_config(&options.identity)?, secret: options.identity.secret })
+            }
+        };
+        let acceptor = Acceptor::new(listener, tls)?;
+        let dialer = dialer::listen()?;
+        let limits = JobLimits { gateway: Some(dialer.address()?.to_string()), ..options.limits.clone() };
+        let limits =
+            serde_json::to_string(&limits).map_err(|e| Fault::internal("limits that serialize", e.to_string()))?;
+        let mut program = options.program.clone();
+        program.arguments.extend([LIMITS.to_owned(), limits]);
+        let shared =
+            Shared { options, program, runs: Runs::default(), probes: AtomicUsize::new(0), report: Box::new(report) };
+        Ok(Gateway {
+            address: acceptor.address()?,
+            acceptor: Mutex::new(acceptor),
+            dialer: Mutex::new(Some(dialer)),
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// The address it listens on.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until `stop` returns true. Ends all jobs then.
+    pub fn run(&self, stop: impl Fn() -> bool) {
+        let mut acceptor = self.acceptor.lock().unwrap_or_else(PoisonError::into_inner);
+        let run_key = |run: &[u8; 16]| self.shared.runs.key_of(run);
+        let stopped = Arc::new(AtomicBool::new(false));
+        if let Some(dialer) = self.dialer.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let (shared, stopped) = (self.shared.clone(), stopped.clone());
+            if let Err(error) = engine::spawn("dialer", move || dialer::serve(&shared, dialer, &stopped)) {
+                let failure = Failure::new("the server", "starting a thread", error.into());
+                (self.shared.report)(&GatewayEvent::Rejected(failure));
+            }
+        }
+        let dialed = self.dial_clients(&stopped);
+        while !stop() {
+            for (socket, to, held) in dialed.try_iter() {
+                acceptor.adopt(socket, to, held);
+            }
+            match acceptor.next(POLL, &run_key) {
+                Some(Arrival::Peer(peer)) => self.route(&mut acceptor, *peer),
+                Some(Arrival::Rejected { from, fault }) => {
+                    let failure = Failure::new(from.to_string(), "connecting", fault);
+                    (self.shared.report)(&GatewayEvent::Rejected(failure));
+                }
+                None => {}
+            }
+        }
+        stopped.store(true, Ordering::Relaxed);
+        self.shared.runs.end_all();
+    }
+
+    /// Keeps a connection open to each client that cannot reach this server, until `stopped` is set: a new one as soon as the
+    /// handshake of the last one is over.
+    fn dial_clients(&self, stopped: &Arc<AtomicBool>) -> Receiver<Dialed> {
+        let (sender, dialed) = mpsc::channel();
+        for address in self.shared.options.dial.clone() {
+            let (sender, stopped) = (sender.clone(), stopped.clone());
+            let dialing = move || {
+                while !stopped.load(Ordering::Relaxed) {
+                    let held = Arc::new(());
+                    // A client listens only while it starts a run, so most attempts fail.
+                    if let Ok((socket, to)) = handshake::connect_to(&address, DIAL_LIMIT) {
+                        if sender.send((socket, to, held.clone())).is_err() {
+                            return;
+                        }
+                    }
+                    std::thread::sleep(DIAL_PAUSE);
+                    while Arc::strong_count(&held) > 1 && !stopped.load(Ordering::Relaxed) {
+                        std::thread::sleep(POLL);
+                    }
+                }
+            };
+            if let Err(error) = engine::spawn("dialing a client", dialing) {
+                let failure = Failure::new("the server", "starting a thread", error.into());
+                (self.shared.report)(&GatewayEvent::Rejected(failure));
+            }
+        }
+        dialed
+    }
+
+    /// Answers a client that measures its link, in a thread of its own.
+    fn answer_probe(&self, acceptor: &mut Acceptor, mut peer: ArrivedPeer) {
+        let shared = self.shared.clone();
+        if shared.probes.fetch_add(1, Ordering::Relaxed) >= PROBES_MAX {
+            shared.probes.fetch_sub(1, Ordering::Relaxed);
+            return acceptor.refuse(peer, "busy with the measurements of other links");
+        }
+        let answering = move || {
+            // What the peer had to show, it has shown; its version is left.
+            let shown = Token(peer.hello.token);
+            let terms = Terms { token: &shown, run: None, busy: None };
+            let answered = handshake::reply(&mut peer.stream, &peer.hello, &terms, HANDSHAKE_LIMIT)
+                .and_then(|()| probe::answer(&mut peer.stream));
+            shared.probes.fetch_sub(1, Ordering::Relaxed);
+            (shared.report)(&match answered {
+                Ok(()) => GatewayEvent::Probed(peer.from),
+                Err(fault) => GatewayEvent::Rejected(Failure::new(peer.from.to_string(), "measuring the link", fault)),
+            });
+        };
+        if let Err(error) = engine::spawn("probe", answering) {
+            self.shared.probes.fetch_sub(1, Ordering::Relaxed);
+            let failure = Failure::new("the server", "starting a thread", error.into());
+            (self.shared.report)(&GatewayEvent::Rejected(failure));
+        }
+    }
+
+    /// Gives a peer to the process of its run, or refuses it.
+    fn route(&self, acceptor: &mut Acceptor, peer: ArrivedPeer) {
+        let ArrivedPeer { from, ref hello, proved, .. } = peer;
+        let secret = &self.shared.options.identity.secret;
+        let may = match (proved, hello.role) {
+            (Proved::Secret, Role::Driver | Role::Probe) => true,
+            (Proved::Run(run), Role::Worker(_)) => run == hello.run,
+            // Without TLS, the token of the hello is the secret itself.
+            (Proved::Nothing, Role::Driver | Role::Probe) => hello.check(&hello.run, &secret.0).is_ok(),
+            _ => false,
+        };
+        if !may {
+            let reason = match proved {
+                Proved::Nothing => {
+                    "the two ends have different secrets, or one of them uses TLS and the other does not"
+                }
+                _ => "a driver shows the server's secret, and a worker the key of a run",
+            };
+            (self.shared.report)(&GatewayEvent::Rejected(Failure::new(
+                from.to_string(),
+                "connecting",
+                Fault::Refused { reason: reason.to_owned() },
+            )));
+            return acceptor.refuse(peer, reason);
+        }
+        if hello.role == Role::Probe {
+            return self.answer_probe(acceptor, peer);
+        }
+        let admitted = self.shared.runs.admit(hello, from, self.shared.options.jobs);
+        let started = match admitted {
+            Admission::Busy(text) => {
+                (self.shared.report)(&GatewayEvent::RefusedBusy(from));
+                return acceptor.refuse(peer, &text);
+            }
+            Admission::WrongKey => return acceptor.refuse(peer, "the peer does not know the key of this run"),
+            Admission::NotInRun => return acceptor.refuse(peer, handshake::NOT_IN_RUN),
+            Admission::New(run) => {
+                let (shared, admitted) = (self.shared.clone(), run.clone());
+                let started = engine::spawn("job", move || runs::run_job(&shared, &admitted, peer));
+                // The thread would have given the place back.
+                started.inspect_err(|_| self.shared.runs.remove(&run))
+            }
+            Admission::Known(run) => {
+                let shared = self.shared.clone();
+                engine::spawn("connection", move || runs::attach(&shared, &run, peer))
+            }
+        };
+        if let Err(error) = started {
+            let failure = Failure::new("the server", "starting a thread", error.into());
+            (self.shared.report)(&GatewayEvent::Rejected(failure));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::refusal::with_refused;
+    use distgpipe_core::wire::Hello;
+
+    /// A server without TLS, which starts no process.
+    fn options() -> GatewayOptions {
+        GatewayOptions {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            identity: ServerIdentity::generate().unwrap(),
+            jobs: 1,
+            program: WorkerProgram { program: "false".into(), arguments: Vec::new() },
+            limits: JobLimits::default(),
+            allow: Vec::new(),
+            dial: Vec::new(),
+            insecure: true,
+        }
+    }
+
+    /// It once kept its place until the server ended.
+    #[test]
+    fn a_run_whose_thread_cannot_be_started_gives_its_place_back() {
+        let gateway = Gateway::bind(options(), |_| ()).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (run, from) = ([1; 16], listener.local_addr().unwrap());
+        let hello = Hello { run, token: [2; 32], role: Role::Driver, epoch: 0, next: 1, build: "test".to_owned() };
+        let stream = TcpStream::connect(from).unwrap().into();
+        let peer = ArrivedPeer { stream, from, hello, proved: Proved::Secret };
+        let mut acceptor = Acceptor::new(listener, None).unwrap();
+        with_refused("job", || gateway.route(&mut acceptor, peer));
+        assert!(gateway.shared.runs.key_of(&run).is_none());
+    }
+
+    /// The key of a run is the server's secret then.
+    #[test]
+    fn a_server_without_tls_connects_to_no_other_server() {
+        let options = GatewayOptions { allow: vec!["gpu-2:7443".to_owned()], ..options() };
+        let refused = Gateway::bind(options, |_| ()).err().map(|fault| fault.to_string()).unwrap_or_default();
+        assert!(refused.contains("expected none without TLS"), "{refused}");
+    }
+}

@@ -1,0 +1,300 @@
+// Finds libtorch's operators by name and calls them with boxed arguments. As in shim.cpp, a function that can throw returns
+// null on success or an error message from malloc, and no exception crosses the language border.
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/jit_type.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <vector>
+
+namespace {
+
+char *message(const char *text) {
+  const char *end = std::strchr(text, '\n');
+  size_t length = end ? static_cast<size_t>(end - text) : std::strlen(text);
+  char *copy = static_cast<char *>(std::malloc(length + 1));
+  if (copy) {
+    std::memcpy(copy, text, length);
+    copy[length] = 0;
+  }
+  return copy;
+}
+
+template <typename F> char *guarded(F &&body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const c10::Error &e) {
+    return message(e.what_without_backtrace());
+  } catch (const std::exception &e) {
+    return message(e.what());
+  } catch (...) {
+    return message("an exception that is not a std::exception");
+  }
+}
+
+} // namespace
+
+extern "C" {
+
+struct dg_operator {
+  c10::OperatorHandle handle;
+};
+
+// An argument: `position` in the schema, and what `tag` says. The tags are those of `Tag` in operators.rs.
+struct dg_argument {
+  int32_t position;
+  int32_t tag;
+  int64_t integer;
+  double number;
+  const void *data;
+  size_t count;
+};
+}
+
+namespace {
+
+enum Tag { kNone, kTensor, kTensors, kInt, kInts, kFloat, kFloats, kBool, kBools, kText, kDevice, kScalarType, kLayout, kMemoryFormat };
+
+at::Scalar scalar_of(const dg_argument &a) {
+  switch (a.tag) {
+  case kInt:
+    return at::Scalar(a.integer);
+  case kFloat:
+    return at::Scalar(a.number);
+  default:
+    return at::Scalar(a.integer != 0);
+  }
+}
+
+// A number, as the type of the parameter wants it.
+c10::IValue number(const c10::TypePtr &type, std::optional<int32_t> n, const dg_argument &a) {
+  switch (type->kind()) {
+  case c10::TypeKind::TensorType:
+    return at::native::wrapped_scalar_tensor(scalar_of(a));
+  case c10::TypeKind::FloatType:
+    return a.tag == kFloat ? a.number : static_cast<double>(a.integer);
+  case c10::TypeKind::ListType: {
+    size_t times = static_cast<size_t>(n.value_or(1));
+    if (type->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::FloatType)
+      return c10::List<double>(std::vector<double>(times, a.tag == kFloat ? a.number : static_cast<double>(a.integer)));
+    TORCH_CHECK(a.tag == kInt, "expected integers, got another number");
+    return c10::List<int64_t>(std::vector<int64_t>(times, a.integer));
+  }
+  case c10::TypeKind::BoolType:
+    TORCH_CHECK(a.tag != kFloat, "expected a truth value, got a number");
+    return a.integer != 0;
+  case c10::TypeKind::NumberType:
+    return c10::IValue(scalar_of(a));
+  default:
+    TORCH_CHECK(a.tag == kInt, "expected an integer, got another number");
+    return a.integer;
+  }
+}
+
+c10::IValue list(const c10::TypePtr &type, const dg_argument &a) {
+  const auto *of = type->castRaw<c10::ListType>();
+  TORCH_CHECK(of, "expected ", type->str(), ", got a list");
+  auto kind = of->getElementType()->kind();
+  if (a.tag == kTensors) {
+    auto *tensors = static_cast<at::Tensor *const *>(a.data);
+    if (kind == c10::TypeKind::OptionalType) {
+      c10::List<std::optional<at::Tensor>> values;
+      for (size_t i = 0; i < a.count; ++i)
+        values.push_back(tensors[i] ? std::optional<at::Tensor>(*tensors[i]) : std::nullopt);
+      return values;
+    }
+    c10::List<at::Tensor> values;
+    for (size_t i = 0; i < a.count; ++i) {
+      TORCH_CHECK(tensors[i], "expected a tensor, got none");
+      values.push_back(*tensors[i]);
+    }
+    return values;
+  }
+  if (a.tag == kBools) {
+    TORCH_CHECK(kind == c10::TypeKind::BoolType, "expected ", type->str(), ", got truth values");
+    auto *flags = static_cast<const uint8_t *>(a.data);
+    c10::List<bool> values;
+    for (size_t i = 0; i < a.count; ++i)
+      values.push_back(flags[i] != 0);
+    return values;
+  }
+  if (kind == c10::TypeKind::FloatType) {
+    c10::List<double> values;
+    for (size_t i = 0; i < a.count; ++i)
+      values.push_back(a.tag == kInts ? static_cast<double>(static_cast<const int64_t *>(a.data)[i])
+                                      : static_cast<const double *>(a.data)[i]);
+    return values;
+  }
+  TORCH_CHECK(a.tag == kInts, "expected integers, got numbers");
+  auto *numbers = static_cast<const int64_t *>(a.data);
+  return c10::List<int64_t>(std::vector<int64_t>(numbers, numbers + a.count));
+}
+
+c10::TypePtr without_optional(c10::TypePtr type) {
+  auto optional = type->cast<c10::OptionalType>();
+  return optional ? optional->getElementType() : type;
+}
+
+// Element types, layouts and memory formats are plain integers in a schema's `type`, and libtorch casts those to its
+// enumerations unchecked. Only `real_type` tells them apart from integers.
+c10::IValue enumerator(c10::TypeKind wanted, const dg_argument &a) {
+  bool known = false;
+  switch (wanted) {
+  case c10::TypeKind::ScalarTypeType:
+    switch (static_cast<c10::ScalarType>(a.integer)) {
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Short:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::Bool:
+    case c10::ScalarType::BFloat16:
+      known = a.integer >= 0 && a.integer <= INT8_MAX;
+      break;
+    default:
+      break;
+    }
+    TORCH_CHECK(a.tag == kScalarType && known, "expected an element type that is supported, got another argument");
+    break;
+  case c10::TypeKind::LayoutType:
+    known = a.integer == static_cast<int64_t>(c10::Layout::Strided);
+    TORCH_CHECK(a.tag == kLayout && known, "expected the strided layout, got another argument");
+    break;
+  default:
+    known = a.integer >= 0 && a.integer <= static_cast<int64_t>(c10::MemoryFormat::ChannelsLast);
+    TORCH_CHECK(a.tag == kMemoryFormat && known, "expected a memory format, got another argument");
+  }
+  return a.integer;
+}
+
+bool is_enumeration(c10::TypeKind kind) {
+  return kind == c10::TypeKind::ScalarTypeType || kind == c10::TypeKind::LayoutType || kind == c10::TypeKind::MemoryFormatType;
+}
+
+c10::IValue boxed(const c10::Argument &parameter, const dg_argument &a, const c10::Device &device) {
+  c10::TypePtr type = without_optional(parameter.type());
+  c10::TypeKind real = without_optional(parameter.real_type())->kind();
+  if (is_enumeration(real) && a.tag != kNone)
+    return enumerator(real, a);
+  switch (a.tag) {
+  case kNone:
+    return c10::IValue();
+  case kTensor:
+    return c10::IValue(*static_cast<const at::Tensor *>(a.data));
+  case kInt:
+  case kFloat:
+  case kBool:
+    return number(type, parameter.N(), a);
+  case kText:
+    return c10::IValue(std::string(static_cast<const char *>(a.data), a.count));
+  case kDevice:
+    return c10::IValue(device);
+  case kScalarType:
+  case kLayout:
+  case kMemoryFormat:
+    TORCH_CHECK(false, "expected ", type->str(), ", got an element type, a layout or a memory format");
+  default:
+    return list(type, a);
+  }
+}
+
+void push(const at::Tensor &tensor, at::Tensor **results, size_t expected, size_t &count) {
+  if (count < expected)
+    results[count] = new at::Tensor(tensor);
+  ++count;
+}
+
+} // namespace
+
+extern "C" {
+
+char *dg_operator_find(const char *name, const char *overload, dg_operator **result) {
+  return guarded([&] {
+    auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    *result = new dg_operator{handle};
+  });
+}
+
+void dg_operator_free(dg_operator *op) { delete op; }
+
+// The position of a parameter, or -1.
+int dg_operator_position(const dg_operator *op, const char *name) {
+  auto found = op->handle.schema().argumentIndexWithName(name);
+  return found ? *found : -1;
+}
+
+// What the schema says about memory: 1 if a result shares memory with an argument, 2 if an argument is changed as well.
+int dg_operator_aliases(const dg_operator *op) {
+  int found = 0;
+  for (const auto &result : op->handle.schema().returns())
+    if (result.alias_info())
+      found |= 1;
+  for (const auto &argument : op->handle.schema().arguments())
+    if (argument.alias_info() && argument.alias_info()->isWrite())
+      found |= 2;
+  return found;
+}
+
+// Calls an operator. `results` has room for `expected` tensors; on failure none is left there.
+char *dg_operator_call(const dg_operator *op, const dg_argument *given, size_t given_count, int cuda, at::Tensor **results,
+                       size_t expected) {
+  size_t count = 0;
+  char *failure = guarded([&] {
+    const auto &parameters = op->handle.schema().arguments();
+    c10::Device device = cuda < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(cuda));
+    std::vector<const dg_argument *> by_position(parameters.size(), nullptr);
+    for (size_t i = 0; i < given_count; ++i)
+      by_position.at(static_cast<size_t>(given[i].position)) = &given[i];
+    torch::jit::Stack stack;
+    stack.reserve(parameters.size());
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (by_position[i]) {
+        stack.push_back(boxed(parameters[i], *by_position[i], device));
+      } else {
+        TORCH_CHECK(parameters[i].default_value(), "the argument `", parameters[i].name(), "` is missing");
+        stack.push_back(*parameters[i].default_value());
+      }
+    }
+    op->handle.callBoxed(stack);
+    for (const auto &value : stack) {
+      if (value.isTensor()) {
+        push(value.toTensor(), results, expected, count);
+      } else {
+        TORCH_CHECK(value.isTensorList(), "it returned something that is no tensor");
+        for (const at::Tensor &tensor : value.toTensorList())
+          push(tensor, results, expected, count);
+      }
+    }
+    TORCH_CHECK(count == expected, "it returned ", count, " tensors, and the graph has ", expected);
+  });
+  if (failure)
+    for (size_t i = 0; i < count && i < expected; ++i)
+      delete results[i];
+  return failure;
+}
+
+// Whether the calling thread records operations for a backward pass.
+bool dg_grad_enabled() { return at::GradMode::is_enabled(); }
+
+// Seeds the generator that operators draw from which take none as argument.
+char *dg_seed_default(int cuda, uint64_t seed) {
+  return guarded([&] {
+    c10::Device device = cuda < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(cuda));
+    auto generator = at::globalContext().defaultGenerator(device);
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(seed);
+  });
+}
+
+} // extern "C"

@@ -1,0 +1,346 @@
+//! Models from PyTorch: what they compute is what PyTorch computes, and where they are cut changes nothing, to the last bit.
+//! `scripts/golden_pt2.py` wrote the archives and the figures.
+
+#[allow(dead_code)]
+#[path = "one_device/mod.rs"]
+mod one_device;
+
+use distgpipe::engine;
+use distgpipe::model::exported::NAME;
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::zoo::{self, Exported, ExportedOptions};
+use distgpipe::{Batch, Loss, Model, ModelSpec, Pipeline, Precision, Recompute, Schedule, Workers};
+use distgpipe_core::pt2::graph::{GraphParts, Number};
+use distgpipe_core::pt2::{Arg, Boundaries, Graph, Node, Size, ValueInfo};
+use distgpipe_core::weights::TensorType;
+use one_device::{assert_identical, Tensors};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+const ROWS: i64 = 5;
+
+/// How many times PyTorch's own float32 deviation ours may be, and the least that is allowed.
+const TIMES: f64 = 8.0;
+const DEVIATION_MIN: f64 = 2e-6;
+
+const MODELS: [&str; 15] = [
+    "digits",
+    "mobilenet_v2",
+    "resnet18",
+    "vit",
+    "convnext",
+    "efficientnet",
+    "swin",
+    "densenet",
+    "unet",
+    "lstm",
+    "encoder",
+    "gpt",
+    "roberta",
+    "gpt2",
+    "llama",
+];
+
+fn archive(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/pt2").join(format!("{name}.pt2"))
+}
+
+/// `values` in scripts/golden_pt2.py.
+fn values(count: i64, seed: i64) -> Vec<f64> {
+    let value = |i: i64| ((i * 7919 + seed * 104_729 + i * i % 1013 * 31) % 2003) as f64 / 1001.5 - 1.0;
+    (0..count).map(value).collect()
+}
+
+/// The batch of the figures, with a target for the loss of [`loss`].
+fn batch(model: &Model) -> Batch {
+    let shape = &model.input[0];
+    let dims: Vec<i64> = std::iter::once(ROWS).chain(shape.dims.iter().copied()).collect();
+    let numbers = values(dims.iter().product(), 1);
+    let input = match shape.kind {
+        Kind::Float => Tensor::from_slice(&numbers).to_kind(Kind::Float),
+        _ => {
+            // Every model of the list has at least 20 tokens, and the figures say how many.
+            let tokens = vocabulary(model);
+            let ids: Vec<i64> = numbers.iter().map(|v| ((v + 1.0) * 1e6) as i64 % (tokens - 3) + 3).collect();
+            Tensor::from_slice(&ids)
+        }
+    };
+    let output = output_dims(model);
+    let target = match output[..] {
+        [classes] => Tensor::arange(ROWS, (Kind::Int64, Device::Cpu)).remainder(classes),
+        _ => {
+            let dims: Vec<i64> = std::iter::once(ROWS).chain(output).collect();
+            Tensor::zeros(&dims[..], (Kind::Float, Device::Cpu))
+        }
+    };
+    Batch::new(input.view(&dims[..]), target)
+}
+
+fn output_dims(model: &Model) -> Vec<i64> {
+    model.summary().unwrap().pop().unwrap().output[0].dims.clone()
+}
+
+/// The number of rows of the first embedding.
+fn vocabulary(model: &Model) -> i64 {
+    let tensors = model.layers.iter().flat_map(|layer| layer.tensors());
+    tensors.filter(|spec| spec.dims.len() == 2).map(|spec| spec.dims[0]).next().unwrap()
+}
+
+fn loss(model: &Model) -> Loss {
+    match output_dims(model).len() {
+        1 => Loss::CrossEntropy,
+        _ => Loss::MeanSquared,
+    }
+}
+
+/// The model without dropout and stochastic depth, whose masks PyTorch draws otherwise.
+fn without_masks(name: &str) -> Model {
+    let model = Exported::open(archive(name)).unwrap();
+    let settings: Exported = model.spec.as_ref().unwrap().settings().unwrap();
+    let mut parts: GraphParts = settings.graph.into();
+    for node in &mut parts.nodes {
+        if node.op == "bernoulli_.float" {
+            // Its mean, which the graph then divides by itself.
+            node.op = "fill_.Scalar".to_owned();
+            node.args.iter_mut().filter(|(name, _)| name == "p").for_each(|(name, _)| *name = "value".to_owned());
+        }
+        for (argument, value) in &mut node.args {
+            match (&node.op[..], &argument[..]) {
+                ("dropout.default" | "dropout_.default", "train") => *value = Arg::Bool(false),
+                ("scaled_dot_product_attention.default", "dropout_p") => *value = Arg::Float(Number(0.0)),
+                ("lstm.input", "dropout") => *value = Arg::Float(Number(0.0)),
+                _ => {}
+            }
+        }
+    }
+    let graph = Graph::try_from(parts).unwrap();
+    let changed = Exported { graph, layers: Boundaries::Modules }.model().unwrap();
+    Model { weights: model.weights, ..changed }
+}
+
+fn with(layers: Boundaries) -> ExportedOptions {
+    ExportedOptions { layers, untie: false }
+}
+
+fn pipeline(model: &Model, partitions: usize, precision: Precision) -> Pipeline {
+    let layers = model.layers.len();
+    // Two workers take turns, so that every boundary between partitions is one between workers.
+    let place: Vec<&str> = (0..partitions).map(|p| ["a", "b"][p % 2]).collect();
+    let sizes = (0..partitions).map(|p| (p + 1) * layers / partitions - p * layers / partitions);
+    Pipeline::builder(model.clone())
+        .device(engine::Device::Cpu)
+        .threads(1)
+        .place(place.join(","))
+        .balance(sizes.collect::<Vec<_>>())
+        .micro_batches(2)
+        .schedule(Schedule::GPipe)
+        .recompute(if partitions > 1 { Recompute::Always } else { Recompute::Never })
+        .precision(precision)
+        .loss(loss(model))
+        .learning_rate(1e-3)
+        .build()
+        .unwrap()
+}
+
+fn summary(tensor: &Tensor) -> [f64; 2] {
+    let flat = tensor.to_kind(Kind::Double).contiguous().view(-1);
+    let probe = Tensor::from_slice(&values(flat.size()[0], 2));
+    [f64::try_from(flat.norm()).unwrap(), f64::try_from((flat * probe).sum(Kind::Double)).unwrap()]
+}
+
+#[test]
+fn exported_models_compute_what_pytorch_computes() {
+    let file = std::fs::read(archive("figures").with_extension("json")).unwrap();
+    let facts: Value = serde_json::from_slice(&file).unwrap();
+    for name in MODELS {
+        let model = without_masks(name);
+        let batch = batch(&model);
+        let mut pipeline = Pipeline::builder(model.clone())
+            .device(engine::Device::Cpu)
+            .threads(1)
+            .channels_last(false)
+            .loss(loss(&model))
+            .learning_rate(0.0)
+            .build()
+            .unwrap();
+        let mut got = Tensors::new();
+        got.insert("evaluation".to_owned(), pipeline.predict(vec![batch.inputs[0].shallow_clone()]).unwrap());
+        let (outcome, gradients) = pipeline.gradients(&batch).unwrap();
+        got.insert("loss".to_owned(), Tensor::from(outcome.loss));
+        got.extend(gradients.into_iter().map(|(name, tensor)| (format!("gradient/{name}"), tensor)));
+        pipeline.train_step(&batch).unwrap();
+        let state = pipeline.state().unwrap();
+        let expected = facts[name]["figures"].as_object().unwrap();
+        let allowed = (TIMES * facts[name]["pytorch_float32_deviation"].as_f64().unwrap()).max(DEVIATION_MIN);
+        for (tensor, figures) in expected {
+            if let Some(buffer) = tensor.strip_prefix("buffer/") {
+                got.insert(tensor.clone(), state[buffer].shallow_clone());
+            }
+            let [norm, product] = [0, 1].map(|i| figures[i].as_f64().unwrap());
+            let ours = got.get(tensor).unwrap_or_else(|| panic!("{name} has no {tensor}"));
+            let [our_norm, our_product] = summary(ours);
+            let gap = (our_norm - norm).abs().max((our_product - product).abs()) / norm.max(1e-3);
+            assert!(gap <= allowed, "{name}: {tensor} is off by {gap:e}, allowed {allowed:e}");
+        }
+        let gradients = |key: &&String| key.starts_with("gradient/");
+        assert_eq!(got.keys().filter(gradients).count(), expected.keys().filter(gradients).count(), "{name}");
+    }
+}
+
+/// Loss, gradients, and parameters and buffers after a step.
+fn step(model: &Model, partitions: usize, precision: Precision) -> (f64, Tensors, Tensors) {
+    let batch = batch(model);
+    let mut pipeline = pipeline(model, partitions, precision);
+    let (outcome, gradients) = pipeline.gradients(&batch).unwrap();
+    pipeline.train_step(&batch).unwrap();
+    (outcome.loss, gradients, pipeline.state().unwrap())
+}
+
+fn assert_cut_changes_nothing(name: &str, boundaries: Boundaries, precision: Precision) {
+    let model = Exported::open_with(archive(name), with(boundaries)).unwrap();
+    let whole = step(&model, 1, precision);
+    let cut = step(&model, model.layers.len(), precision);
+    assert_eq!(cut.0, whole.0, "{name}: loss");
+    assert_identical(&format!("{name}: gradients"), &cut.1, &whole.1);
+    assert_identical(&format!("{name}: state"), &cut.2, &whole.2);
+}
+
+/// With dropout, stochastic depth, recomputation and a ragged batch.
+#[test]
+fn an_exported_model_may_be_cut_after_all_of_its_modules_at_once() {
+    MODELS.iter().for_each(|name| assert_cut_changes_nothing(name, Boundaries::Modules, Precision::Fp32));
+}
+
+#[test]
+fn an_exported_model_may_be_cut_at_every_legal_boundary_at_once() {
+    MODELS.iter().for_each(|name| assert_cut_changes_nothing(name, Boundaries::All, Precision::Fp32));
+}
+
+#[test]
+fn an_exported_model_in_bf16_may_be_cut_after_all_of_its_modules_at_once() {
+    for name in ["mobilenet_v2", "vit", "lstm", "gpt"] {
+        assert_cut_changes_nothing(name, Boundaries::Modules, Precision::Bf16);
+    }
+}
+
+/// Masks are named by the node, so they do not depend on where layers end.
+#[test]
+fn the_division_into_layers_changes_nothing() {
+    for name in ["mobilenet_v2", "vit", "convnext"] {
+        let [modules, all] = [Boundaries::Modules, Boundaries::All]
+            .map(|boundaries| step(&Exported::open_with(archive(name), with(boundaries)).unwrap(), 1, Precision::Fp32));
+        assert_identical(&format!("{name}: gradients"), &modules.1, &all.1);
+        assert_identical(&format!("{name}: state"), &modules.2, &all.2);
+    }
+}
+
+/// A model travels as its spec.
+#[test]
+fn a_model_built_from_its_spec_is_the_same_and_a_damaged_spec_is_refused() {
+    let model = Exported::open(archive("vit")).unwrap();
+    let text = serde_json::to_string(model.spec.as_ref().unwrap()).unwrap();
+    let again = zoo::build(&serde_json::from_str(&text).unwrap()).unwrap();
+    let names = |model: &Model| model.layers.iter().map(|layer| layer.name().to_owned()).collect::<Vec<_>>();
+    assert_eq!(names(&again), names(&model));
+    let mut spec: ModelSpec = serde_json::from_str(&text).unwrap();
+    assert_eq!(spec.name, NAME);
+    spec.settings["graph"]["nodes"][0]["op"] = "from_file.default".into();
+    let refused = zoo::build(&spec).err().unwrap().to_string();
+    assert!(refused.contains("`aten.from_file.default` in `conv_proj`"), "{refused}");
+}
+
+/// A cut may name any module whose call ends at a boundary.
+#[test]
+fn a_cut_names_modules() {
+    let model = Exported::open(archive("mobilenet_v2")).unwrap();
+    let sizes = |text: &str| zoo::cut(&model, text).map(|balance| balance.sizes().to_vec());
+    let names: Vec<&str> = model.layers.iter().map(|layer| layer.name()).collect();
+    let place = |name: &str| names.iter().position(|&layer| layer == name).unwrap() + 1;
+    assert_eq!(sizes("after=features.1").unwrap()[0], place("features.1"));
+    // `features` ends where its last block ends.
+    assert_eq!(sizes("after=features").unwrap()[1], names.iter().filter(|name| name.starts_with("classifier")).count());
+    assert!(sizes("after=features.99").unwrap_err().to_string().contains("the model has features.0.0, "));
+}
+
+/// The weights of GPT-2's embedding are those of its last layer, so the model has few places to be cut.
+#[test]
+fn tied_weights_stay_together() {
+    let model = Exported::open_with(archive("gpt2"), with(Boundaries::All)).unwrap();
+    let tied = |layer: &str| layer == "model.transformer.wte.weight";
+    let holders = model.layers.iter().filter(|layer| layer.tensors().iter().any(|spec| tied(&spec.name)));
+    assert_eq!(holders.count(), 1);
+    let path = std::env::temp_dir().join(format!("distgpipe-tied-{}.safetensors", std::process::id()));
+    let mut pipeline = pipeline(&model, 1, Precision::Fp32);
+    pipeline.save(&path).unwrap();
+    let saved: Tensors = Tensor::read_safetensors(&path).unwrap().into_iter().collect();
+    assert_eq!(
+        saved["model.lm_head.weight"], saved["model.transformer.wte.weight"],
+        "both names, as in the state dict"
+    );
+    pipeline.load(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+}
+
+/// An independent copy of a tied parameter starts from the same values, and the two gradients add up to that of the tied one.
+#[test]
+fn untied_weights_are_copies_and_may_be_cut_apart() {
+    let options = ExportedOptions { layers: Boundaries::Modules, untie: true };
+    let model = Exported::open_with(archive("gpt2"), options).unwrap();
+    assert!(model.layers.len() > 3, "{} layers", model.layers.len());
+    let (whole, cut) = (step(&model, 1, Precision::Fp32), step(&model, model.layers.len(), Precision::Fp32));
+    assert_identical("gpt2 untied: gradients", &cut.1, &whole.1);
+    assert_identical("gpt2 untied: state", &cut.2, &whole.2);
+    let tied = step(&Exported::open(archive("gpt2")).unwrap(), 1, Precision::Fp32);
+    assert_eq!(whole.0, tied.0, "the loss of the first step");
+    let (head, embedding) = ("model.lm_head.weight", "model.transformer.wte.weight");
+    let gap = (&whole.1[head] + &whole.1[embedding] - &tied.1[embedding]).abs().max();
+    assert!(f64::try_from(gap).unwrap() < 1e-6);
+    assert_ne!(whole.2[head], whole.2[embedding], "each is updated by its own gradient");
+}
+
+/// x + (-1 · einsum(x), in place) + empty + x is x, if einsum does not return its operand and empty memory holds zeros.
+#[test]
+fn einsum_of_one_operand_is_a_copy_and_empty_tensors_are_zeros() {
+    let node = |op: &str, args: Vec<(&str, Arg)>| {
+        let args = args.into_iter().map(|(name, arg)| (name.to_owned(), arg)).collect();
+        Node { op: op.to_owned(), args, results: 1, modules: Vec::new(), no_grad: false }
+    };
+    let add = |a, b| node("add.Tensor", vec![("self", Arg::Tensor(a)), ("other", Arg::Tensor(b))]);
+    let equation = ("equation", Arg::Text("ij->ij".to_owned()));
+    let nodes = vec![
+        node("mul.Scalar", vec![("self", Arg::Tensor(0)), ("other", Arg::Float(Number(1.0)))]),
+        node("einsum.default", vec![equation, ("tensors", Arg::Tensors(vec![Some(1)]))]),
+        node("neg_.default", vec![("self", Arg::Tensor(2))]),
+        node("empty_like.default", vec![("self", Arg::Tensor(1))]),
+        add(1, 3),
+        add(5, 4),
+        add(6, 1),
+    ];
+    let row = ValueInfo { dtype: TensorType::F32, dims: vec![Size::BATCH, Size::Fixed(64)] };
+    let graph = GraphParts { inputs: 1, values: vec![row; nodes.len() + 1], nodes, output: 7, ..GraphParts::default() };
+    let model = Exported { graph: Graph::try_from(graph).unwrap(), layers: Boundaries::Modules }.model().unwrap();
+    let mut pipeline = Pipeline::builder(model).device(engine::Device::Cpu).threads(1).build().unwrap();
+    let x = Tensor::from_slice(&values(3 * 64, 4)).to_kind(Kind::Float).view([3, 64]);
+    for _ in 0..3 {
+        // Memory that is likely to be allocated next.
+        drop(Tensor::full([3, 64], 7.0, (Kind::Float, Device::Cpu)));
+        assert_eq!(pipeline.predict(vec![x.shallow_clone()]).unwrap(), x);
+    }
+}
+
+#[test]
+fn an_exported_model_trains_over_threads_from_the_weights_of_its_file() {
+    let model = Exported::open(archive("gpt")).unwrap();
+    let mut pipeline = Pipeline::builder(model.clone())
+        .device(engine::Device::Cpu)
+        .threads(1)
+        .place("client,server")
+        .workers(Workers::Threads)
+        .loss(Loss::MeanSquared)
+        .learning_rate(0.1)
+        .build()
+        .unwrap();
+    let batch = batch(&model);
+    let losses: Vec<f64> = (0..20).map(|_| pipeline.train_step(&batch).unwrap().loss).collect();
+    assert!(losses[19] < losses[0] * 0.9, "{losses:?}");
+}
