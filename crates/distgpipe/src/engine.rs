@@ -17,8 +17,8 @@ pub use autocast::{Autocast, Precision};
 pub use clock::{boot_time, utc_now};
 pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
-pub use ffi::Layout;
 pub(crate) use ffi::{bytes_mut, floats_mut};
+pub use ffi::{Layout, WatchedParameters};
 pub use memory::{
     attach_thread, available_bytes, peak_bytes, release_memory, require_memory, reserved_bytes, start, tune_allocator,
     Meter,
@@ -41,7 +41,12 @@ use tch::Tensor;
 ///
 /// An output without an upstream gradient must be a scalar, as in PyTorch.
 pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), Fault> {
-    ffi::backward(outputs).map_err(Fault::engine)
+    ffi::backward(outputs, None).map_err(Fault::engine)
+}
+
+/// The same, and tells of each watched parameter when its gradient is complete.
+pub fn backward_watched(outputs: &[(Tensor, Option<Tensor>)], watched: &WatchedParameters<'_>) -> Result<(), Fault> {
+    ffi::backward(outputs, Some(watched)).map_err(Fault::engine)
 }
 
 /// The gradient that has accumulated in a leaf, if any.

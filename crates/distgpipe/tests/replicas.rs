@@ -12,6 +12,7 @@ use distgpipe::failure::Fault;
 use distgpipe::model::layer::Role;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::runtime::accumulation::AccumulationStep;
+use distgpipe::runtime::trace::Phase;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{
     Batch, BuildError, Context, Init, Layer, LayerTensors, Loss, Model, Optim, Pipeline, Precision, SampleShape,
@@ -246,6 +247,42 @@ fn a_run_resumes_with_another_number_of_replicas() {
             assert!((got - expected).abs() <= tolerance * expected, "{count} replicas, step {n}: {got} {expected}");
         }
     }
+}
+
+/// The first buckets are summed while the backward pass still computes the gradients of earlier layers.
+#[test]
+fn gradients_are_shared_during_the_backward_pass() {
+    let model = Mlp { hidden: vec![1200; 6], dropout: 0.0, ..Mlp::default() }.model().unwrap();
+    let mut pipeline = Pipeline::builder(model)
+        .device(distgpipe::engine::Device::Cpu)
+        .threads(1)
+        .replicas(2)
+        .micro_batches(2)
+        .trace(true)
+        .build()
+        .unwrap();
+    let x = Tensor::arange(256 * 64, (Kind::Float, Device::Cpu)).sin().view([256, 1, 8, 8]);
+    let batch = Batch::new(x, Tensor::arange(256, (Kind::Int64, Device::Cpu)).remainder(10));
+    let mut overlapping = 0;
+    let mut losses = Vec::new();
+    // A busy machine may run the thread of the all-reduce late, but not in every step.
+    for _ in 0..20 {
+        let outcome = pipeline.train_step(&batch).unwrap();
+        losses.push(outcome.loss);
+        let spans = |phase: Phase, action: &'static str| {
+            outcome.spans().filter(move |span| span.worker == 0 && span.phase == phase && span.action.contains(action))
+        };
+        // Six layers of 1.4 million weights each are buckets of their own.
+        assert!(spans(Phase::AllReduce, "").count() >= 5);
+        // The last layer's gradients are final after a sixth of the pass.
+        let last = spans(Phase::Backward, "0B").max_by_key(|span| span.end_ns).unwrap();
+        let middle = last.start_ns + (last.end_ns - last.start_ns) / 2;
+        overlapping += usize::from(spans(Phase::AllReduce, "").any(|span| span.start_ns < middle));
+        // The wait of the worker for the rest is a phase of its own.
+        assert_eq!(spans(Phase::GradientWait, "").count(), 1);
+    }
+    soundness::assert_pipeline_sound("shared early", &losses, &mut pipeline, &batch);
+    assert!(overlapping > 0, "no bucket was summed in the first half of the backward pass");
 }
 
 /// Each replica hands on `2 (R−1)/R` times the gradients and the floating buffers, and a number for each parameter.

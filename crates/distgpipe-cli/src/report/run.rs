@@ -117,7 +117,10 @@ impl RunReport {
     /// The table of how the workers spent their time, and of their memory.
     pub fn workers(&self) -> String {
         let mut columns = vec![("worker", Side::Left), ("partitions", Side::Left)];
-        columns.extend(Phase::ALL.iter().map(|phase| (phase.name(), Side::Right)));
+        // Only replicas wait for each other's gradients.
+        let phases: Vec<Phase> =
+            Phase::ALL.into_iter().filter(|phase| self.replicas > 1 || *phase != Phase::GradientWait).collect();
+        columns.extend(phases.iter().map(|phase| (phase.name(), Side::Right)));
         columns.extend([("other", Side::Right), ("peak memory", Side::Right)]);
         let mut table = Table::new(&columns);
         for worker in &self.summary.workers {
@@ -134,7 +137,7 @@ impl RunReport {
                 false => "–".to_owned(),
             };
             let times: Vec<f64> =
-                Phase::ALL.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
+                phases.iter().map(|phase| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0)).collect();
             cells.extend(times.iter().map(|&seconds| share(seconds)));
             cells.push(share((worker.steps_s - times.iter().sum::<f64>()).max(0.0)));
             cells.push(units::bytes(worker.peak_bytes as f64));

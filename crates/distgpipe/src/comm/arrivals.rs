@@ -154,6 +154,14 @@ impl Arrivals {
         waited.peer_ns += nanoseconds(peer);
     }
 
+    /// Records the wait of the worker for a message of this link, and what the link did meanwhile.
+    pub fn waiting<T, E>(&self, take: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        let start = self.begin_wait();
+        let message = take()?;
+        self.end_wait(start);
+        Ok(message)
+    }
+
     /// What was delivered and waited for since the run began.
     pub fn read(&self) -> (Delivered, LinkWait) {
         let state = self.lock();

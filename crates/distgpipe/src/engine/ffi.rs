@@ -1,12 +1,20 @@
 //! Bindings to `shim.cpp`: each function here is a safe wrapper of one there.
 
-use libc::{c_char, c_int};
+use libc::{c_char, c_int, c_void};
 use std::ffi::CStr;
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
 extern "C" {
-    fn dg_backward(outputs: *const *const C_tensor, gradients: *const *const C_tensor, count: usize) -> *mut c_char;
+    fn dg_backward(
+        outputs: *const *const C_tensor,
+        gradients: *const *const C_tensor,
+        count: usize,
+        watched: *const *const C_tensor,
+        watched_count: usize,
+        ready: extern "C" fn(*mut c_void, usize),
+        context: *mut c_void,
+    ) -> *mut c_char;
     fn dg_autocast_enter(cuda: bool, before: *mut AutocastState) -> *mut c_char;
     fn dg_autocast_leave(before: *const AutocastState);
     fn dg_grad(tensor: *const C_tensor) -> *mut C_tensor;
@@ -65,12 +73,43 @@ pub(super) fn outcome(message: *mut c_char) -> Result<(), String> {
     }
 }
 
-pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), String> {
+/// Parameters whose gradients a backward pass finishes.
+pub struct WatchedParameters<'a> {
+    /// The parameters: leaves, each at most once.
+    pub parameters: &'a [Tensor],
+    /// Called with the index of a parameter when its gradient is complete, on any thread; never for one that the pass does not
+    /// reach.
+    pub ready: &'a (dyn Fn(usize) + Sync),
+}
+
+extern "C" fn gradient_ready(context: *mut c_void, index: usize) {
+    // SAFETY: `backward` passes a pointer to a `WatchedParameters` that it borrows until libtorch has returned.
+    let watched = unsafe { &*context.cast_const().cast::<WatchedParameters<'_>>() };
+    (watched.ready)(index);
+}
+
+/// Runs a backward pass from these tensors with their upstream gradients.
+pub fn backward(outputs: &[(Tensor, Option<Tensor>)], watched: Option<&WatchedParameters<'_>>) -> Result<(), String> {
+    let nothing = WatchedParameters { parameters: &[], ready: &|_| () };
+    let watched = watched.unwrap_or(&nothing);
+    let parameters: Vec<*const C_tensor> = watched.parameters.iter().map(Tensor::as_ptr).collect();
+    let context = std::ptr::from_ref(watched).cast_mut().cast::<c_void>();
     let outs: Vec<*const C_tensor> = outputs.iter().map(|(o, _)| o.as_ptr()).collect();
     let grads: Vec<*const C_tensor> =
         outputs.iter().map(|(_, g)| g.as_ref().map_or(std::ptr::null(), Tensor::as_ptr)).collect();
-    // SAFETY: both arrays hold `outputs.len()` pointers to tensors that outlive the call; the shim only copies handles.
-    outcome(unsafe { dg_backward(outs.as_ptr(), grads.as_ptr(), outputs.len()) })
+    // SAFETY: both arrays hold `outputs.len()` pointers to tensors that outlive the call, `parameters` as many as it says; the
+    // shim only copies handles, and calls `gradient_ready` with `context` only before it returns.
+    outcome(unsafe {
+        dg_backward(
+            outs.as_ptr(),
+            grads.as_ptr(),
+            outputs.len(),
+            parameters.as_ptr(),
+            parameters.len(),
+            gradient_ready,
+            context,
+        )
+    })
 }
 
 /// The thread's autocast settings before `autocast_enter`. The fields are those of the shim's `dg_autocast_state`.

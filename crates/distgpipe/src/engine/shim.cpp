@@ -8,11 +8,14 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -118,12 +121,45 @@ struct CountingAllocator final : c10::Allocator {
   void copy_data(void *dest, const void *src, std::size_t count) const override { std::memcpy(dest, src, count); }
 };
 
+// Tells the Rust side that a backward pass has finished the gradient of a parameter.
+struct GradientHook final : torch::autograd::PostAccumulateGradHook {
+  void (*ready)(void *, size_t);
+  void *context;
+  size_t index;
+  GradientHook(void (*ready)(void *, size_t), void *context, size_t index)
+      : ready(ready), context(context), index(index) {}
+  void operator()(const torch::autograd::Variable &) override { ready(context, index); }
+};
+
+// Watches parameters for the time of one backward pass.
+class WatchedParameters {
+  at::Tensor **parameters_;
+  size_t count_;
+
+public:
+  WatchedParameters(at::Tensor **parameters, size_t count, void (*ready)(void *, size_t), void *context)
+      : parameters_(parameters), count_(count) {
+    for (size_t i = 0; i < count; ++i)
+      torch::autograd::impl::set_post_acc_grad_hooks(*parameters[i],
+                                                     std::make_unique<GradientHook>(ready, context, i));
+  }
+  ~WatchedParameters() {
+    for (size_t i = 0; i < count_; ++i)
+      torch::autograd::impl::set_post_acc_grad_hooks(*parameters_[i], nullptr);
+  }
+  WatchedParameters(const WatchedParameters &) = delete;
+  WatchedParameters &operator=(const WatchedParameters &) = delete;
+};
+
 } // namespace
 
 extern "C" {
 
-char *dg_backward(at::Tensor **outputs, at::Tensor **gradients, size_t count) {
+// Calls `ready` with the index of each watched parameter once its gradient is complete, on any thread.
+char *dg_backward(at::Tensor **outputs, at::Tensor **gradients, size_t count, at::Tensor **watched,
+                  size_t watched_count, void (*ready)(void *, size_t), void *context) {
   return guarded([&] {
+    WatchedParameters watching(watched, watched_count, ready, context);
     torch::autograd::variable_list outs, grads;
     for (size_t i = 0; i < count; ++i) {
       outs.push_back(*outputs[i]);

@@ -10,7 +10,7 @@
 //! plan places R before the wait for the gradient, so it fills a bubble if there is one. The plan also says which
 //! micro-batches are recomputed, and which partitions have no backward pass; nothing is decided here.
 
-use crate::engine::{self, Layout, Stream};
+use crate::engine::{self, Layout, Stream, WatchedParameters};
 use crate::failure::Fault;
 use crate::model::layer::PassMode;
 use crate::model::loss::LossFunction;
@@ -136,8 +136,12 @@ impl InFlight {
     }
 
     /// Runs the backward pass. Takes the gradients of the later partitions, in the order of partitions, and returns
-    /// those for the earlier ones. Gradients of the parameters accumulate in the parameters.
-    pub fn backward(self, gradients: Vec<Vec<Option<Tensor>>>) -> Result<Vec<GradientParcel>, Fault> {
+    /// those for the earlier ones. Gradients of the parameters accumulate in the parameters, and `watched` hears of them.
+    pub fn backward(
+        self,
+        gradients: Vec<Vec<Option<Tensor>>>,
+        watched: &WatchedParameters<'_>,
+    ) -> Result<Vec<GradientParcel>, Fault> {
         let SavedActivations::Graph(graph) = self.held else {
             return Err(Fault::internal("a recomputation before the backward pass", "none"));
         };
@@ -147,7 +151,7 @@ impl InFlight {
         };
         roots.retain(|(tensor, _)| tensor.requires_grad());
         if !roots.is_empty() {
-            engine::backward(&roots)?;
+            engine::backward_watched(&roots, watched)?;
         }
         let back = self.arrived.into_iter().map(|(from, tensors)| (from, tensors.iter().map(engine::grad).collect()));
         Ok(back.collect())

@@ -10,9 +10,10 @@ use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::faulty::{Scenario, WorkerFault};
 use crate::comm::transport::Outgoing;
-use crate::engine::{self, Stream};
+use crate::engine::{self, Stream, WatchedParameters};
 use crate::failure::{Failure, Fault};
 use crate::model::loss::LossFunction;
+use crate::runtime::gradient_watch::GradientWatch;
 use crate::runtime::micro_batch_pass::{for_convolutions, Forward, InFlight, LossTarget, Score};
 use crate::runtime::partition::Partition;
 use crate::runtime::portal::Parcel;
@@ -106,6 +107,7 @@ type ParcelKey = (Pass, PartitionId, PartitionId, MicroBatchId);
 struct StepRun<'a> {
     stage: &'a mut Stage,
     step: &'a StepCommand,
+    watch: Option<&'a GradientWatch>,
     rows: MicroBatches,
     parcels: HashMap<ParcelKey, Vec<Option<Tensor>>>,
     in_flight: HashMap<(PartitionId, MicroBatchId), InFlight>,
@@ -115,14 +117,15 @@ struct StepRun<'a> {
 }
 
 impl Stage {
-    /// Runs this worker's actions of a step. A failure names the action.
-    pub fn run(&mut self, plan: &Plan, step: &StepCommand) -> Result<Outcome, Failure> {
+    /// Runs this worker's actions of a step, and tells `watch` which gradients are final. A failure names the action.
+    pub fn run(&mut self, plan: &Plan, step: &StepCommand, watch: Option<&GradientWatch>) -> Result<Outcome, Failure> {
         let name = self.name.clone();
         let rows = split_rows(step).map_err(|fault| Failure::new(&name, "starting a step", fault))?;
         let role = self.topology.role_of(self.id);
         let mut running = StepRun {
             stage: self,
             step,
+            watch,
             rows,
             parcels: HashMap::new(),
             in_flight: HashMap::new(),
@@ -138,13 +141,10 @@ impl Stage {
 
     /// Takes a message of another worker, and records what the wait for it was spent on.
     pub fn take_from(&self, sender: WorkerId, tag: &Tag) -> Result<Message, Fault> {
-        let counters = self.links.iter().find(|(worker, _)| *worker == sender).map(|(_, counters)| counters.arrivals());
-        let start = counters.map(|arrivals| (arrivals, arrivals.begin_wait()));
-        let message = self.mailbox.take(tag)?;
-        if let Some((arrivals, start)) = start {
-            arrivals.end_wait(start);
+        match self.links.iter().find(|(worker, _)| *worker == sender) {
+            Some((_, counters)) => counters.arrivals().waiting(|| self.mailbox.take(tag)),
+            None => self.mailbox.take(tag),
         }
-        Ok(message)
     }
 }
 
@@ -298,7 +298,18 @@ impl StepRun<'_> {
             .into_iter()
             .map(|from| self.parcels.remove(&(Pass::Backward, from, p, m)).ok_or_else(|| missing(action)))
             .collect::<Result<Vec<_>, _>>()?;
-        for (to, tensors) in in_flight.backward(gradients)? {
+        let finishes = self.watch.and_then(|watch| watch.finishes(p, m).map(|partition| (watch, partition)));
+        let parcels = match finishes {
+            Some((watch, partition)) => {
+                let ready = watch.parameter_is_final(partition);
+                let watched = WatchedParameters { parameters: &partition.parameters, ready: &ready };
+                let parcels = in_flight.backward(gradients, &watched)?;
+                watch.partition_is_final(partition);
+                parcels
+            }
+            None => in_flight.backward(gradients, &WatchedParameters { parameters: &[], ready: &|_| () })?,
+        };
+        for (to, tensors) in parcels {
             if p.index() > 0 && plan.has_backward(to) {
                 self.parcels.insert((Pass::Backward, p, to, m), tensors);
             }

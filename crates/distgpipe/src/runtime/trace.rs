@@ -29,8 +29,12 @@ pub enum Phase {
     ReceiveWait,
     /// Waiting for input from the loader.
     Loading,
-    /// The optimizer's update, the batch-norm commit, and summing the gradients of replicas.
+    /// The optimizer's update and the batch-norm commit.
     Optimizer,
+    /// Waiting, after the backward pass, for the sum of the replicas' gradients.
+    GradientWait,
+    /// Summing a bucket of the replicas' gradients, on a thread of its own.
+    AllReduce,
     /// Encoding by a codec, on the link's thread.
     Encode,
     /// Decoding by a codec, on the link's thread.
@@ -38,9 +42,9 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// The phases of a worker's own thread, in the order of tables. Together they make up a step. Encoding and decoding
-    /// run in the background.
-    pub const ALL: [Phase; 7] = [
+    /// The phases of a worker's own thread, in the order of tables. Together they make up a step. Encoding, decoding
+    /// and the all-reduce run in the background.
+    pub const ALL: [Phase; 8] = [
         Phase::Forward,
         Phase::Recompute,
         Phase::Backward,
@@ -48,6 +52,7 @@ impl Phase {
         Phase::ReceiveWait,
         Phase::Loading,
         Phase::Optimizer,
+        Phase::GradientWait,
     ];
 
     /// The name in tables and traces.
@@ -60,6 +65,8 @@ impl Phase {
             Phase::ReceiveWait => "receive wait",
             Phase::Loading => "loading",
             Phase::Optimizer => "optimizer",
+            Phase::GradientWait => "gradient wait",
+            Phase::AllReduce => "all-reduce",
             Phase::Encode => "encode",
             Phase::Decode => "decode",
         }
@@ -68,7 +75,7 @@ impl Phase {
 
 /// Nanoseconds in each phase of [`Phase::ALL`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PhaseTimes(pub [u64; 7]);
+pub struct PhaseTimes(pub [u64; 8]);
 
 impl PhaseTimes {
     /// Adds time to a phase. Phases outside [`Phase::ALL`] are ignored.

@@ -106,7 +106,7 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
 /// A worker whose partitions are built.
 struct BuiltWorker {
     stage: Stage,
-    /// Absent in a run without replicas.
+    /// Absent in a run without replicas, and while a step's all-reduce uses it.
     ring: Option<RingAllReduce>,
     /// Forward-only plans that were used before, by number of micro-batches.
     forward_plans: BTreeMap<usize, Plan>,
@@ -121,11 +121,11 @@ struct BuiltWorker {
 
 impl BuiltWorker {
     fn build(worker: Worker) -> Result<Self, Fault> {
-        let Worker { job, topology, model, mailbox, outgoing, driver, links, link_codecs, meter, abort, status } =
+        let Worker { job, topology, model, mailbox, mut outgoing, driver, links, link_codecs, meter, abort, status } =
             worker;
-        let ring = RingAllReduce::new(&topology, job.worker);
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
+        let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links)?;
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);
         let groups = ParameterGroups::new(&job.groups, &job.frozen).map_err(|e| Fault::invalid_job("the groups", e))?;

@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Read, Result, Seek, SeekFrom, Write};
 use std::path::Path;
 
-/// Each worker has three lanes, for its own thread, encoding and decoding: events in one lane must not overlap.
-const LANES: [&str; 3] = ["", " encodes", " decodes"];
+/// Each worker has a lane for its own thread, for encoding, decoding and the all-reduce: events in one lane must not overlap.
+const LANES: [&str; 4] = ["", " encodes", " decodes", " all-reduces"];
 const SEPARATOR: &[u8] = b",\n";
 const END: &[u8] = b"\n]\n";
 /// How many bytes at the end of a file are searched for its last whole event.
@@ -100,6 +100,7 @@ fn lane(phase: Phase) -> usize {
     match phase {
         Phase::Encode => 1,
         Phase::Decode => 2,
+        Phase::AllReduce => 3,
         _ => 0,
     }
 }
@@ -156,22 +157,23 @@ mod tests {
         let path = std::env::temp_dir().join(format!("distgpipe-{}-trace.json", std::process::id()));
         let names = ["a".to_owned(), "b".to_owned()];
         let mut trace = ChromeTrace::create(&path, &names).unwrap();
-        let origin = trace.origin_ns;
+        let (origin, first) = (trace.origin_ns, 1 + names.len() * LANES.len());
         trace.write(&[]).unwrap();
         for step in 1..=3 {
             trace.write(&[span(origin, Phase::Encode, ""), span(origin - step, Phase::Forward, "1F0")]).unwrap();
             let text = std::fs::read_to_string(&path).unwrap();
-            assert_eq!(parsed(&format!("{text}]")).unwrap().len(), 7 + 2 * step as usize);
+            assert_eq!(parsed(&format!("{text}]")).unwrap().len(), first + 2 * step as usize);
         }
         trace.finish().unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         let events = parsed(&text).unwrap();
-        assert_eq!((&events[5]["args"]["name"], &events[5]["tid"]), (&"b encodes".into(), &4.into()));
+        assert_eq!((&events[6]["args"]["name"], &events[6]["tid"]), (&"b encodes".into(), &5.into()));
         let event = |i: usize, name: &str| events[i][name].clone();
-        assert_eq!((event(7, "name"), event(7, "tid"), event(7, "dur")), ("encode".into(), 4.into(), 2.0.into()));
-        assert_eq!((event(8, "name"), event(8, "tid")), ("1F0".into(), 3.into()));
+        let encodes = (event(first, "name"), event(first, "tid"), event(first, "dur"));
+        assert_eq!(encodes, ("encode".into(), 5.into(), 2.0.into()));
+        assert_eq!((event(first + 1, "name"), event(first + 1, "tid")), ("1F0".into(), 4.into()));
         // An event that started before the trace, by another clock.
-        assert_eq!((event(7, "ts"), event(12, "ts")), (json!(0.0), json!(-0.003)));
+        assert_eq!((event(first, "ts"), event(first + 5, "ts")), (json!(0.0), json!(-0.003)));
 
         // Ended, or killed at any byte of its last event: what is whole stays, and the clock goes on.
         let (last, ended) = (text.rfind(",\n").unwrap(), text.len());
@@ -183,14 +185,14 @@ mod tests {
             trace.finish().unwrap();
             let again = parsed(&std::fs::read_to_string(&path).unwrap()).unwrap();
             let kept = if length < ended - END.len() { events.len() - 1 } else { events.len() };
-            assert_eq!((&again[..kept], again.len()), (&events[..kept], kept + 3 + 1), "{length}");
+            assert_eq!((&again[..kept], again.len()), (&events[..kept], kept + LANES.len() + 1), "{length}");
             assert_eq!(again.last().unwrap()["ts"], 5.0);
         }
         // No trace, or none of ours.
         for other in ["", "{\"traceEvents\":[]}", "[\n{}\n]\n"] {
             std::fs::write(&path, other).unwrap();
             ChromeTrace::resume(&path, &names).unwrap().finish().unwrap();
-            assert_eq!(parsed(&std::fs::read_to_string(&path).unwrap()).unwrap().len(), 7, "{other:?}");
+            assert_eq!(parsed(&std::fs::read_to_string(&path).unwrap()).unwrap().len(), first, "{other:?}");
         }
         std::fs::remove_file(&path).unwrap();
     }

@@ -1,5 +1,6 @@
 //! One step of a worker: it runs its actions of the plan, updates its parameters, and reports.
 
+use super::gradient_sharing::RunningAllReduce;
 use super::{failed, BuiltWorker};
 use crate::comm::protocol::{forward_plan, Purpose, StepCommand, StepReport};
 use crate::comm::status::Activity;
@@ -24,21 +25,23 @@ impl BuiltWorker {
         let name = self.stage.name.clone();
         self.discard_last_step();
         self.check(step).map_err(failed(&name, "starting a step"))?;
+        let mut sharing = None;
         let outcome = if step.purpose.runs_backward() {
             if step.fresh {
                 self.clear_gradients();
             }
+            sharing = self.start_all_reduce(step).map_err(failed(&name, "starting a step"))?;
             let topology = self.stage.topology.clone();
-            self.stage.run(topology.plan(), step)?
+            self.stage.run(topology.plan(), step, sharing.as_ref().map(|sharing| &sharing.watch))?
         } else {
             let plan = self.take_forward_plan(step.micro_batches).map_err(failed(&name, "starting a step"))?;
-            let outcome = self.stage.run(&plan, step)?;
+            let outcome = self.stage.run(&plan, step, None)?;
             self.forward_plans.insert(step.micro_batches, plan);
             outcome
         };
         let topology = &self.stage.topology;
         self.stage.status.begin(Activity::Busy, topology.plan().actions(topology.role_of(self.stage.id)).len());
-        let finished = self.after_backward(step)?;
+        let finished = self.after_backward(step, sharing)?;
         let (loss_sum, correct) = outcome.totals().map_err(failed(&name, "adding up the loss"))?;
         self.wait_for_links().map_err(failed(&name, "sending"))?;
         let (phases, mut spans) = self.stage.recorder.take();
@@ -86,16 +89,15 @@ impl BuiltWorker {
 
     /// What follows the plan's last action: batch norms, gradients of replicas, parameters. Returns a report of
     /// gradient norms and parameters alone.
-    fn after_backward(&mut self, step: &StepCommand) -> Result<StepReport, Failure> {
+    fn after_backward(&mut self, step: &StepCommand, sharing: Option<RunningAllReduce>) -> Result<StepReport, Failure> {
         let name = self.stage.name.clone();
         if step.purpose == Purpose::Train {
             self.commit_batch_norms(step).map_err(failed(&name, "updating its batch norms"))?;
         } else {
             self.stage.partitions.values_mut().for_each(|p| p.norms().discard());
         }
-        // Gradients that later batches are added to are all-reduced once, after the last of those batches.
-        if step.purpose == Purpose::Gradients || step.after != AfterBackward::Keep {
-            self.all_reduce_gradients(step).map_err(failed(&name, "sharing gradients"))?;
+        if let Some(sharing) = sharing {
+            self.finish_all_reduce(step, sharing)?;
         }
         if step.purpose == Purpose::Train {
             return self.apply_gradients(step).map_err(failed(&name, "updating its parameters"));
