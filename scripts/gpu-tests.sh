@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# The tests that need an NVIDIA GPU, which CI does not have. They train ten steps in several ways on the GPU, and compare the losses
+# with those of the CPU and of one partition on the GPU; and a server runs a job on the GPU within its limits.
+# usage: scripts/gpu-tests.sh [BINARY [DEVICE]]     DEVICE is cuda:0 by default. Needs: torch 2.11.0 in python3. The binary may have been built without CUDA.
+# Prints one line per test, and exits with 1 if one fails. The last output is committed in runs/*-gpu-tests.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+binary=$(realpath "${1:-target/release/distgpipe}")
+device=${2:-cuda:0}
+torch=$(python3 -c 'import os, torch; print(os.path.dirname(torch.__file__))') || exit 1
+export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+work=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
+# The server's identity and the joined servers are this test's own.
+export HOME=$work XDG_CONFIG_HOME=$work/config
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+python3 -c 'import torch; print("torch", torch.__version__)'
+"$binary" --version
+
+# A convolutional network of PyTorch's, exported, whose losses rounding changes by 1e-7 over ten steps. MobileNetV2 amplifies rounding
+# by six orders of magnitude within three steps at this size of images, also in PyTorch, so that only its first losses can be compared.
+model="--model crates/distgpipe/tests/golden/pt2/digits.pt2"
+mobilenet="--model mobilenet_v2 --set image=32 --set dropout=0.0"
+
+# Trains ten steps in the background. The log is $work/NAME.
+train() { # NAME FLAGS...
+    local name=$1
+    shift
+    "$binary" train --data digits --limit 640 --batch 64 --epochs 1 --optimizer sgd --lr 0.01 --momentum 0 --threads 2 --schedule gpipe \
+        --no-evaluate --log "$work/$name" "$@" >"$work/$name.out" 2>&1 &
+    trained+=($!)
+}
+
+failed=0
+# Compares the losses of the first steps of two runs.
+compare() { # NAME REFERENCE STEPS LARGEST_RELATIVE_DIFFERENCE WHAT
+    if ! python3 - "$work/$1/steps.jsonl" "$work/$2/steps.jsonl" "${@:3}" <<'PYTHON'
+import json, sys
+steps, most, what = int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
+got, expected = ([json.loads(line)["loss"] for line in open(path)][:steps] for path in sys.argv[1:3])
+assert len(got) == len(expected) == steps, (len(got), len(expected))
+gap = max(abs(a - b) / abs(b) for a, b in zip(got, expected))
+print(f"{'ok    ' if gap <= most else 'FAILED'}  {what}: losses of {steps} steps differ by {gap:.1e}, expected at most {most:.0e}")
+sys.exit(gap > most)
+PYTHON
+    then
+        failed=1
+        tail -n 5 "$work/$1.out"
+    fi
+}
+
+"$binary" serve --listen 127.0.0.1:17443 --device "$device" --memory 16GiB >"$work/serve.out" 2>&1 &
+gpu="--device $device"
+split="--partitions 3 --place client,server,client"
+trained=()
+train cpu $model --device cpu --chunks 4
+train gpu $model $gpu --chunks 4
+train bf16 $model $gpu --chunks 4 --precision bf16
+train mobilenet-cpu $mobilenet --device cpu --chunks 1
+train mobilenet-gpu $mobilenet $gpu --chunks 1
+train mobilenet-split $mobilenet $gpu --chunks 1 $split
+"$binary" serve --join-string --address 127.0.0.1:17443 | "$binary" join gpu-box || failed=1
+train server $model $gpu --chunks 4 $split --server gpu-box
+train threads $model $gpu --chunks 4 $split
+train processes $model $gpu --chunks 4 $split --workers processes
+train recomputed $model $gpu --chunks 4 $split --recompute always
+train replicas $model $gpu --chunks 2 --replicas 2
+train everywhere $model $gpu --chunks 4 --layers all --partitions 4
+train bf16-split $model $gpu --chunks 4 $split --precision bf16
+train codec $model $gpu --chunks 4 $split --workers processes --codec tile:4
+train codec-threads $model $gpu --chunks 4 $split --codec tile:4
+wait "${trained[@]}"
+
+compare gpu cpu 10 1e-4 "the GPU and the CPU"
+compare mobilenet-gpu mobilenet-cpu 1 1e-4 "MobileNetV2 on the GPU and on the CPU"
+compare mobilenet-split mobilenet-gpu 1 1e-5 "MobileNetV2 in three partitions and in one"
+compare threads gpu 10 1e-4 "three partitions on two workers and one partition"
+compare processes gpu 10 1e-4 "a worker process and one partition"
+compare server gpu 10 1e-4 "a server over TLS, its job within limits, and one partition"
+compare recomputed gpu 10 1e-4 "with everything recomputed and without"
+compare replicas gpu 10 1e-4 "two replicas and one"
+compare everywhere gpu 10 1e-4 "four partitions, cut anywhere, and one"
+compare bf16-split bf16 10 1e-2 "in bfloat16, three partitions and one"
+compare codec codec-threads 10 1e-3 "tile:4 between processes and between threads"
+grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's log has no finished run:"; tail -n 5 "$work/serve.out"; }
+exit $failed
