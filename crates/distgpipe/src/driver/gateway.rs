@@ -33,7 +33,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How a server runs.
 #[derive(Clone, Debug)]
@@ -62,6 +62,10 @@ type Dialed = (TcpStream, SocketAddr, Arc<()>);
 /// The most clients that measure their links at a time. Each takes 32 MB for what it is sent.
 const PROBES_MAX: usize = 4;
 
+/// The most drivers that wait for a place, and how often they ask for it.
+const WAITING_MAX: usize = 64;
+const WAITING_PAUSE: Duration = Duration::from_millis(10);
+
 /// How long connecting to a client may take, and the pause before the next attempt.
 const DIAL_LIMIT: Duration = Duration::from_secs(10);
 const DIAL_PAUSE: Duration = Duration::from_millis(500);
@@ -73,6 +77,15 @@ pub struct Gateway {
     /// Where the processes of jobs ask to be connected to other servers.
     dialer: Mutex<Option<Acceptor>>,
     shared: Arc<Shared>,
+}
+
+/// A peer that is to be given to the process of its run.
+struct RoutedPeer {
+    peer: ArrivedPeer,
+    /// When it arrived.
+    since: Instant,
+    /// Whether it may wait for a place.
+    patient: bool,
 }
 
 /// What the threads of a gateway share.
@@ -144,12 +157,21 @@ impl Gateway {
             }
         }
         let dialed = self.dial_clients(&stopped);
+        let mut waiting = Vec::new();
         while !stop() {
             for (socket, to, held) in dialed.try_iter() {
                 acceptor.adopt(socket, to, held);
             }
-            match acceptor.next(POLL, &run_key) {
-                Some(Arrival::Peer(peer)) => self.route(&mut acceptor, *peer),
+            for peer in std::mem::take(&mut waiting) {
+                waiting.extend(self.route(&mut acceptor, peer));
+            }
+            let pause = if waiting.is_empty() { POLL } else { WAITING_PAUSE };
+            match acceptor.next(pause, &run_key) {
+                Some(Arrival::Peer(peer)) => {
+                    let patient = waiting.len() < WAITING_MAX;
+                    waiting
+                        .extend(self.route(&mut acceptor, RoutedPeer { peer: *peer, since: Instant::now(), patient }));
+                }
                 Some(Arrival::Rejected { from, fault }) => {
                     let failure = Failure::new(from.to_string(), "connecting", fault);
                     (self.shared.report)(&GatewayEvent::Rejected(failure));
@@ -216,8 +238,9 @@ impl Gateway {
         }
     }
 
-    /// Gives a peer to the process of its run, or refuses it.
-    fn route(&self, acceptor: &mut Acceptor, peer: ArrivedPeer) {
+    /// Gives a peer to the process of its run, or refuses it. Returns a driver that waits for a place: nobody else waits with it.
+    fn route(&self, acceptor: &mut Acceptor, routed: RoutedPeer) -> Option<RoutedPeer> {
+        let RoutedPeer { peer, since, patient } = routed;
         let ArrivedPeer { from, ref hello, proved, .. } = peer;
         let secret = &self.shared.options.identity.secret;
         let may = match (proved, hello.role) {
@@ -239,19 +262,31 @@ impl Gateway {
                 "connecting",
                 Fault::Refused { reason: reason.to_owned() },
             )));
-            return acceptor.refuse(peer, reason);
+            acceptor.refuse(peer, reason);
+            return None;
         }
         if hello.role == Role::Probe {
-            return self.answer_probe(acceptor, peer);
+            self.answer_probe(acceptor, peer);
+            return None;
         }
         let admitted = self.shared.runs.admit(hello, from, self.shared.options.jobs);
         let started = match admitted {
-            Admission::Busy(text) => {
-                (self.shared.report)(&GatewayEvent::RefusedBusy(from));
-                return acceptor.refuse(peer, &text);
+            Admission::Busy { patience, .. } if patient && since.elapsed() < patience => {
+                return Some(RoutedPeer { peer, since, patient });
             }
-            Admission::WrongKey => return acceptor.refuse(peer, "the peer does not know the key of this run"),
-            Admission::NotInRun => return acceptor.refuse(peer, handshake::NOT_IN_RUN),
+            Admission::Busy { reason, .. } => {
+                (self.shared.report)(&GatewayEvent::RefusedBusy(from));
+                acceptor.refuse(peer, &reason);
+                return None;
+            }
+            Admission::WrongKey => {
+                acceptor.refuse(peer, "the peer does not know the key of this run");
+                return None;
+            }
+            Admission::NotInRun => {
+                acceptor.refuse(peer, handshake::NOT_IN_RUN);
+                return None;
+            }
             Admission::New(run) => {
                 let (shared, admitted) = (self.shared.clone(), run.clone());
                 let started = engine::spawn("job", move || runs::run_job(&shared, &admitted, peer));
@@ -267,6 +302,7 @@ impl Gateway {
             let failure = Failure::new("the server", "starting a thread", error.into());
             (self.shared.report)(&GatewayEvent::Rejected(failure));
         }
+        None
     }
 }
 
@@ -300,7 +336,8 @@ mod tests {
         let stream = TcpStream::connect(from).unwrap().into();
         let peer = ArrivedPeer { stream, from, hello, proved: Proved::Secret };
         let mut acceptor = Acceptor::new(listener, None).unwrap();
-        with_refused("job", || gateway.route(&mut acceptor, peer));
+        let routed = RoutedPeer { peer, since: Instant::now(), patient: false };
+        assert!(with_refused("job", || gateway.route(&mut acceptor, routed)).is_none());
         assert!(gateway.shared.runs.key_of(&run).is_none());
     }
 

@@ -42,7 +42,8 @@ pub(super) fn serve(shared: &Arc<Shared>, mut acceptor: Acceptor, stop: &AtomicB
 fn connect(shared: &Shared, run: &Arc<Run>, mut peer: ArrivedPeer) {
     let from = peer.from;
     let connected = dial(shared, run, &mut peer).and_then(|server| {
-        relay(peer.stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e))?, server, &run.limits(shared))
+        let process = peer.stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e))?;
+        relay(process, server, &run.limits(shared), drop)
     });
     if let Err(fault) = connected {
         // A process that connects again gives up when it is refused, and tries again when the connection just ends.

@@ -24,15 +24,24 @@ pub(super) struct RelayLimits {
     pub silence: Duration,
 }
 
-/// Returns when both directions have ended: whether the client has ended its own, rather than lost it.
-pub(super) fn relay(client: ByteStream, worker: ByteStream, limits: &RelayLimits) -> Result<bool, Fault> {
+/// Returns when both directions have ended. Calls `client_ended` as soon as the client's has: whether the client has ended it,
+/// rather than lost it.
+pub(super) fn relay(
+    client: ByteStream,
+    worker: ByteStream,
+    limits: &RelayLimits,
+    client_ended: impl FnOnce(bool) + Send + 'static,
+) -> Result<(), Fault> {
     let cloned = |stream: &ByteStream| stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e));
     client.set_up()?;
     worker.set_up()?;
     let (from_client, to_worker) = (cloned(&client)?, cloned(&worker)?);
     let (from_worker, to_client) = (cloned(&worker)?, cloned(&client)?);
     let (upstream_limits, downstream_limits) = (limits.clone(), limits.clone());
-    let upstream = engine::spawn("from a client", move || pump(from_client, to_worker, &upstream_limits))?;
+    let upstream = engine::spawn("from a client", move || {
+        let cleanly = pump(from_client, to_worker, &upstream_limits);
+        client_ended(cleanly);
+    })?;
     let downstream = engine::spawn("to a client", move || pump(from_worker, to_client, &downstream_limits))?;
     let mut one_ended: Option<Instant> = None;
     while !(upstream.is_finished() && downstream.is_finished()) {
@@ -51,7 +60,7 @@ pub(super) fn relay(client: ByteStream, worker: ByteStream, limits: &RelayLimits
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    Ok(upstream.join().unwrap_or(false))
+    Ok(())
 }
 
 /// Passes bytes on until the end of the stream, and then ends the other one. Returns whether the peer has ended the stream.
@@ -106,7 +115,7 @@ mod tests {
         let (mut process, process_end) = pair();
         let limits = RelayLimits { stop: Arc::default(), silence: Duration::from_secs(60) };
         let of_relay = limits.clone();
-        let relaying = std::thread::spawn(move || relay(client_end.into(), process_end.into(), &of_relay));
+        let relaying = std::thread::spawn(move || relay(client_end.into(), process_end.into(), &of_relay, drop));
         // As much as all buffers on the way hold, because the client reads nothing yet.
         process.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
         let mut written = 0;

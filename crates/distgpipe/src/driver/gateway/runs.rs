@@ -27,6 +27,13 @@ const ORPHAN_LIMIT: Duration = Duration::from_secs(60);
 /// How long a run whose driver was lost keeps its place when another driver wants it, and how long its process then has to end.
 const PLACE_LIMIT: Duration = Duration::from_secs(2);
 
+/// How long a driver that finds all places taken waits for one: the last run may have ended a moment ago, and nobody has noticed
+/// yet.
+const PLACE_PATIENCE: Duration = Duration::from_millis(500);
+
+/// How long it waits while a driver is lost, whose run gives way after [`PLACE_LIMIT`] or goes on.
+const PLACE_PATIENCE_LOST: Duration = Duration::from_secs(4);
+
 /// The most connections of one run. Each takes four descriptors and three threads.
 const CONNECTIONS_MAX: usize = 64;
 
@@ -68,6 +75,34 @@ pub(super) struct Run {
     stop: Arc<AtomicBool>,
 }
 
+/// A connection of a run's driver, until the driver's direction of it ends: what its process still says is no use to it.
+struct DriverConnection {
+    run: Arc<Run>,
+    cleanly: bool,
+}
+
+impl DriverConnection {
+    fn begin(run: &Arc<Run>) -> Self {
+        let mut driver = lock(&run.driver);
+        driver.connections += 1;
+        driver.left = None;
+        DriverConnection { run: run.clone(), cleanly: false }
+    }
+
+    fn end(mut self, cleanly: bool) {
+        self.cleanly = cleanly;
+    }
+}
+
+impl Drop for DriverConnection {
+    fn drop(&mut self) {
+        let mut driver = lock(&self.run.driver);
+        driver.connections -= 1;
+        // One that has connected again has not gone.
+        driver.left = (driver.connections == 0).then(|| DriverLeft { at: Instant::now(), cleanly: self.cleanly });
+    }
+}
+
 /// Whether a run's driver is connected.
 #[derive(Default)]
 struct DriverPresence {
@@ -99,8 +134,8 @@ pub(super) enum Admission {
     New(Arc<Run>),
     /// A run that has a process.
     Known(Arc<Run>),
-    /// All places are taken.
-    Busy(String),
+    /// All places are taken. A driver that has waited for so long is told why.
+    Busy { reason: String, patience: Duration },
     /// It does not know the run's key.
     WrongKey,
     /// It connects again to a run that has no process here.
@@ -134,7 +169,9 @@ impl Runs {
                 |run: &Run| run.driver_left().is_some_and(|left| left.cleanly || left.at.elapsed() >= PLACE_LIMIT);
             let Some(number) = all.values().find(|run| gone(run)).map(|run| run.number) else {
                 let texts: Vec<&str> = all.values().map(|run| run.text.as_str()).collect();
-                return Admission::Busy(format!("busy with {}", texts.join(", and with ")));
+                let lost = all.values().any(|run| run.driver_left().is_some());
+                let patience = if lost { PLACE_PATIENCE_LOST } else { PLACE_PATIENCE };
+                return Admission::Busy { reason: format!("busy with {}", texts.join(", and with ")), patience };
             };
             predecessor = all.remove(&number);
         }
@@ -347,31 +384,23 @@ fn report_lines(shared: &Arc<Shared>, run: &Arc<Run>, child: &mut Child) {
 
 /// Connects a peer to the process of its run, until one of the two closes.
 pub(super) fn attach(shared: &Arc<Shared>, run: &Arc<Run>, mut peer: ArrivedPeer) {
-    let is_driver = peer.hello.role == Role::Driver;
     run.connections.fetch_add(1, Ordering::Relaxed);
-    if is_driver {
-        let mut driver = lock(&run.driver);
-        driver.connections += 1;
-        driver.left = None;
-    }
+    let driver = (peer.hello.role == Role::Driver).then(|| DriverConnection::begin(run));
     let from = peer.from;
     let attached = dial_process(run, &peer.hello).and_then(|worker| {
         let client = peer.stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e))?;
-        relay(client, worker, &run.limits(shared))
+        relay(client, worker, &run.limits(shared), move |cleanly| {
+            if let Some(driver) = driver {
+                driver.end(cleanly);
+            }
+        })
     });
-    let cleanly = matches!(attached, Ok(true));
     if let Err(fault) = attached {
         let body = Refuse { reason: format!("the process of the job does not answer: {fault}") }.encode();
         let _ = handshake::send_text(&mut peer.stream, Kind::Refuse, &body, Duration::from_secs(1));
         (shared.report)(&GatewayEvent::Rejected(Failure::new(from.to_string(), "connecting", fault)));
     }
     run.connections.fetch_sub(1, Ordering::Relaxed);
-    if is_driver {
-        let mut driver = lock(&run.driver);
-        driver.connections -= 1;
-        // One that has connected again has not gone.
-        driver.left = (driver.connections == 0).then(|| DriverLeft { at: Instant::now(), cleanly });
-    }
 }
 
 /// Connects to the process, and introduces the peer to it with the token of the process.

@@ -1,0 +1,409 @@
+//! What attacks on `distgpipe serve` and `distgpipe worker` come to, as real processes meet them.
+
+mod command;
+mod serving;
+
+use command::{distgpipe, tensors};
+use distgpipe::comm::transport::tcp::limits;
+use distgpipe_core::codec::CodecId;
+use distgpipe_core::wire::{
+    AbortNotice, DType, Header, Hello, Kind as FrameKind, Layout, Role, Shape, TensorMeta, HEADER_BYTES,
+};
+use serving::{capture, frames, path, Serve, LIMIT, TRAIN};
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+fn signal(process: u32, signal: &str) {
+    assert!(Command::new("kill").args([signal, &process.to_string()]).status().expect("kill").success());
+}
+
+/// Its process computes for as long as it likes: here it is suspended, as a build that never ends.
+#[test]
+fn a_client_that_is_killed_while_its_model_is_built_leaves_its_place_to_the_next() {
+    let mut server = Serve::start("serve-build", &[]);
+    let mut first = server.command(&[&TRAIN[..], &["--server", "box"]].concat()).spawn().expect("it runs");
+    let process = server.process_of_run(0);
+    signal(process, "-STOP");
+    first.kill().expect("it runs");
+    first.wait().expect("it ends");
+    assert_eq!(server.train("next", &[]).len(), 4);
+    let gone = |line: &String| line.contains("its driver had gone, so its process was ended");
+    server.wait_for_ends(2);
+    assert!(server.seen.iter().any(gone), "{:#?}", server.seen);
+    assert!(!Path::new(&format!("/proc/{process}")).exists(), "process {process} is left");
+}
+
+/// A job that kills itself, asks for too much, or injects faults hurts nobody else.
+#[test]
+fn what_is_over_a_limit_is_refused_with_the_figure_and_the_server_goes_on() {
+    let server = Serve::start("serve-limits", &["--threads", "2", "--memory", "1GiB"]);
+    let said = |more: &[&str]| {
+        let output = server.client(&[&TRAIN[..], &["--server", "box"], more].concat(), None);
+        assert_eq!(output.status.code(), Some(1), "{more:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let faults = said(&["--faults", "server:kill@1F0"]);
+    assert!(faults.contains("a server injects no faults"), "{faults}");
+    let threads = said(&["--threads", "3"]);
+    assert!(threads.contains("at most 2, got 3"), "{threads}");
+    let huge = said(&["--set", "hidden=[50000,50000,64]"]);
+    assert!(huge.contains("takes 10.0 GB of memory, and this host has"), "{huge}");
+    let codec = said(&["--codec", "delta:900(tile:4)"]);
+    assert!(codec.contains("may keep 3600 MiB") && codec.contains("gives a job 1024 MiB"), "{codec}");
+    assert_eq!(server.train("after", &[]).len(), 4);
+}
+
+#[test]
+fn strangers_delay_nobody_and_leave_nothing_behind() {
+    let mut server = Serve::start("serve-strangers", &[]);
+    server.train("before", &[]);
+    server.wait_for("ended after");
+    let before = server.resources();
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (address, stopped) = (server.address.clone(), stop.clone());
+    // 200 one-byte connections, renewed all the time.
+    let strangers = std::thread::spawn(move || {
+        let mut held = VecDeque::new();
+        while !stopped.load(Ordering::Relaxed) {
+            if let Ok(mut stranger) = TcpStream::connect(&address) {
+                let _ = stranger.write_all(&[0x16]);
+                held.push_back(stranger);
+            }
+            if held.len() > 200 {
+                held.pop_front();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    });
+    server.train("during", &[]);
+    stop.store(true, Ordering::Relaxed);
+    strangers.join().expect("they end");
+    // Handshakes that never end are dropped after five seconds.
+    let deadline = Instant::now() + LIMIT;
+    while server.resources().0 > before.0 || server.resources().1 > before.1 {
+        assert!(Instant::now() < deadline, "{:?}, before {before:?}", server.resources());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// A client whose heartbeats go on holds a server no longer than the owner allows.
+#[test]
+fn a_job_without_commands_ends_at_the_idle_limit() {
+    use distgpipe::prelude::*;
+    let mut server = Serve::start("serve-idle", &["--idle", "2"]);
+    let servers = vec![server.join_string.parse().expect("a join string")];
+    let workers = Workers::Servers { servers, labels_leave: false, listen: None };
+    let pipeline = Pipeline::builder(Mlp::default().model().expect("a model"))
+        .balance([1, 2, 1])
+        .place("client,server,client")
+        .device(Device::Cpu)
+        .threads(1)
+        .workers(workers)
+        .build()
+        .expect("it starts");
+    let line = server.wait_for("made no progress for 2 s");
+    assert!(line.contains("server failed while waiting for work"), "{line}");
+    drop(pipeline);
+    assert_eq!(server.train("after", &[]).len(), 4);
+}
+
+/// The cause in the abort notice that the server sends; `None` if the connection ends without one.
+fn abort_notice(stream: &mut TcpStream) -> Option<String> {
+    stream.set_read_timeout(Some(LIMIT)).expect("a time-out");
+    let (mut received, mut buffer) = (Vec::new(), [0; 4096]);
+    while let Ok(read @ 1..) = stream.read(&mut buffer) {
+        received.extend(&buffer[..read]);
+        let found = frames(&received).into_iter().find(|(header, _)| header.kind == FrameKind::Abort);
+        if let Some((_, body)) = found {
+            return Some(AbortNotice::decode(&body).expect("a notice").message);
+        }
+    }
+    None
+}
+
+/// The largest resident memory that a process has had, in MB.
+fn peak_mb(process: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).expect("it runs");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("a peak");
+    line.split_whitespace().nth(1).and_then(|kb| kb.parse::<u64>().ok()).expect("a number") / 1000
+}
+
+/// Replays the beginning of an honest run, which works without TLS, and goes on in other ways.
+#[test]
+fn a_client_with_the_secret_hurts_only_its_own_job() {
+    use distgpipe::prelude::*;
+    use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
+    let mut server = Serve::start("serve-malicious", &["--insecure", "--memory", "1GiB"]);
+    let token: distgpipe::Token = server.secret().parse().expect("a secret");
+    let (address, captured) = capture(server.address.clone());
+    let honest = |address: &str| {
+        let codec: CodecSpec = "topk:0.1".parse().expect("a codec");
+        let mut pipeline = Pipeline::builder(Mlp::default().model().expect("a model"))
+            .balance([1, 2, 1])
+            .place("client,server,client")
+            .micro_batches(2)
+            .codecs(CodecPolicy { forward: codec.clone(), backward: codec, ..CodecPolicy::default() })
+            .device(Device::Cpu)
+            .threads(1)
+            .workers(Workers::Remote { addresses: vec![address.to_owned()], token })
+            .build()
+            .expect("it starts");
+        let x = Tensor::rand([16, 1, 8, 8], (Kind::Float, TorchDevice::Cpu));
+        let y = Tensor::zeros([16], (Kind::Int64, TorchDevice::Cpu));
+        pipeline.train_step(&Batch::new(x, y)).expect("a step");
+        pipeline
+    };
+    let pipeline = honest(&address);
+    let honest_mb = peak_mb(server.process_of_run(0));
+    drop(pipeline);
+    let sent = frames(&captured.lock().expect("not poisoned"));
+    let kinds: Vec<FrameKind> = sent.iter().take(2).map(|(header, _)| header.kind).collect();
+    assert_eq!(kinds, [FrameKind::Hello, FrameKind::Job]);
+    // A frame that announces a tensor of 2 GiB, and has a body of so many zeros.
+    let announced = |kind, codec, body_bytes: usize| {
+        let mut header = Header { to: 1, sequence: 1, ..Header::new(kind) };
+        if kind == FrameKind::State {
+            (header.from, header.to) = (1, 0);
+        }
+        let shape = Shape::new(&[1 << 29]).expect("a shape");
+        header.tensor = Some(TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec });
+        let body = vec![0; body_bytes];
+        header.seal(&body);
+        if codec == CodecId::Raw {
+            header.body_bytes = 2 << 30;
+        }
+        [&header.encode()[..], &body].concat()
+    };
+    let mut goodbye = Header { sequence: 1, ..Header::new(FrameKind::Goodbye) };
+    goodbye.seal(&[]);
+    let mut malformed = Header::new(FrameKind::Job);
+    malformed.seal(b"{\"worker\": \"\x1b[2J\"}");
+    let mut malformed = malformed.encode().to_vec();
+    malformed.extend(b"{\"worker\": \"\x1b[2J\"}");
+    let huge = "a tensor from a peer takes 2.1 GB of memory";
+    let attacks = [
+        (1, malformed, "cannot decode the job"),
+        (2, announced(FrameKind::Activation, CodecId::Raw, 0), huge),
+        (2, announced(FrameKind::State, CodecId::Raw, 0), huge),
+        // Ten bytes that are to decode to gigabytes.
+        (2, announced(FrameKind::Activation, CodecId::TopK, 10), huge),
+        (2, goodbye.encode().to_vec(), "the connection closed unexpectedly"),
+    ];
+    for (i, (honest_frames, bytes, expected)) in attacks.into_iter().enumerate() {
+        // Each repeats the number of the run, so the one before must have ended.
+        server.wait_for_ends(i + 1);
+        let mut stream = TcpStream::connect(&server.address).expect("it listens");
+        for (header, body) in &sent[..honest_frames] {
+            stream.write_all(&header.encode()).and_then(|()| stream.write_all(body)).expect("it reads");
+        }
+        stream.write_all(&bytes).expect("it reads");
+        // The socket stays open.
+        let Some(notice) = abort_notice(&mut stream) else {
+            server.wait_for_ends(i + 2);
+            panic!("attack {i}: no cause; {:#?}", server.seen);
+        };
+        assert!(notice.contains(expected) && !notice.contains('\x1b'), "attack {i}: {notice}");
+        let mb = peak_mb(server.process_of_run(i + 1));
+        assert!(mb < honest_mb + 100, "attack {i}: {mb} MB, and an honest job {honest_mb} MB");
+    }
+    drop(honest(&server.address));
+}
+
+/// A stranger's job may be connected to the servers that the owner allows, and nowhere else.
+#[test]
+fn a_job_that_names_another_host_is_not_connected_to_it() {
+    use distgpipe::prelude::*;
+    let server = Serve::start("serve-elsewhere", &["--insecure"]);
+    let (worker, to) = start_worker(server.secret());
+    let (address, captured) = capture(to);
+    let token = server.secret().parse().expect("a secret");
+    let refused = Pipeline::builder(Mlp::default().model().expect("a model"))
+        .balance([1, 1, 1, 1])
+        .place("client,one,two,client")
+        .device(Device::Cpu)
+        .threads(1)
+        .workers(Workers::Remote { addresses: vec![server.address.clone(), address], token })
+        .build();
+    let refused = refused.err().expect("an error").to_string();
+    assert!(refused.contains("a server of the run that this server reaches over TLS"), "{refused}");
+    end(worker);
+    // The driver alone has connected to the other host.
+    let sent = frames(&captured.lock().expect("not poisoned"));
+    let hellos = sent.iter().filter(|(header, _)| header.kind == FrameKind::Hello);
+    let roles: Vec<Role> = hellos.map(|(_, body)| Hello::decode(body).expect("a hello").role).collect();
+    assert_eq!(roles, [Role::Driver]);
+}
+
+/// The crash of a job's process is its own: the client starts another, and computes what it would have computed.
+#[test]
+fn a_job_whose_process_crashes_is_started_again_by_its_client() {
+    let mut server = Serve::start("serve-crash", &[]);
+    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "600" } else { a }).collect();
+    let train = |server: &Serve, name: &str| {
+        let folder = server.folder.join(name);
+        let [saved, weights] = ["saved", "model.safetensors"].map(|file| path(&folder.join(file)).to_owned());
+        let kept = ["--checkpoint", &saved, "--checkpoint-every", "20", "--save", &weights];
+        let run = [&long[..], &["--server", "box", "--epochs", "1000"], &kept].concat();
+        (server.command(&run).spawn().expect("it was built"), PathBuf::from(saved), PathBuf::from(weights))
+    };
+    let ended = |run: Child| {
+        let output = run.wait_with_output().expect("it ends");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        said
+    };
+    let (quiet, _, expected) = train(&server, "quiet");
+    ended(quiet);
+    let (disturbed, saved, weights) = train(&server, "disturbed");
+    let process = server.process_of_run(1);
+    let deadline = Instant::now() + LIMIT;
+    let is_checkpoint = |entry: std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with("step-");
+    while !std::fs::read_dir(&saved).is_ok_and(|mut all| all.any(|entry| entry.is_ok_and(is_checkpoint))) {
+        assert!(Instant::now() < deadline, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    // Rust itself handles SIGSEGV.
+    signal(process, "-ILL");
+    let said = ended(disturbed);
+    assert!(said.contains("going on after step"), "{said}");
+    server.wait_for("crashed with signal 4");
+    let bits = |path: &Path| -> Vec<(String, Vec<u8>)> {
+        let tensors = tensors(path).into_iter();
+        let bytes = |tensor: &distgpipe::tch::Tensor| {
+            let values = Vec::<f32>::try_from(tensor.flatten(0, -1)).expect("floats");
+            values.into_iter().flat_map(f32::to_le_bytes).collect()
+        };
+        tensors.map(|(name, tensor)| (name, bytes(&tensor))).collect()
+    };
+    assert!(bits(&weights) == bits(&expected), "other weights:\n{said}");
+}
+
+/// A worker process with this token, and where it listens.
+fn start_worker(token: &str) -> (Child, String) {
+    listening(distgpipe(&["worker"]).env("DISTGPIPE_TOKEN", token).stderr(Stdio::null()))
+}
+
+fn listening(command: &mut Command) -> (Child, String) {
+    let mut worker = command.stdout(Stdio::piped()).spawn().expect("it was built");
+    let mut line = String::new();
+    BufReader::new(worker.stdout.take().expect("piped")).read_line(&mut line).expect("text");
+    (worker, line.trim_end().strip_prefix("listening ").expect("an address").to_owned())
+}
+
+fn end(mut process: Child) {
+    process.kill().expect("it runs");
+    process.wait().expect("it ends");
+}
+
+/// Strangers once used up the descriptors of a worker.
+#[test]
+fn a_worker_with_few_descriptors_serves_while_strangers_are_connected() {
+    let token = "17".repeat(32);
+    let few = ["-c", "ulimit -n 16; exec \"$0\" worker", env!("CARGO_BIN_EXE_distgpipe")];
+    let (worker, address) =
+        listening(Command::new("sh").args(few).env("DISTGPIPE_TOKEN", &token).stderr(Stdio::null()));
+    let strangers: Vec<TcpStream> = (0..100).flat_map(|_| TcpStream::connect(&address)).collect();
+    let flags = [&TRAIN[..], &["--workers", &address]].concat();
+    let output = distgpipe(&flags).env("DISTGPIPE_TOKEN", &token).output().expect("it runs");
+    drop(strangers);
+    end(worker);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Descriptors, threads and resident memory in MB of a process.
+fn usage(process: u32) -> (usize, usize, u64) {
+    let count = |what: &str| std::fs::read_dir(format!("/proc/{process}/{what}")).expect("it runs").count();
+    let pages = std::fs::read_to_string(format!("/proc/{process}/statm")).expect("it runs");
+    let pages: u64 = pages.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    (count("fd"), count("task"), pages * 4096 / 1_000_000)
+}
+
+/// A driver that went on sending after the end of a run once left a thread, a descriptor and memory behind in the worker. 500 jobs,
+/// over four workers.
+#[test]
+fn messages_after_the_end_of_a_run_leave_nothing_behind() {
+    use distgpipe::prelude::*;
+    let token = "18".repeat(32);
+    let honest = |address: String| {
+        let workers = Workers::Remote { addresses: vec![address], token: token.parse().expect("a token") };
+        let builder = Pipeline::builder(Mlp::default().model().expect("a model")).balance([1, 2, 1]);
+        let builder = builder.place("client,server,client").device(Device::Cpu).threads(1);
+        drop(builder.workers(workers).build().expect("it starts"));
+    };
+    let workers: Vec<(Child, String)> = (0..4).map(|_| start_worker(&token)).collect();
+    let (address, captured) = capture(workers[0].1.clone());
+    honest(address);
+    let sent: Vec<(Header, Vec<u8>)> = frames(&captured.lock().expect("not poisoned"));
+    let kept = |kind| !matches!(kind, FrameKind::Goodbye | FrameKind::Ping);
+    let run: Vec<&(Header, Vec<u8>)> = sent.iter().filter(|(header, _)| kept(header.kind)).collect();
+    assert!(run.iter().any(|(header, _)| header.kind == FrameKind::Command), "the driver ends the run");
+    std::thread::scope(|scope| {
+        for (worker, to) in &workers {
+            let (run, honest) = (&run, &honest);
+            scope.spawn(move || {
+                honest(to.clone());
+                let before = usage(worker.id());
+                (0..125).for_each(|_| ping_after_goodbye(replay(to, run)));
+                ping_for_ever(replay(to, run));
+                honest(to.clone());
+                let deadline = Instant::now() + LIMIT;
+                while usage(worker.id()).0 > before.0 || usage(worker.id()).1 > before.1 {
+                    assert!(Instant::now() < deadline, "{:?}, before {before:?}", usage(worker.id()));
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                let after = usage(worker.id());
+                assert!(after.2 <= before.2 + 20, "{after:?}, before {before:?}");
+            });
+        }
+    });
+    workers.into_iter().for_each(|(worker, _)| end(worker));
+}
+
+/// Sends the frames of a driver, from the hello to the command that ends the run.
+fn replay(to: &str, run: &[&(Header, Vec<u8>)]) -> TcpStream {
+    let mut stream = TcpStream::connect(to).expect("it listens");
+    for (header, body) in run {
+        // It has received nothing yet that it could acknowledge.
+        let mut header = Header { acknowledged: 0, ..*header };
+        header.seal(body);
+        stream.write_all(&header.encode()).and_then(|()| stream.write_all(body)).expect("it reads");
+    }
+    stream
+}
+
+fn ping(stream: &mut TcpStream, acknowledged: u64) -> std::io::Result<()> {
+    let mut header = Header { acknowledged, ..Header::new(FrameKind::Ping) };
+    header.seal(b"0 0 idle");
+    stream.write_all(&header.encode()).and_then(|()| stream.write_all(b"0 0 idle"))
+}
+
+/// Waits for the worker's goodbye, and sends some heartbeats after it.
+fn ping_after_goodbye(mut stream: TcpStream) {
+    stream.set_read_timeout(Some(LIMIT)).expect("a time-out");
+    let goodbye = loop {
+        let mut head = [0; HEADER_BYTES];
+        stream.read_exact(&mut head).expect("the worker says goodbye");
+        let header = Header::decode(&head, &limits()).expect("a header");
+        std::io::copy(&mut (&stream).take(header.body_bytes), &mut std::io::sink()).expect("a body");
+        if header.kind == FrameKind::Goodbye {
+            break header.sequence;
+        }
+    };
+    // The worker may have closed its end meanwhile.
+    (0..3).for_each(|_| drop(ping(&mut stream, goodbye)));
+}
+
+/// Sends heartbeats until the worker closes the connection.
+fn ping_for_ever(mut stream: TcpStream) {
+    let start = Instant::now();
+    while ping(&mut stream, 0).is_ok() {
+        assert!(start.elapsed() < LIMIT, "the worker goes on reading");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
