@@ -5,8 +5,9 @@ mod command;
 use command::{directory, distgpipe, logged};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 fn train(arguments: &[&str]) -> (Output, String) {
@@ -309,4 +310,43 @@ fn a_corrupt_checkpoint_is_reported_and_the_previous_one_is_resumed() {
         let (refused, said) = train(&[&["--checkpoint", saved], resume].concat());
         assert!(refused.status.code() == Some(2) && said.contains("none of its checkpoints can be used"), "{said}");
     }
+}
+
+/// A limit on the size of files stands for a disk that is full in the middle of a file. The run goes on with the older checkpoint,
+/// and saves again when there is room.
+#[test]
+fn a_disk_that_is_full_for_a_while_does_not_end_the_run() {
+    let saved = directory("full disk").join("saved");
+    let slow = ["--faults", "client>server:delay=100@0", "--chunks", "2", "--place", "client,server"];
+    let often = ["--steps", "30", "--no-evaluate", "--checkpoint-every", "3", "--checkpoint", saved.to_str().unwrap()];
+    // The signal would end the process; a full disk is an error of the write alone.
+    let run = ["-c", r#"trap '' XFSZ; exec "$0" "$@""#, env!("CARGO_BIN_EXE_distgpipe"), "train", "--device", "cpu"];
+    let mut run = Command::new("sh")
+        .args(run)
+        .args(slow)
+        .args(often)
+        .current_dir(env!("CARGO_TARGET_TMPDIR"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let process = run.id();
+    let limit = |bytes: &str| {
+        let flags = [format!("--pid={process}"), format!("--fsize={bytes}:unlimited")];
+        assert!(Command::new("prlimit").args(flags).status().unwrap().success());
+    };
+    let mut said = BufReader::new(run.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut next = |wanted: &str| said.find(|line| line.contains(wanted)).unwrap_or_else(|| panic!("no `{wanted}`"));
+    next("saved step");
+    limit("4096");
+    let warning = next("warning: the checkpoint could not be written (1 of at most 5 failures in a row)");
+    assert!(warning.contains("File too large"), "{warning}");
+    assert!(std::fs::read_dir(&saved).unwrap().count() > 0, "the older checkpoint stays");
+    limit("unlimited");
+    next("saved step");
+    next("saved step 30");
+    assert_eq!(run.wait().unwrap().code(), Some(0));
+    let names = std::fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let names: Vec<String> = names.collect();
+    assert!(names.iter().all(|name| name == "lock" || name.starts_with("step-")), "{names:?}");
 }

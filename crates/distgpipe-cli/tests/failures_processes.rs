@@ -8,7 +8,7 @@ use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{Batch, BuildError, Failure, Notice, Pipeline, StepError, WorkerProgram, Workers};
 use distgpipe_core::codec::CodecId;
-use distgpipe_core::wire::{DType, Header, Kind as WireKind, Layout, Shape, TensorMeta};
+use distgpipe_core::wire::{AbortNotice, DType, Header, Kind as WireKind, Layout, Refuse, Shape, TensorMeta, Welcome};
 use distgpipe_core::WorkerId;
 use failure_scenarios::{
     actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, PATIENT, SHORT,
@@ -436,6 +436,41 @@ fn a_stranger_learns_nothing_of_a_run() {
     let refused = failure_scenarios::builder(stranger, "").build().err().expect("an error").to_string();
     assert!(refused.contains("different tokens") && !refused.contains("busy"), "{refused}");
     first.train_step(&batch()).expect("the run goes on");
+}
+
+/// What a peer says could otherwise move the cursor of the user's terminal, or hide text.
+#[test]
+fn control_characters_of_a_peer_are_printed_escaped() {
+    let _alone = alone();
+    let text = "\u{1b}[2Jgone\u{7}\u{9b}";
+    let refuse = (WireKind::Refuse, Refuse { reason: text.to_owned() }.encode());
+    let welcome = (WireKind::Welcome, Welcome { worker: None, next: 1, build: text.to_owned() }.encode());
+    let notice = AbortNotice { worker: text.to_owned(), phase: text.to_owned(), message: text.to_owned() };
+    let abort = (WireKind::Abort, notice.encode());
+    for answers in [vec![refuse], vec![welcome, abort]] {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address").to_string();
+        let peer = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().expect("a driver");
+            for (kind, body) in answers {
+                let mut header = Header::new(kind);
+                header.seal(&body);
+                stream.write_all(&header.encode()).and_then(|()| stream.write_all(&body)).expect("it reads");
+            }
+            // Until the driver has gone.
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let output = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+            .args(["train", "--partitions", "2", "--steps", "1", "--workers", &address])
+            .env("DISTGPIPE_TOKEN", TOKEN)
+            .output()
+            .expect("it runs");
+        peer.join().expect("it ends");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(r"\u{1b}[2Jgone\u{7}\u{9b}"), "{said}");
+        assert!(!said.contains(|c: char| c.is_control() && c != '\n'), "{said:?}");
+    }
 }
 
 #[test]

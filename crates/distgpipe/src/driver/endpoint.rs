@@ -224,10 +224,37 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::acceptor::{Acceptor, TlsServer};
+    use crate::comm::acceptor::{Acceptor, Arrival, TlsServer};
     use crate::comm::server_identity::ServerIdentity;
     use crate::engine::refusal::with_refused;
     use std::sync::atomic::AtomicBool;
+
+    /// A server sees the hello and the job of its own client. Neither has a secret of a join string, its own or another's.
+    #[test]
+    fn no_server_is_told_the_secret_of_another() {
+        let identity = ServerIdentity::generate().unwrap();
+        let tls = TlsServer { config: tls::server_config(&identity).unwrap(), secret: identity.secret };
+        let mut server = Acceptor::new(TcpListener::bind("127.0.0.1:0").unwrap(), Some(tls)).unwrap();
+        let addresses = vec![server.address().unwrap().to_string()];
+        let (key, secret) = (identity.key, identity.secret);
+        let endpoint = Endpoint::Server(JoinString { addresses, key, secret }, None);
+        let named = endpoint.for_peers();
+        assert!(named.contains(&key.to_string()) && !named.contains(&secret.to_string()), "{named}");
+        let (run, of_run) = ([5; 16], Token([6; 32]));
+        let driver = std::thread::spawn(move || {
+            let limit = Duration::from_secs(60);
+            drop(endpoint.dial(Role::Driver, run, &of_run, Resume::first(limit)));
+        });
+        let hello = loop {
+            match server.next(POLL, &|_| None) {
+                Some(Arrival::Peer(peer)) => break peer.hello,
+                Some(Arrival::Rejected { fault, .. }) => panic!("{fault}"),
+                None => {}
+            }
+        };
+        assert_eq!((hello.run, hello.token), (run, of_run.0));
+        driver.join().unwrap();
+    }
 
     /// 64 connections that said nothing once kept the server out.
     #[test]

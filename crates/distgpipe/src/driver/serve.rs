@@ -522,6 +522,7 @@ impl<'a> Session<'a> {
 mod tests {
     use super::*;
     use crate::comm::timeouts::Timeouts;
+    use crate::driver::builder::{BuildError, Builder};
     use crate::driver::launch::Workers;
     use crate::driver::pipeline::{Batch, Pipeline, StepError};
     use crate::engine::Device;
@@ -531,12 +532,10 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use tch::Tensor;
 
-    static RELEASED: AtomicBool = AtomicBool::new(false);
-
-    /// A layer that passes its input on, or that blocks in its forward pass and notices no failure of the run.
+    /// A layer that passes its input on, or that first blocks for so long in its forward pass and notices no failure of the run.
     struct Gate {
         name: &'static str,
-        blocks: bool,
+        blocks: Duration,
     }
 
     impl Layer for Gate {
@@ -547,27 +546,46 @@ mod tests {
             Ok(input)
         }
         fn forward(&self, _: &mut LayerTensors<'_>, x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
-            while self.blocks && !RELEASED.load(Ordering::Relaxed) {
-                std::thread::sleep(POLL);
-            }
+            std::thread::sleep(self.blocks);
             Ok(vec![x[0].f_mul_scalar(2.0)?])
         }
     }
 
+    /// The settings are the seconds for which its last layer blocks.
     fn blocking_model(spec: &ModelSpec) -> Result<Model, ModelError> {
         let gate = |name, blocks| -> Arc<dyn Layer> { Arc::new(Gate { name, blocks }) };
-        let mut model = Model::new(vec![gate("open", false), gate("closed", true)], vec![SampleShape::float(&[3])]);
+        let blocks = Duration::from_secs(spec.settings.as_u64().unwrap());
+        let layers = vec![gate("open", Duration::ZERO), gate("closed", blocks)];
+        let mut model = Model::new(layers, vec![SampleShape::float(&[3])]);
         model.spec = Some(spec.clone());
         Ok(model)
+    }
+
+    /// A run whose last layer, at the server, blocks for so many seconds, and whose driver waits half a second.
+    fn blocking(address: String, seconds: u64) -> Builder {
+        let spec = ModelSpec { name: "blocking".to_owned(), settings: seconds.into() };
+        Pipeline::builder(blocking_model(&spec).unwrap())
+            .place("client,server")
+            .device(Device::Cpu)
+            .threads(1)
+            .loss(Loss::MeanSquared)
+            .workers(Workers::Remote { addresses: vec![address], token: TOKEN })
+            .timeouts(Timeouts { stall_s: 0.5, ..Timeouts::default() })
+    }
+
+    /// Starts a step, which fails because the server blocks, and ends the run.
+    fn give_up_on(mut pipeline: Pipeline) {
+        let x = || Tensor::ones([2, 3], (tch::Kind::Float, tch::Device::Cpu));
+        let failed = pipeline.train_step(&Batch::new(x(), x())).unwrap_err();
+        assert!(matches!(&failed, StepError::Failed(failure) if failure.worker == "server"), "{failed}");
     }
 
     /// A library that ends its host process takes everything else in it along.
     #[test]
     fn a_stuck_worker_thread_returns_from_the_server_and_does_not_end_the_process() {
-        let token = Token([7; 32]);
         let listen = "127.0.0.1:0".parse().unwrap();
         let stuck_after = Duration::from_secs(1);
-        let options = ServeOptions { models: blocking_model, stuck_after, ..ServeOptions::new(listen, token) };
+        let options = ServeOptions { models: blocking_model, stuck_after, ..ServeOptions::new(listen, TOKEN) };
         let server = Server::bind(options).unwrap();
         let address = server.address().unwrap().to_string();
         let reported = Arc::new(Mutex::new(Vec::new()));
@@ -587,27 +605,13 @@ mod tests {
                 },
             )
         });
-        let spec = ModelSpec { name: "blocking".to_owned(), settings: serde_json::Value::Null };
-        let mut pipeline = Pipeline::builder(blocking_model(&spec).unwrap())
-            .place("client,server")
-            .device(Device::Cpu)
-            .threads(1)
-            .loss(Loss::MeanSquared)
-            .workers(Workers::Remote { addresses: vec![address], token })
-            .timeouts(Timeouts { stall_s: 0.5, ..Timeouts::default() })
-            .build()
-            .unwrap();
-        let x = || Tensor::ones([2, 3], (tch::Kind::Float, tch::Device::Cpu));
-        let failed = pipeline.train_step(&Batch::new(x(), x())).unwrap_err();
-        assert!(matches!(&failed, StepError::Failed(failure) if failure.worker == "server"), "{failed}");
-        drop(pipeline);
+        give_up_on(blocking(address, 10).build().unwrap());
         let failure = thread.join().unwrap().unwrap_err();
         assert_eq!(failure.worker, "server", "{failure}");
         assert_eq!(*reported.lock().unwrap(), ["blocking as server", "failed: true", "stuck"]);
-        RELEASED.store(true, Ordering::Relaxed);
     }
 
-    /// A server of the built-in models in a thread, until it is dropped.
+    /// A server in a thread, until it is dropped.
     struct Serving {
         address: String,
         stop: Arc<AtomicBool>,
@@ -618,7 +622,11 @@ mod tests {
 
     impl Serving {
         fn start() -> Self {
-            let server = Server::bind(ServeOptions::new("127.0.0.1:0".parse().unwrap(), TOKEN)).unwrap();
+            Self::of(ServeOptions::new("127.0.0.1:0".parse().unwrap(), TOKEN))
+        }
+
+        fn of(options: ServeOptions) -> Self {
+            let server = Server::bind(options).unwrap();
             let (address, stop) = (server.address().unwrap().to_string(), Arc::new(AtomicBool::new(false)));
             let stopped = stop.clone();
             let thread = std::thread::spawn(move || server.run(|| stopped.load(Ordering::Relaxed), |_| {}));
@@ -649,6 +657,22 @@ mod tests {
             self.stop.store(true, Ordering::Relaxed);
             let ended = self.thread.take().map(JoinHandle::join);
             assert!(std::thread::panicking() || matches!(ended, Some(Ok(Ok(())))), "{ended:?}");
+        }
+    }
+
+    /// An action that took 3 s longer than its run once ended the worker: a driver that was stopped in the middle of a step took
+    /// it along.
+    #[test]
+    fn an_action_that_outlasts_its_run_does_not_end_the_worker() {
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let server = Serving::of(ServeOptions { models: blocking_model, ..ServeOptions::new(listen, TOKEN) });
+        give_up_on(blocking(server.address.clone(), 5).build().unwrap());
+        let start = Instant::now();
+        // The next driver hears that the worker is busy, until the action ends.
+        while let Err(error) = blocking(server.address.clone(), 0).build() {
+            let busy = matches!(&error, BuildError::Failed(failure) if failure.is_busy());
+            assert!(busy && start.elapsed() < Duration::from_secs(60), "{error}");
+            std::thread::sleep(POLL);
         }
     }
 

@@ -1,5 +1,6 @@
 //! A relay between a driver and a worker that knows frames, and does to them what a script says: it cuts the connection before a
-//! frame, inside it or after it, cuts it during a handshake, sends a frame twice, leaves one out, or carries nothing more.
+//! frame, inside it or after it, cuts it during a handshake, sends a frame twice, too late or out of order, leaves one out, or
+//! carries nothing more.
 
 use distgpipe_core::wire::{Kind, HEADER_BYTES};
 use std::io::{Read, Write};
@@ -24,6 +25,10 @@ pub enum Act {
     CutAfter,
     /// The frame arrives twice.
     Repeat,
+    /// The first frame of the connection arrives once more after this one.
+    Stale,
+    /// The next frame arrives before this one.
+    Swap,
     /// The frame does not arrive, the next one does.
     Skip,
     /// Nothing arrives any more on this connection, and nobody hears that it is over.
@@ -127,6 +132,8 @@ impl Direction {
 
     /// Forwards frames until the connection ends, which is an error.
     fn forward(&mut self) -> std::io::Result<()> {
+        // A frame that waits for the next one to overtake it, and the first frame of the connection.
+        let (mut overtaken, mut first): (Option<Vec<u8>>, Option<Vec<u8>>) = (None, None);
         loop {
             let mut frame = vec![0; HEADER_BYTES];
             self.from.read_exact(&mut frame)?;
@@ -138,8 +145,16 @@ impl Direction {
                 self.hellos.lock().expect("no panic").push(frame.clone());
             }
             let cut = || Err(std::io::ErrorKind::ConnectionAborted.into());
+            if sequence > 0 {
+                first.get_or_insert_with(|| frame.clone());
+            }
             match self.act(kind, sequence) {
-                None => self.to.write_all(&frame)?,
+                None => {
+                    self.to.write_all(&frame)?;
+                    if sequence > 0 {
+                        overtaken.take().map_or(Ok(()), |late| self.to.write_all(&late))?;
+                    }
+                }
                 Some(Act::CutBefore) => return cut(),
                 Some(Act::CutInside) => {
                     self.to.write_all(&frame[..HEADER_BYTES + body as usize / 2])?;
@@ -153,6 +168,11 @@ impl Direction {
                     self.to.write_all(&frame)?;
                     self.to.write_all(&frame)?;
                 }
+                Some(Act::Stale) => {
+                    self.to.write_all(&frame)?;
+                    first.as_ref().map_or(Ok(()), |stale| self.to.write_all(stale))?;
+                }
+                Some(Act::Swap) => overtaken = Some(frame),
                 Some(Act::Skip) => {}
                 Some(Act::Freeze) => {
                     // Both sockets stay open, as with a cable that was pulled.

@@ -136,16 +136,16 @@ fn either_end_without_the_secret_is_refused_and_named() {
 }
 
 /// Passes the bytes of one connection on to `to`, of the client at most `client_max`, of the server at most `server_max`.
-/// Returns what the client sent.
-fn relay(to: SocketAddr, client_max: usize, server_max: usize) -> (SocketAddr, JoinHandle<Vec<u8>>) {
+/// Returns what the client and the server sent.
+fn relay(to: SocketAddr, client_max: usize, server_max: usize) -> (SocketAddr, JoinHandle<[Vec<u8>; 2]>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let thread = std::thread::spawn(move || {
         let (near, far) = (listener.accept().unwrap().0, TcpStream::connect(to).unwrap());
         let (mut near_in, mut far_out) = (near.try_clone().unwrap(), far.try_clone().unwrap());
         let upstream = std::thread::spawn(move || copy(&mut near_in, &mut far_out, client_max));
-        copy(&mut far.try_clone().unwrap(), &mut near.try_clone().unwrap(), server_max);
-        upstream.join().unwrap()
+        let answers = copy(&mut far.try_clone().unwrap(), &mut near.try_clone().unwrap(), server_max);
+        [upstream.join().unwrap(), answers]
     });
     (address, thread)
 }
@@ -211,14 +211,24 @@ fn copy(from: &mut TcpStream, to: &mut TcpStream, max: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_recorded_session_is_worth_nothing_when_it_is_replayed() {
+fn a_recorded_session_cannot_be_read_and_is_worth_nothing_when_it_is_replayed() {
+    const TEXT: &[u8] = b"what nobody else may read";
     let identity = identity();
     let config = server_config(&identity).unwrap();
     let (server, served) = serve(config.clone(), SECRET);
     let (address, recording) = relay(server, usize::MAX, usize::MAX);
-    drop(dial(address, &identity.key, &SECRET).unwrap());
-    drop(served.join().unwrap().unwrap());
-    let recorded = recording.join().unwrap();
+    let mut client = dial(address, &identity.key, &SECRET).unwrap();
+    let mut server = served.join().unwrap().unwrap();
+    client.write_all(TEXT).unwrap();
+    let (abort, mut got) = (AbortFlag::default(), [0; TEXT.len()]);
+    crate::comm::transport::tcp::read_exact(&mut server, &mut got, &Deadline::new(&abort, LIMIT)).unwrap();
+    assert_eq!(got, TEXT);
+    drop((client, server));
+    let [recorded, answers] = recording.join().unwrap();
+    for secret in [TEXT, &SECRET.0, b"dgpproof"] {
+        let has = |bytes: &[u8]| bytes.windows(secret.len()).any(|window| window == secret);
+        assert!(!has(&recorded) && !has(&answers), "{secret:?}");
+    }
     let (server, served) = serve(config, SECRET);
     let mut replayed = TcpStream::connect(server).unwrap();
     replayed.write_all(&recorded).unwrap();
@@ -236,17 +246,40 @@ fn a_handshake_that_ends_at_any_byte_is_an_error_at_both_ends() {
         let client = dial(address, &identity.key, &SECRET);
         let ended = (client.is_ok(), served.join().unwrap().is_ok());
         drop(client);
-        (ended, relay.join().unwrap().len())
+        (ended, relay.join().unwrap().map(|sent| sent.len()))
     };
-    let ((client, server), client_bytes) = attempt(usize::MAX, usize::MAX);
-    assert!(client && server);
-    for bytes in 1..client_bytes - CLAIM_BYTES / 2 {
+    let (ended, [client_bytes, server_bytes]) = attempt(usize::MAX, usize::MAX);
+    assert_eq!(ended, (true, true));
+    // The last byte of the client is the end of its claim.
+    for bytes in 1..client_bytes {
         assert_eq!(attempt(bytes, usize::MAX).0, (false, false), "the client's first {bytes} bytes");
     }
-    // The server sends more than 300 bytes of handshake, and 35 bytes in a record for its answer.
-    for bytes in (1..300).step_by(3) {
-        assert_eq!(attempt(usize::MAX, bytes).0, (false, false), "the server's first {bytes} bytes");
+    // The server has sent its answer, a proof after three bytes in a record with 22 bytes of its own, when it accepts a client.
+    let before_answer = server_bytes - (22 + 3 + 32);
+    for bytes in 1..server_bytes {
+        let (client, server) = attempt(usize::MAX, bytes).0;
+        assert!(!client && (!server || bytes >= before_answer), "the server's first {bytes} bytes");
     }
+}
+
+/// A peer of another release hears both versions.
+#[test]
+fn a_client_with_another_version_of_the_proof_is_told_both() {
+    let identity = identity();
+    let (address, served) = serve(server_config(&identity).unwrap(), SECRET);
+    let name = ServerName::try_from("distgpipe.invalid").unwrap();
+    let connection = ClientConnection::new(client_config(&identity.key).unwrap(), name).unwrap();
+    let mut client = TlsStream::new(TcpStream::connect(address).unwrap(), connection.into());
+    client.complete_handshake(LIMIT).unwrap();
+    let mut claim = [0; CLAIM_BYTES];
+    claim[..10].copy_from_slice(b"dgpproof\x02\x00");
+    claim[CLAIM_BYTES - 24..][..5].copy_from_slice(b"9.9\x1b[");
+    client.write_all(&claim).unwrap();
+    let refused = served.join().unwrap().unwrap_err().to_string();
+    let ours = env!("CARGO_PKG_VERSION");
+    assert!(refused.contains(&format!("the server runs distgpipe {ours} (proof 1)")), "{refused}");
+    assert!(refused.contains("the client 9.9") && refused.contains("(proof 2)"), "{refused}");
+    assert!(!refused.contains('\x1b'), "{refused}");
 }
 
 /// A read once went on until there was content, which a stranger could withhold: it held the thread that accepts.
