@@ -210,9 +210,9 @@ fn listen(child: &mut Child) -> Arc<Mutex<Vec<String>>> {
 
 #[test]
 fn a_run_with_faults_all_along_ends_with_the_weights_of_an_undisturbed_one() {
-    let (steps, pause_ms) = (setting("DISTGPIPE_SOAK_STEPS", 200), setting("DISTGPIPE_SOAK_PAUSE_MS", 600));
+    let (steps, pause_ms) = (setting("DISTGPIPE_SOAK_STEPS", 500), setting("DISTGPIPE_SOAK_PAUSE_MS", 600));
     // On a machine where steps take long, faults that come by the clock would leave little time for them.
-    let (seed, faults_max) = (setting("DISTGPIPE_SOAK_SEED", 1), setting("DISTGPIPE_SOAK_FAULTS", 10));
+    let (seed, faults_max) = (setting("DISTGPIPE_SOAK_SEED", 1), setting("DISTGPIPE_SOAK_FAULTS", 20));
     let mut draws = Draws(seed);
     let expected = undisturbed(steps);
     let (worker, folder) = (Worker::start(), Folder::new("faults"));
