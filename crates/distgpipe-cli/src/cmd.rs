@@ -1,6 +1,7 @@
 //! The subcommands, one file each.
 
 pub mod balance;
+pub mod bandwidth;
 pub mod codecs;
 pub mod data;
 pub mod demo;

@@ -4,7 +4,7 @@
 use crate::report;
 use crate::signals::Interrupted;
 use distgpipe::engine::exit_at_once;
-use distgpipe::Failure;
+use distgpipe::{Failure, Fault};
 use std::fmt;
 use std::io;
 
@@ -78,7 +78,7 @@ fn is_full_disk(cause: &(dyn std::error::Error + 'static)) -> bool {
 
 /// Whether a worker could not be joined because it is in another run: a script may try again later.
 fn is_busy(cause: &(dyn std::error::Error + 'static)) -> bool {
-    cause.downcast_ref().is_some_and(Failure::is_busy)
+    cause.downcast_ref().is_some_and(Failure::is_busy) || matches!(cause.downcast_ref(), Some(Fault::Busy { .. }))
 }
 
 /// An error and its causes. A cause whose text is already included is left out.

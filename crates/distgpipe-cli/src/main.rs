@@ -67,6 +67,8 @@ enum Command {
     Balance(cmd::balance::BalanceArgs),
     /// Measure codecs on a tensor: bytes on the wire, errors and speeds
     Codecs(cmd::codecs::CodecsArgs),
+    /// Measure the link to a server, or to a process on this host: round trip and throughput, per codec and size
+    Bandwidth(cmd::bandwidth::BandwidthArgs),
     /// Reproduce published experiments, and compare the results with the published figures
     Recipe(cmd::recipe::RecipeArgs),
     /// Create a Rust project that trains with the library
@@ -97,6 +99,7 @@ fn main() {
         Command::Models(args) => cmd::models::run(&args),
         Command::Balance(args) => cmd::balance::run(&args),
         Command::Codecs(args) => cmd::codecs::run(&args),
+        Command::Bandwidth(args) => cmd::bandwidth::run(&args),
         Command::Recipe(args) => cmd::recipe::run(args),
         Command::New(args) => cmd::new::run(&args),
         Command::Serve(args) => cmd::serve::run(&args),

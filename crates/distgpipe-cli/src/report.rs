@@ -3,6 +3,7 @@
 pub mod activity;
 pub mod cut;
 pub mod log;
+pub mod plot;
 pub mod progress;
 pub mod run;
 pub mod table;

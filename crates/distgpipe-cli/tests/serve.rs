@@ -93,6 +93,33 @@ fn the_process_of_a_job_writes_no_files_and_has_neither_the_key_nor_the_secret()
     drop(pipeline);
 }
 
+/// A measurement is a job of its own: its process has the limits of jobs, and it takes the place of one.
+#[test]
+fn a_client_measures_its_link_and_a_server_in_a_run_is_busy() {
+    use distgpipe::prelude::*;
+    let mut server = Serve::start("serve-bandwidth", &["--threads", "1"]);
+    let measure = ["bandwidth", "--server", "box", "--sizes", "4KiB", "--seconds", "0.01", "--json"];
+    let measured = server.client(&measure, None);
+    assert!(measured.status.success(), "{}", String::from_utf8_lossy(&measured.stderr));
+    let result: serde_json::Value = serde_json::from_slice(&measured.stdout).expect("JSON");
+    let link = &result["links"][0];
+    assert_eq!((link["name"].as_str(), link["transport"].as_str()), (Some("box"), Some("tls")));
+    assert_eq!(link["measurements"].as_array().map(Vec::len), Some(4));
+    server.wait_for_ends(1);
+    let threads = server.client(&[&measure[..], &["--threads", "2"]].concat(), None);
+    let said = String::from_utf8_lossy(&threads.stderr);
+    assert!(threads.status.code() == Some(1) && said.contains("this server gives a job at most 1, got 2"), "{said}");
+    server.wait_for_ends(2);
+    let servers = vec![server.join_string.parse().expect("a join string")];
+    let run = Pipeline::builder(Mlp::default().model().expect("a model")).place("client,server,client");
+    let workers = Workers::Servers { servers, labels_leave: false, listen: None };
+    let run = run.device(Device::Cpu).threads(1).workers(workers).build().expect("it starts");
+    let busy = server.client(&measure, None);
+    let said = String::from_utf8_lossy(&busy.stderr);
+    assert!(busy.status.code() == Some(3) && said.contains("busy"), "{said}");
+    drop(run);
+}
+
 #[test]
 fn split_learning_over_a_server_equals_threads_and_the_secret_stays_where_it_is() {
     let mut server = Serve::start("serve-train", &[]);

@@ -1,6 +1,7 @@
 //! What drives a run: the pipeline that a user holds, and the starting of its workers.
 
 pub mod auto_balance;
+pub mod bandwidth;
 pub mod builder;
 mod endpoint;
 pub mod gateway;

@@ -15,6 +15,7 @@ mod threads;
 
 pub use autocast::{Autocast, Precision};
 pub use clock::{boot_time, utc_now};
+pub(crate) use clock::{cpu_time_of, thread_cpu_time};
 pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
 pub(crate) use ffi::{bytes_mut, floats_mut};

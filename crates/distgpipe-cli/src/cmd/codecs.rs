@@ -4,11 +4,9 @@
 //! | --- | --- |
 //! | [`sample`] | the tensors to encode |
 //! | [`measure`] | bytes, errors and times of a codec |
-//! | [`trial`] | several codecs on the same tensors: table and JSON |
-//! | [`plot`] | error against ratio, as a picture |
+//! | [`trial`] | several codecs on the same tensors: table, picture and JSON |
 
 mod measure;
-mod plot;
 mod sample;
 mod trial;
 

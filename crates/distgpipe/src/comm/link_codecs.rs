@@ -44,18 +44,26 @@ pub struct LinkCodecs {
 impl LinkCodecs {
     /// The codecs of one worker's links, by its job.
     pub fn new(job: &Job, plan: &Plan) -> Self {
-        let executor: Arc<dyn Executor> = match job.threads {
-            0 | 1 => Arc::new(SerialExecutor),
-            size => Arc::new(Threads { size }),
-        };
         LinkCodecs {
             codecs: Arc::new(job.codecs.clone()),
             plan: Arc::new(plan.clone()),
-            executor,
+            executor: executor(job.threads),
             // If the device does not open, the worker fails when it builds its partitions.
             device: job.device().open().unwrap_or(tch::Device::Cpu),
             resets: Arc::default(),
             background: BackgroundRecorder::new(job.worker.0, job.trace),
+        }
+    }
+
+    /// The codecs of a link that is measured without a job.
+    pub(crate) fn of_test(codecs: CodecPolicy, plan: Plan, threads: usize) -> Self {
+        LinkCodecs {
+            codecs: Arc::new(codecs),
+            plan: Arc::new(plan),
+            executor: executor(threads),
+            device: tch::Device::Cpu,
+            resets: Arc::default(),
+            background: BackgroundRecorder::new(0, false),
         }
     }
 
@@ -69,6 +77,13 @@ impl LinkCodecs {
     fn codec(&self, edge: PartitionEdge) -> Option<Box<dyn Codec>> {
         let spec = self.codecs.codec(&self.plan, edge.pass, edge.from, edge.to);
         (!spec.is_raw()).then(|| spec.codec(self.executor.clone()))
+    }
+}
+
+fn executor(threads: usize) -> Arc<dyn Executor> {
+    match threads {
+        0 | 1 => Arc::new(SerialExecutor),
+        size => Arc::new(Threads { size }),
     }
 }
 
@@ -110,14 +125,7 @@ mod tests {
     fn link_codecs(codec: &str) -> LinkCodecs {
         let placement: Placement = "a,b".parse().unwrap();
         let plan = Schedule::GPipe.plan(&Request::new(placement, 1)).unwrap();
-        LinkCodecs {
-            codecs: Arc::new(CodecPolicy::all(codec.parse().unwrap())),
-            plan: Arc::new(plan),
-            executor: Arc::new(SerialExecutor),
-            device: tch::Device::Cpu,
-            resets: Arc::default(),
-            background: BackgroundRecorder::new(0, false),
-        }
+        LinkCodecs::of_test(CodecPolicy::all(codec.parse().unwrap()), plan, 1)
     }
 
     fn message(kind: Kind) -> Message {

@@ -7,6 +7,9 @@
 //!
 //! A transfer counts from its first byte to the peer's answer, less one round trip. Transfers double in size until one takes
 //! a quarter of a second, so that a slow link is measured in a second and a fast one after its congestion window has opened.
+//! [`bandwidth`] measures a link as runs use it, which takes longer.
+
+pub mod bandwidth;
 
 use crate::comm::handshake;
 use crate::comm::transport::byte_stream::ByteStream;
@@ -117,13 +120,17 @@ fn filler() -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut bytes = Vec::with_capacity(TRANSFER_BYTES_MAX);
     while bytes.len() < TRANSFER_BYTES_MAX {
-        // xorshift64
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
+        state = xorshift(state);
         bytes.extend_from_slice(&state.to_le_bytes());
     }
     bytes
+}
+
+/// The next state of the generator xorshift64.
+fn xorshift(mut state: u64) -> u64 {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^ state << 17
 }
 
 #[cfg(test)]

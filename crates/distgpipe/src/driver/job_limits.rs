@@ -60,15 +60,20 @@ impl JobLimits {
         if !job.faults.is_empty() {
             return Err(Fault::invalid_job("the fault scenario", "a server injects no faults: leave it out"));
         }
-        if job.threads > self.threads {
-            let wrong = format!("this server gives a job at most {}, got {}", self.threads, job.threads);
-            return Err(Fault::invalid_job("`Builder::threads`", wrong));
-        }
+        self.check_threads(job.threads)?;
         // A client that waits for a shorter time leaves no process waiting for it.
         let reconnect_s = self.timeouts.reconnect_s.min(job.timeouts.reconnect_s);
         job.timeouts = Timeouts { reconnect_s, ..self.timeouts };
         job.devices = self.devices.clone();
         Ok(())
+    }
+
+    pub(super) fn check_threads(&self, threads: usize) -> Result<(), Fault> {
+        if threads <= self.threads {
+            return Ok(());
+        }
+        let wrong = format!("this server gives a job at most {}, got {threads}", self.threads);
+        Err(Fault::invalid_job("`Builder::threads`", wrong))
     }
 
     /// Refuses a job whose codecs keep more than the job may have.

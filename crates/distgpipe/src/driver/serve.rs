@@ -13,7 +13,8 @@ use crate::comm::admission::Peer;
 use crate::comm::handshake;
 use crate::comm::handshake::{Credentials, Terms, Token};
 use crate::comm::notice::{Notice, Notify};
-use crate::comm::probe;
+use crate::comm::probe::bandwidth::{Durations, LinkTest};
+use crate::comm::probe::{self, bandwidth};
 use crate::comm::protocol::Job;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::tcp::{join_until, Connection, Dial, Reconnect, Resume};
@@ -119,6 +120,12 @@ struct Arrivals {
 /// Where a driver is, and the result of its handshake.
 type ArrivedDriver = (SocketAddr, Result<(ByteStream, Hello), Fault>);
 
+/// What a driver sends first.
+enum Work {
+    Train(Box<LocalWorker>),
+    Measure(LinkTest),
+}
+
 /// How a job ended.
 enum JobEnd {
     Done,
@@ -219,8 +226,9 @@ impl Server {
         mut busy: BusyListener<'_>,
         report: &Report<'_>,
     ) -> JobEnd {
-        let worker = match busy.wait_for(&driver, JOB_LIMIT, report).and_then(|()| self.read_job(&mut driver)) {
-            Ok(worker) => worker,
+        let worker = match busy.wait_for(&driver, JOB_LIMIT, report).and_then(|()| self.read_work(&mut driver)) {
+            Ok(Work::Train(worker)) => *worker,
+            Ok(Work::Measure(test)) => return self.measure_link(driver, from, test, busy, report),
             Err(fault) => {
                 // There is no connection yet that would send the driver the cause.
                 let failure = Failure::new("a worker", "reading the job", fault);
@@ -254,9 +262,51 @@ impl Server {
         }
     }
 
-    /// Reads the job, and checks it against the limits of this server.
-    fn read_job(&self, driver: &mut ByteStream) -> Result<LocalWorker, Fault> {
-        let frame = handshake::receive(driver, &[Kind::Job], JOB_LIMIT)?;
+    /// Takes the orders of a driver that measures the link, and refuses others meanwhile.
+    fn measure_link(
+        &self,
+        driver: ByteStream,
+        from: SocketAddr,
+        test: LinkTest,
+        mut busy: BusyListener<'_>,
+        report: &Report<'_>,
+    ) -> JobEnd {
+        let timeouts = self.options.limits.as_ref().map(|limits| limits.timeouts).unwrap_or_default();
+        let answering =
+            engine::spawn("link test", move || bandwidth::answer(driver, &test, timeouts, &Durations::default()));
+        let answered = answering.map_err(Fault::from).and_then(|thread| {
+            while !thread.is_finished() {
+                let next = busy.answer_next(POLL, || thread.is_finished(), false, report);
+                if let Some((_, mut stream)) = next {
+                    handshake::refuse(&mut stream, handshake::NOT_IN_RUN.to_owned(), HANDSHAKE_LIMIT);
+                }
+            }
+            thread.join().unwrap_or_else(|_| Err(Fault::Panic("the panic message is on standard error".to_owned())))
+        });
+        match answered {
+            Ok(()) => {
+                report(&ServeEvent::Probed(from));
+                JobEnd::Done
+            }
+            Err(fault) => {
+                let failure = Failure::new(from.to_string(), "measuring the link", fault);
+                report(&ServeEvent::Rejected(&failure));
+                JobEnd::Failed(failure)
+            }
+        }
+    }
+
+    /// Reads what the driver wants, and checks it against the limits of this server.
+    fn read_work(&self, driver: &mut ByteStream) -> Result<Work, Fault> {
+        let frame = handshake::receive(driver, &[Kind::Job, Kind::Probe], JOB_LIMIT)?;
+        if frame.header.kind == Kind::Probe {
+            let test: LinkTest = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("a link test", e))?;
+            test.check()?;
+            if let Some(limits) = &self.options.limits {
+                limits.check_threads(test.threads)?;
+            }
+            return Ok(Work::Measure(test));
+        }
         let mut job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("the job", e))?;
         if let Some(limits) = &self.options.limits {
             limits.apply(&mut job)?;
@@ -272,7 +322,8 @@ impl Server {
         if job.addresses.len() != workers {
             return Err(Fault::protocol(format!("{workers} worker addresses"), job.addresses.len().to_string()));
         }
-        LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default())
+        let worker = LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default());
+        worker.map(|worker| Work::Train(Box::new(worker)))
     }
 
     /// Connects to the other workers and starts the worker's thread.

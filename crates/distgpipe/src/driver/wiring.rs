@@ -125,6 +125,7 @@ impl LocalWorker {
             queue: self.topology.queue_capacity(self.id(), other),
             meter: self.meter.clone(),
             link_codecs: self.link_codecs.clone(),
+            counters: Counters::default(),
             heartbeat: remote.heartbeat,
             wrap,
             admit: Box::new(move |header| admission.admit(header)),

@@ -2,9 +2,10 @@
 
 use super::measure::{copy, measure, Measured, Speed, ROUNDS_MAX};
 use super::sample::{written, Sample};
-use super::{plot, CodecsArgs, Outputs};
+use super::{CodecsArgs, Outputs};
 use crate::exit::usage;
 use crate::report;
+use crate::report::plot;
 use crate::report::table::{Side, Table};
 use crate::report::units;
 use distgpipe_core::codec::{CodecId, CodecSpec, Member, ALL};
@@ -53,7 +54,7 @@ impl<'a> Trial<'a> {
 
     pub(super) fn show(&self, args: &CodecsArgs, outputs: &Outputs) -> anyhow::Result<()> {
         if let Some(output) = &outputs.plot {
-            output.write(plot::draw(&self.points(), &self.source(args)).as_bytes())?;
+            output.write(self.plot(args).as_bytes())?;
         }
         if args.json {
             return report::print_json(&self.json(args));
@@ -151,12 +152,27 @@ impl<'a> Trial<'a> {
         }
     }
 
+    /// Error over compression ratio.
+    fn plot(&self, args: &CodecsArgs) -> String {
+        let text = plot::Text {
+            title: "relative mean squared error over compression ratio",
+            source: &self.source(args),
+            better: "right and down",
+            x: "ratio: bytes of the tensor / bytes on the wire",
+            y: "mean squared error / mean square",
+            x_tick: ratio,
+            y_tick: |power| format!("1e{power}"),
+            joins_best: true,
+        };
+        plot::draw(&self.points(), &text)
+    }
+
     fn points(&self) -> Vec<plot::Point> {
         let point = |measured: &Measured| plot::Point {
             label: measured.spec.to_string(),
             family: family(&measured.spec),
-            ratio: measured.ratio(),
-            error: measured.errors().relative_mse(),
+            x: measured.ratio(),
+            y: measured.errors().relative_mse(),
         };
         self.codecs.iter().map(point).collect()
     }
@@ -241,6 +257,15 @@ pub(super) fn distinct(specs: &[CodecSpec]) -> Vec<CodecSpec> {
 fn family(spec: &CodecSpec) -> usize {
     let name = spec.as_str().split([':', '(']).next();
     ALL.iter().position(|member| Some(member.name) == name).unwrap_or(ALL.len())
+}
+
+/// A power of 2 as a ratio.
+fn ratio(power: i32) -> String {
+    match power {
+        0..=20 => (1u32 << power).to_string(),
+        -20..=-1 => format!("1/{}", 1u32 << -power),
+        _ => format!("2^{power}"),
+    }
 }
 
 fn file_name(path: &Path) -> String {

@@ -96,6 +96,8 @@ pub struct TcpOptions {
     pub meter: Meter,
     /// The codecs of this worker's links.
     pub link_codecs: LinkCodecs,
+    /// Counts what this end sends, and times what arrives.
+    pub counters: Counters,
     /// Makes the text of a heartbeat.
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Wraps the sending end of the connection, on the encoder's side of the queue.
@@ -131,6 +133,13 @@ impl LinkControl {
     }
 }
 
+/// Processor time of the two threads that send.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SenderCpuTimes {
+    pub encoder: Duration,
+    pub writer: Duration,
+}
+
 /// A connection to another process, with its threads.
 pub struct Connection {
     queue: Option<SyncSender<Message>>,
@@ -153,7 +162,7 @@ impl Connection {
         let sending = stream.try_clone();
         let sending = sending.map_err(|e| Fault::io(format!("setting up the connection to {}", options.peer), e))?;
         let (queue, queued) = mpsc::sync_channel(options.queue.max(1));
-        let counters = Counters::default();
+        let counters = options.counters;
         let closing = Arc::new(AtomicBool::new(false));
         let (local, peer, abort, meter) = (options.local, options.peer, options.abort, options.meter);
         let (timeouts, silence) = (options.timeouts, options.timeouts.silence());
@@ -235,6 +244,12 @@ impl Connection {
     /// Counts what this end sends.
     pub fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// The processor time that the sending threads have used; zero once the connection is closed.
+    pub(crate) fn sender_cpu_times(&self) -> SenderCpuTimes {
+        let time = |thread: &Option<JoinHandle<()>>| thread.as_ref().map_or(Duration::ZERO, engine::cpu_time_of);
+        SenderCpuTimes { encoder: time(&self.encoder), writer: time(&self.writer) }
     }
 
     /// How long the connection has been without a socket; `None` while it has one.

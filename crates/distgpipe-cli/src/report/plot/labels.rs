@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn labels_of_adjacent_points_do_not_overlap() {
-        let point = |i: usize| Point { label: format!("codec:{i}"), family: 0, ratio: 1.0, error: 1.0 };
+        let point = |i: usize| Point { label: format!("codec:{i}"), family: 0, x: 1.0, y: 1.0 };
         let points: Vec<Point> = (0..6).map(point).collect();
         let places: Vec<(f64, f64)> = (0..6).map(|i| (400.0 + 9.0 * f64::from(i), 300.0)).collect();
         let labels = place(&points, &places, &[]);
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_label_at_the_edge_stays_inside() {
-        let points = [Point { label: "feedback(tile:4)".to_owned(), family: 0, ratio: 1.0, error: 1.0 }];
+        let points = [Point { label: "feedback(tile:4)".to_owned(), family: 0, x: 1.0, y: 1.0 }];
         for at in [(RIGHT - 5.0, 300.0), (LEFT + 5.0, 300.0), (RIGHT - 5.0, ZERO)] {
             let label = place(&points, &[at], &[])[0];
             assert!(label.left >= LEFT && label.left + label.width <= RIGHT, "{label:?}");
