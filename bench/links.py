@@ -16,8 +16,8 @@
 All compare raw with several codecs. Measurements run in rounds, each going through the whole list, so that an outside
 disturbance affects all of them alike. Ratios compare medians over all steps of all rounds.
 
-usage: bench/links.py overhead|thin|real|tls [--files FOLDER] [--rounds 3] [--steps 4] [--mbit 100] [--mbits LIST] [--codecs LIST]
-                                               [--models LIST] [--name NAME]            needs: a release build
+usage: bench/links.py overhead|thin|real|tls [--files FOLDER] [--rounds 3] [--steps 4] [--mbit 100] [--mbits LIST] [--chunks 16]
+                                               [--codecs LIST] [--models LIST] [--name NAME]            needs: a release build
 """
 import argparse
 import contextlib
@@ -47,8 +47,8 @@ TOKEN = "5e" * 32
 
 SYNTHETIC = "--place client,server --schedule 1f1b --data synthetic --epochs 1 --optimizer sgd --momentum 0 --lr 0.005"
 SPLIT = (
-    "--cut first=1,last=1 --place client,server,client --chunks 16 --data synthetic --epochs 1 --optimizer sgd --momentum 0 --lr 0.005")
-# Flags, and the rows of a batch in each mode.
+    "--cut first=1,last=1 --place client,server,client --chunks CHUNKS --data synthetic --epochs 1 --optimizer sgd --momentum 0 --lr 0.005")
+# Flags, and the rows of a batch in each mode; in tls, those of 16 micro-batches.
 MODELS = {
     "MobileNetV2": (f"--model mobilenet_v2 --set dropout=0.0 --balance 1,19 --chunks 8 {SYNTHETIC}", {"overhead": 32, "thin": 16}),
     "wide layer": (f"--model mlp --set input=[64] --set hidden=[32768] --balance 1,1 --chunks 8 {SYNTHETIC}", {"thin": 64}),
@@ -69,6 +69,8 @@ MODELS = {
 def train(model, codec, options, workers, prefix=()):
     flags, rows = MODELS[model]
     rows, steps = rows[options.mode], options.steps + WARM_UP
+    if options.mode == "tls":
+        flags, rows = flags.replace("CHUNKS", str(options.chunks)), rows * options.chunks // 16
     samples = ["--samples", str(rows * steps)] if "synthetic" in flags else []
     with tempfile.TemporaryDirectory() as log:
         command = [
@@ -86,6 +88,7 @@ def train(model, codec, options, workers, prefix=()):
         "model": model,
         "codec": codec,
         "rows": rows,
+        "chunks": options.chunks if options.mode == "tls" else None,
         "step_s": [line["seconds"] for line in lines][WARM_UP:],
         "wire_bytes_a_step": sum(cut["wire_bytes"] for cut in cuts) / len(lines),
         "encode_ms_a_step": sum(cut["encode_ms"] for cut in cuts) / len(lines),
@@ -112,14 +115,14 @@ def output_of(command):
 
 
 def computing(spans):
-    """The median time of a forward and of a backward pass of each partition, without the first step."""
+    """The mean time of a forward and of a backward pass of each partition, without the first step."""
     times = {}
     for span in spans:
         if span["phase"] in ("forward", "backward") and span["step"] > WARM_UP:
             partition = int(span["action"].split(span["phase"][0].upper())[0])
             times.setdefault((partition, span["phase"]), []).append((span["end_ns"] - span["start_ns"]) / 1e9)
     partitions = sorted({partition for partition, _ in times})
-    return [{phase: statistics.median(times.get((partition, phase), [0])) for phase in ("forward", "backward")} for partition in partitions]
+    return [{phase: statistics.mean(times.get((partition, phase), [0])) for phase in ("forward", "backward")} for partition in partitions]
 
 
 def link_of(prefix, workers):
@@ -134,7 +137,7 @@ def predicted(row, link, profiles):
     """The simulator's time of a step: the layers of each partition take together what its trace says."""
     flags = MODELS[row["model"]][0].split()
     model = [flags[flags.index("--model") + 1], *(word for i, flag in enumerate(flags) if flag == "--set" for word in flags[i:i + 2])]
-    chunks = int(flags[flags.index("--chunks") + 1])
+    chunks = row["chunks"]
     rows = ["--rows", str(row["rows"] // chunks), "--threads", "1", "--device", "cpu", "--json"]
     if row["model"] not in profiles:
         profiles[row["model"]] = output_of([str(BINARY), "models", *model, "--profile", *rows])
@@ -174,6 +177,11 @@ def run(*command):
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def burst(mbit):
+    """Bytes that may pass at once after a pause: what the link carries in a millisecond, and two packets at least."""
+    return max(4000, mbit * 125)
+
+
 @contextlib.contextmanager
 def thin_link(mbit, tls=False):
     """Connects two network namespaces by a slow link and starts the server's worker, or a server, in one of them."""
@@ -194,7 +202,7 @@ def thin_link(mbit, tls=False):
             run("ip", "-n", name, "link", "set", name, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf",
-                "rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms")
+                "rate", f"{mbit}mbit", "burst", f"{burst(mbit)}" if tls else "128kb", "latency", "100ms")
         join = Path(folder.name) / "join"
         serve = ["serve", "--listen", "10.77.0.2:7443", "--device", "cpu", "--identity", str(Path(folder.name) / "identity")]
         command = serve if tls else ["worker", "--listen", "10.77.0.2:7000", "--expose"]
@@ -223,6 +231,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="steps per round, after the warm-up")
     parser.add_argument("--mbit", type=int, default=100, help="rate of the thin link, in Mbit/s")
     parser.add_argument("--mbits", type=lambda text: [int(word) for word in text.split()], default=[10, 100, 1000], help="rates for tls")
+    parser.add_argument("--chunks", type=int, default=16, help="micro-batches per batch for tls")
     parser.add_argument("--codecs", type=lambda text: text.split(), help="measure these codecs, of those of the mode, separated by spaces")
     parser.add_argument("--models", type=lambda text: text.split(","), help="measure these models, separated by commas")
     parser.add_argument("--name", default=datetime.date.today().isoformat() + "-links", help="name of the folder under bench/runs")
@@ -268,9 +277,10 @@ def over_tls(options):
                               f"predicted {row['predicted_s']:7.3f}, share {share(row):.2f}", flush=True)
     folder = HERE / "runs" / options.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = "tls" if options.chunks == 16 else f"tls-{options.chunks}"
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = tls_report(rows, options)
-    (folder / "tls.md").write_text(text)
+    (folder / f"{name}.md").write_text(text)
     print(text)
 
 
@@ -289,16 +299,16 @@ def tls_report(rows, options):
         "# Split learning over TLS at " + ", ".join(f"{mbit}" for mbit in options.mbits) + " Mbit/s",
         "",
         f"Machine: {machine()}; load average during the runs {min(loads):.1f} to {max(loads):.1f}.  ",
-        f"Command: `bench/links.py tls --rounds {options.rounds} --steps {options.steps} --mbits '{' '.join(map(str, options.mbits))}'`; "
-        "every step's time is in `tls.jsonl`.",
+        f"Command: `bench/links.py tls --rounds {options.rounds} --steps {options.steps} --mbits '{' '.join(map(str, options.mbits))}' "
+        f"--chunks {options.chunks}`; every step's time is in the file of the same name that ends in `.jsonl`.",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == model]
         lines += [
             "", f"## {model}, {of_model[0]['rows']} rows per batch", "", f"`{of_model[0]['command']}`", "",
-            "| link | codec | steps per second | bytes in the busier direction per step | share of the link used | steps per second, "
-            "simulated | measured / simulated |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| link | codec | bytes in the busier direction per step | steps per second | simulated | measured / simulated | share of the link "
+            "used | simulated |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for mbit, codec in dict.fromkeys((row["mbit"], row["codec"]) for row in of_model):
             of = [row for row in of_model if (row["mbit"], row["codec"]) == (mbit, codec)]
@@ -306,12 +316,13 @@ def tls_report(rows, options):
             simulated = statistics.median(row["predicted_s"] for row in of)
             busier = of[0]["busier_direction_bytes_a_step"]
             used = busier * PACKET * RECORD / (step * mbit * 1e6 / 8)
-            lines.append(f"| {mbit} Mbit/s | {codec} | {1 / step:.2f} | {busier / 1e6:.3f} MB | {used:.2f} | {1 / simulated:.2f} | "
-                         f"{simulated / step:.2f} |")
+            lines.append(f"| {mbit} Mbit/s | {codec} | {busier / 1e6:.3f} MB | {1 / step:.2f} | {1 / simulated:.2f} | {simulated / step:.2f} | "
+                         f"{used:.2f} | {used * step / simulated:.2f} |")
     lines += [
         "",
-        "The share counts the headers of Ethernet, IP and TCP (66 bytes for every 1,448) and TLS. With 16 micro-batches, a link that is the "
-        "only bottleneck cannot be used all the time: nothing comes back before the first micro-batch has crossed it.",
+        "The share is that of the busier direction over the whole step, with the headers of Ethernet, IP and TCP (66 bytes for every 1,448) "
+        "and TLS. The simulated share is what the schedule allows: nothing comes back before the first micro-batch has crossed the link, and "
+        "1F1B limits how many are on their way.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -88,7 +88,8 @@ numbered! {
         Goodbye = 16,
         /// A part of a replica's gradients, for the next replica.
         Share = 17,
-        /// Bytes that measure a link. `step` is the number of bytes that the peer answers with.
+        /// Bytes that measure a link; `step` is the number of bytes that the peer answers with. From a driver, instead of a job: what
+        /// it measures on the connection.
         Probe = 18,
     }
 }
