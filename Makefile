@@ -12,7 +12,7 @@ RUST_MINOR_MIN := 89
 # seed, and PROPTEST_CASES for more of them.
 export PROPTEST_RNG_SEED ?= 1
 
-.PHONY: help tools setup demo test test-isa test-export examples fuzz-smoke bench golden lint clean
+.PHONY: help tools setup demo test test-isa mpi test-mpi test-export examples fuzz-smoke bench golden lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -49,6 +49,14 @@ test: setup ## all tests, and a short run of the fuzz targets
 
 test-isa: setup ## the numeric tests with each instruction set (or some: ISA="avx2 sse41")
 	scripts/test-isa.sh $(ISA)
+
+mpi: setup ## build the binary with MPI, for `mpirun distgpipe train`; see docs/clusters.md
+	scripts/mpi-packages.sh
+	cargo build --locked --release --bin distgpipe --features mpi
+
+test-mpi: setup ## the tests of MPI, under mpirun
+	scripts/mpi-packages.sh
+	cargo test --locked -p distgpipe -p distgpipe-cli --features distgpipe/mpi,distgpipe-cli/mpi --test mpi
 
 examples: setup ## run all examples of the library
 	for example in crates/distgpipe/examples/*.rs; do \

@@ -37,16 +37,21 @@ doc_only() {
 # Rust code. What is off must not be among the dependencies, and must be named in the error that asks for it.
 features() {
     local feature off
-    for feature in "" jpeg png tokenizers; do
+    scripts/mpi-packages.sh
+    for feature in "" jpeg png tokenizers mpi; do
         cargo clippy --locked -p distgpipe --lib --tests --examples --no-default-features --features "doc-only,$feature" -- -D warnings
     done
     off=$(cargo tree --locked -p distgpipe --no-default-features --edges normal,build --prefix none --format '{p}' \
-        | grep -E '^(png|tokenizers|zune-jpeg) ' || true)
+        | grep -E '^(mpi|png|tokenizers|zune-jpeg) ' || true)
     if [ -n "$off" ]; then
-        printf 'expected no dependencies of data formats without default features, got:\n%s\n' "$off" >&2
+        printf 'expected no dependencies of optional features without them, got:\n%s\n' "$off" >&2
         return 1
     fi
     cargo test --locked -p distgpipe --no-default-features --lib -- data::
+    if cargo tree --locked -p distgpipe-cli --edges normal,build --prefix none --format '{p}' | grep -E '^(mpi|bindgen)'; then
+        echo "expected nothing of MPI without the feature mpi" >&2
+        return 1
+    fi
 }
 
 # A project of `distgpipe new`, as its user has it: cargo finds libtorch and builds it without a warning, and it trains with threads, with a

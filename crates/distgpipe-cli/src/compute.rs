@@ -39,7 +39,7 @@ impl Compute {
     /// Checks `--device` and `--threads`, and fills in the number of threads. `worker_count` includes all replicas.
     pub fn new(flags: &TrainFlags, workers: &Workers, worker_count: usize) -> anyhow::Result<Self> {
         let workers_on_host = workers.most_on_one_host(worker_count);
-        let remote = matches!(workers, Workers::Remote { .. } | Workers::Servers { .. });
+        let remote = workers.open_devices_elsewhere();
         Ok(Compute {
             devices: open_devices(&flags.devices(), worker_count, remote)?,
             threads: threads(flags.threads, workers_on_host)?,

@@ -31,6 +31,7 @@ use crate::compute::Compute;
 use crate::datasets::loaders;
 use crate::exit::usage;
 use crate::files::check_directory;
+use crate::mpi;
 use crate::report::{self, log};
 use crate::saved_model::SavedModel;
 use crate::weights::{FittedWeights, MissingTensors};
@@ -100,6 +101,7 @@ impl RunConfig {
     /// Validates the flags of the checkpoint that `given` says to resume from, overridden by `given`; or `otherwise`, if there is
     /// no checkpoint.
     pub fn resuming(given: &TrainFlags, otherwise: &TrainFlags) -> anyhow::Result<Self> {
+        mpi::check_flags(given)?;
         check_directories(given)?;
         let (saving, given) = CheckpointConfig::open(given, otherwise)?;
         // Those that come from the checkpoint.

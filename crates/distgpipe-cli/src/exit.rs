@@ -1,9 +1,9 @@
 //! Exit status and error messages: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run, 128 + N stopped by
 //! signal N.
 
+use crate::mpi;
 use crate::report;
 use crate::signals::Interrupted;
-use distgpipe::engine::exit_at_once;
 use distgpipe::{Failure, Fault};
 use std::fmt;
 use std::io;
@@ -38,7 +38,7 @@ pub fn usage(text: impl Into<String>) -> anyhow::Error {
 /// Prints the error, if there is one, and ends the process at once: a stage that did not stop in time may still be computing, so no
 /// destructors run.
 pub fn end(result: anyhow::Result<()>) -> ! {
-    exit_at_once(status(result))
+    mpi::exit(status(result))
 }
 
 fn status(result: anyhow::Result<()>) -> i32 {

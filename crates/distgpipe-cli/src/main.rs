@@ -11,6 +11,7 @@ mod datasets;
 mod exit;
 mod fetch;
 mod files;
+mod mpi;
 mod option_names;
 mod recipe;
 mod report;
@@ -83,13 +84,18 @@ enum Command {
 
 fn main() {
     distgpipe::tune_allocator();
+    mpi::enter();
     let command = Args::command()
         .mut_subcommand("train", |train| train.mut_args(args::show_defaults))
         .mut_subcommand("evaluate", |evaluate| evaluate.mut_args(args::for_inference("evaluate")))
         .mut_subcommand("predict", |predict| predict.mut_args(args::for_inference("predict")));
     let command = args::explain_numbers(command);
-    let parsed = Args::from_arg_matches(&command.get_matches());
-    exit::end(match parsed.unwrap_or_else(|error| error.exit()).command {
+    let parsed = command.try_get_matches().and_then(|matches| Args::from_arg_matches(&matches));
+    let args = parsed.unwrap_or_else(|error| {
+        let _ = error.print();
+        mpi::exit(error.exit_code())
+    });
+    exit::end(match args.command {
         Command::Demo(args) => cmd::demo::run(&args),
         Command::Train(flags) => cmd::train::run(*flags),
         Command::Evaluate(args) => cmd::evaluate::run(&args),

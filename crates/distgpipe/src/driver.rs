@@ -8,6 +8,8 @@ pub mod gateway;
 pub mod job_limits;
 pub mod launch;
 pub mod log_queue;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod pipeline;
 pub mod profile;
 pub mod serve;

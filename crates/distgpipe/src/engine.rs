@@ -1,11 +1,13 @@
 //! libtorch as the rest of the crate uses it: devices, memory, random streams, autocast, and the calls that `tch` does not
-//! offer. All `unsafe` code of the crate is here.
+//! offer; and MPI. All `unsafe` code of the crate is here.
 
 mod autocast;
 mod clock;
 mod device;
 mod ffi;
 mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod operators;
 mod poll;
 mod process;
@@ -27,7 +29,7 @@ pub use memory::{
 pub(crate) use operators::{as_with_grad, seeded, Argument, Operator};
 pub(crate) use poll::wait_readable;
 pub(crate) use process::kill_worker_process;
-pub use process::{declare_worker_process, exit_at_once};
+pub use process::{declare_worker_process, exit_at_once, is_one_of_several_ranks};
 pub use random::{Draws, Stream};
 pub(crate) use resource_limits::open_files_max;
 pub use resource_limits::{limit_resources, raise_open_files_limit, ResourceLimits};

@@ -192,6 +192,15 @@ pub enum Fault {
         /// The system's error.
         source: std::io::Error,
     },
+    /// The MPI library returned an error.
+    #[cfg(feature = "mpi")]
+    #[error("{doing}: MPI: {text}")]
+    Mpi {
+        /// The operation, such as `sending`.
+        doing: &'static str,
+        /// The library's error.
+        text: String,
+    },
     /// Another worker or thread failed first, and reported this.
     #[error("{0}")]
     Reported(Failure),

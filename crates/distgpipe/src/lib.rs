@@ -79,6 +79,8 @@ pub use distgpipe_core::schedule::{Plan, Recompute, Schedule};
 pub use driver::auto_balance::AutoBalance;
 pub use driver::builder::{BuildError, Builder};
 pub use driver::launch::{WorkerProgram, Workers};
+#[cfg(feature = "mpi")]
+pub use driver::mpi::{MpiProgram, MpiRanks};
 pub use driver::pipeline::{Batch, Pipeline, StepError, StepLink, StepOutcome, StepWait};
 pub use driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
 pub use driver::worker_mode::worker_mode;

@@ -9,6 +9,7 @@ use crate::args::TrainFlags;
 use crate::compute::Compute;
 use crate::datasets;
 use crate::exit::usage;
+use crate::mpi;
 use crate::saved_model::{self, Normalisation, SavedModel};
 use crate::weights::{fit_trained, FittedWeights};
 use anyhow::Context;
@@ -43,6 +44,7 @@ pub struct InferenceConfig {
 impl InferenceConfig {
     /// Validates the flags of a command.
     pub fn new(given: &TrainFlags) -> anyhow::Result<Self> {
+        mpi::check_flags(given)?;
         let path = given.weights.as_deref();
         let path =
             path.ok_or_else(|| usage("add --weights FILE, the trained model: what `train --save FILE` wrote"))?;

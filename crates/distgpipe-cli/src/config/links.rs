@@ -71,6 +71,8 @@ pub(super) fn choose_codec(flags: &mut TrainFlags, workers: &Workers) -> anyhow:
             let (address, link) = slowest.context("--codec auto: there is no link to measure")?;
             (codec_for(link.slower_per_s()), format!("for the link to {address}: {}", in_words(&link)))
         }
+        #[cfg(feature = "mpi")]
+        Workers::Mpi(_) => (RAW, "because MPI connects the workers".to_owned()),
         Workers::Threads => (RAW, "because all workers are threads of this process".to_owned()),
         _ => (RAW, "because all workers are on this host".to_owned()),
     };

@@ -3,11 +3,15 @@
 use crate::args::TrainFlags;
 use crate::cmd::worker::given_token;
 use crate::exit::usage;
+use crate::mpi;
 use crate::server_store;
 use distgpipe::{JoinString, Workers};
 
 /// The workers that `--workers` names. `count` includes this process and all replicas.
 pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Workers> {
+    if let Some(ranks) = mpi::workers(count)? {
+        return Ok(ranks);
+    }
     if let Some(servers) = servers(flags)? {
         return match servers.len() + 1 == count {
             true => {

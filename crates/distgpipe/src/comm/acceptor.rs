@@ -14,7 +14,7 @@ mod rates;
 
 use crate::comm::handshake::Token;
 use crate::comm::transport::byte_stream::ByteStream;
-use crate::comm::transport::tcp::limits;
+use crate::comm::transport::limits;
 use crate::comm::transport::tls::{self, TlsStream, CLAIM_BYTES};
 use crate::engine;
 use crate::failure::Fault;

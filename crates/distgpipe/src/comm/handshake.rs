@@ -12,7 +12,8 @@ use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::Decoder;
 use crate::comm::server_identity::PublicKey;
 use crate::comm::transport::byte_stream::ByteStream;
-use crate::comm::transport::tcp::{limits, read_frame, write_frame, Deadline, Frame, Resume};
+use crate::comm::transport::limits;
+use crate::comm::transport::tcp::{read_frame, write_frame, Deadline, Frame, Resume};
 use crate::comm::transport::tls::{self, Expected};
 use crate::engine;
 use crate::failure::{printable, Fault};
@@ -80,7 +81,7 @@ pub fn random<const N: usize>() -> Result<[u8; N], Fault> {
 }
 
 /// Both ends must be of the same version.
-const BUILD: &str = env!("CARGO_PKG_VERSION");
+pub(crate) const BUILD: &str = env!("CARGO_PKG_VERSION");
 
 /// What a peer must show to join a run.
 #[derive(Clone, Copy, Debug)]

@@ -91,6 +91,8 @@ impl Workers {
     ) -> Result<impl Iterator<Item = (String, Result<LinkMeasurement, Fault>)>, Fault> {
         let endpoints: Vec<Endpoint> = match self {
             Workers::Threads | Workers::Processes(_) => Vec::new(),
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(_) => Vec::new(),
             Workers::Remote { addresses, token } => Endpoint::plain(addresses, token),
             Workers::Servers { servers, listen, .. } => Endpoint::servers(servers, listen.as_deref())?,
         };

@@ -15,10 +15,12 @@ use crate::comm::traffic::Counters;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::loopback::{Loopback, LoopbackOptions};
 use crate::comm::transport::memory::Memory;
+#[cfg(feature = "mpi")]
+use crate::comm::transport::mpi::MpiLinks;
 use crate::comm::transport::tcp::{join_until, Connection, Reconnect, Resume};
-use crate::comm::transport::Outgoing;
+use crate::comm::transport::{Outgoing, Queue};
 use crate::driver::endpoint::{keep_data_here, Endpoint};
-use crate::driver::wiring::{Links, LocalWorker, Remote};
+use crate::driver::wiring::{Links, LocalWorker, Remote, Restoring};
 use crate::driver::worker_mode::{CHILD, SERVER_VARIABLE, TOKEN_VARIABLE, WORKER};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
@@ -74,6 +76,9 @@ pub enum Workers {
         /// unchanged: the server shows its key, and this end proves the secret.
         listen: Option<String>,
     },
+    /// Ranks of the MPI program that this process is rank 0 of; see [`MpiProgram`](crate::MpiProgram).
+    #[cfg(feature = "mpi")]
+    Mpi(crate::driver::mpi::MpiRanks),
 }
 
 impl Workers {
@@ -99,10 +104,30 @@ impl Workers {
         self.by_host(members).get(&None).copied().unwrap_or(1)
     }
 
+    /// Whether the workers are reached without an address: as threads, or as ranks of the driver's MPI program.
+    fn have_no_addresses(&self) -> bool {
+        match self {
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(_) => true,
+            other => matches!(other, Workers::Threads),
+        }
+    }
+
+    /// Whether other processes than this one open their devices, perhaps on other hosts.
+    pub fn open_devices_elsewhere(&self) -> bool {
+        match self {
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(_) => true,
+            other => matches!(other, Workers::Remote { .. } | Workers::Servers { .. }),
+        }
+    }
+
     /// The number of workers by host; `None` is the driver's.
     fn by_host(&self, members: usize) -> BTreeMap<Option<&str>, usize> {
         let addresses: Vec<&str> = match self {
             Workers::Threads | Workers::Processes(_) => return BTreeMap::from([(None, members)]),
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(ranks) => return ranks.by_host(),
             Workers::Remote { addresses, .. } => addresses.iter().map(String::as_str).collect(),
             Workers::Servers { servers, .. } => {
                 servers.iter().filter_map(|server| server.addresses.first()).map(String::as_str).collect()
@@ -145,6 +170,8 @@ pub(super) struct WorkerSet {
     notify: Notify,
     threads: Vec<JoinHandle<()>>,
     connections: BTreeMap<WorkerId, Connection>,
+    #[cfg(feature = "mpi")]
+    ranks: Option<MpiLinks>,
     children: Vec<Child>,
 }
 
@@ -174,6 +201,8 @@ pub(super) fn start(
         notify: options.notify,
         threads: vec![],
         connections: BTreeMap::new(),
+        #[cfg(feature = "mpi")]
+        ranks: None,
         children: vec![],
     };
     match set.start_all(job, topology, model, options.workers) {
@@ -308,13 +337,11 @@ impl WorkerSet {
     ) -> Result<(), Failure> {
         let remote: Vec<WorkerId> = match workers {
             Workers::Threads => Vec::new(),
-            Workers::Processes(_) | Workers::Remote { .. } | Workers::Servers { .. } => {
-                topology.members().skip(1).collect()
-            }
+            _ => topology.members().skip(1).collect(),
         };
         keep_data_here(workers, topology).map_err(failed_in("starting workers"))?;
         let endpoints = self.endpoints(workers, topology, &remote, job.timeouts.connect())?;
-        if endpoints.len() != remote.len() {
+        if !workers.have_no_addresses() && endpoints.len() != remote.len() {
             let wrong = format!(
                 "expected {} addresses or servers in `Builder::workers` (worker 0 is this process), got {}",
                 remote.len(),
@@ -323,7 +350,12 @@ impl WorkerSet {
             return Err(failed_in("starting workers")(Fault::invalid_job("the list of workers", wrong)));
         }
         let mut job = job.clone();
-        job.addresses = std::iter::repeat_n(None, topology.size() - remote.len())
+        #[cfg(feature = "mpi")]
+        if matches!(workers, Workers::Mpi(_)) {
+            // There is no other connection to a rank that is not heard any more.
+            job.timeouts.reconnect_s = 0.0;
+        }
+        job.addresses = std::iter::repeat_n(None, topology.size() - endpoints.len())
             .chain(endpoints.iter().map(|endpoint| Some(endpoint.for_peers())))
             .collect();
         let mut locals = BTreeMap::new();
@@ -335,6 +367,12 @@ impl WorkerSet {
             locals.insert(worker.id(), LocalThread { worker, counters });
         }
         let launch = Launch { job, topology, model, locals };
+        #[cfg(feature = "mpi")]
+        if let Workers::Mpi(ranks) = workers {
+            let remote = remote.iter().map(|&worker| self.remote(&launch, worker));
+            let started = ranks.start(&launch.locals[&WorkerId(0)].worker, remote.collect());
+            self.ranks = Some(started.map_err(failed_in("starting workers"))?);
+        }
         if !endpoints.is_empty() {
             let identifiers = handshake::random().and_then(|run| Ok((run, Token::random()?)));
             let (run, key) = identifiers.map_err(failed_in("starting workers"))?;
@@ -361,6 +399,8 @@ impl WorkerSet {
     ) -> Result<Vec<Endpoint>, Failure> {
         match workers {
             Workers::Threads => Ok(Vec::new()),
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(_) => Ok(Vec::new()),
             Workers::Processes(program) => {
                 if std::env::var_os(WORKER_PROCESS_VARIABLE).is_some() {
                     let wrong = format!("this process was started as a worker itself: {CALL_WORKER_MODE}");
@@ -393,9 +433,14 @@ impl WorkerSet {
         worker: WorkerId,
         reconnect: Reconnect,
     ) -> Result<Connection, Fault> {
+        let restoring = Restoring { reconnect, waiting: self.statuses[worker.index()].clone() };
+        launch.locals[&WorkerId(0)].worker.connect(stream, self.remote(launch, worker), restoring)
+    }
+
+    /// What the driver and worker 0 hear from and tell a remote worker.
+    fn remote(&self, launch: &Launch<'_>, worker: WorkerId) -> Remote {
         let status = self.statuses[worker.index()].clone();
-        let waiting = status.clone();
-        let remote = Remote {
+        Remote {
             peer: Peer::Worker(worker),
             mailboxes: launch.locals.iter().map(|(&id, local)| (id, local.worker.mailbox.clone())).collect(),
             driver: Some(self.mailbox.clone()),
@@ -405,11 +450,22 @@ impl WorkerSet {
                     status.set(state);
                 }
             }),
-            reconnect,
-            waiting,
             notify: self.notify.clone(),
-        };
-        launch.locals[&WorkerId(0)].worker.connect(stream, remote)
+        }
+    }
+
+    /// The sending end of the link to each remote worker, and its counters.
+    fn remote_links(&self) -> BTreeMap<WorkerId, (Queue, Counters)> {
+        let connected = self.connections.iter().filter_map(|(&worker, connection)| {
+            Some((worker, (connection.outgoing()?, connection.counters().clone())))
+        });
+        #[cfg(feature = "mpi")]
+        let connected = connected.chain(
+            self.ranks
+                .iter()
+                .flat_map(|ranks| ranks.ranks().filter_map(|rank| Some((WorkerId::new(rank), ranks.outgoing(rank)?)))),
+        );
+        connected.collect()
     }
 
     /// Starts the workers that are threads, and opens the driver's links to all workers.
@@ -422,30 +478,27 @@ impl WorkerSet {
         for (&worker, local) in &launch.locals {
             self.outgoing.insert(worker, Box::new(Memory::new(local.worker.mailbox.clone(), Counters::default())));
         }
-        for (&worker, connection) in &self.connections {
-            if let Some(outgoing) = connection.outgoing() {
-                self.outgoing.insert(worker, Box::new(outgoing));
-            }
+        for (worker, (outgoing, _)) in self.remote_links() {
+            self.outgoing.insert(worker, Box::new(outgoing));
         }
         Ok(())
     }
 
     /// The outgoing links of a worker of this process.
     fn links(&self, launch: &Launch<'_>, worker: WorkerId) -> Result<Links, Fault> {
-        let topology = launch.topology;
+        let (topology, mut remote) = (launch.topology, self.remote_links());
         let mut links = Links::new(Box::new(Memory::new(self.mailbox.clone(), Counters::default())));
         for other in topology.members().filter(|&w| topology.linked(worker, w)) {
             if launch.locals.contains_key(&other) {
                 let (outgoing, counters) = launch.link(worker, other, &self.abort)?;
                 links.add(other, outgoing, counters);
-            } else if let Some(connection) = self.connections.get(&other) {
-                links.add_connection(other, connection)?;
+            } else if let Some((outgoing, counters)) = remote.remove(&other) {
+                links.add(other, Box::new(outgoing), counters);
             }
         }
         if worker == WorkerId(0) {
             // What the driver sends is counted as sent by worker 0, also to workers that have no link with it.
-            let others = self.connections.iter().filter(|(other, _)| !topology.linked(worker, **other));
-            links.counters.extend(others.map(|(other, connection)| (*other, connection.counters().clone())));
+            links.counters.extend(remote.into_iter().map(|(other, (_, counters))| (other, counters)));
         }
         Ok(links)
     }
@@ -459,6 +512,10 @@ impl WorkerSet {
         }
         for connection in std::mem::take(&mut self.connections).into_values() {
             connection.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
+        }
+        #[cfg(feature = "mpi")]
+        if let Some(ranks) = self.ranks.take() {
+            ranks.close(deadline.saturating_duration_since(Instant::now()).max(POLL));
         }
         for mut child in self.children.drain(..) {
             drop(child.stdin.take());

@@ -126,9 +126,7 @@ impl Pipeline {
     pub(super) fn start(setup: Setup, workers: &Workers) -> Result<Self, Failure> {
         let Setup { topology, balance, auto_balanced, model, job, groups, learning_rate, clip_norm, notify } = setup;
         // A worker of another host opens its device there.
-        let on_this_host = |worker: WorkerId| {
-            worker == WorkerId(0) || !matches!(workers, Workers::Remote { .. } | Workers::Servers { .. })
-        };
+        let on_this_host = |worker: WorkerId| worker == WorkerId(0) || !workers.open_devices_elsewhere();
         let device = |worker: WorkerId| match job.devices.for_worker(worker.index()) {
             device if on_this_host(worker) => device.resolved(),
             device => device,
@@ -171,7 +169,12 @@ impl Pipeline {
 
     /// Whether the workers are processes, which can be lost and [started again](Self::restart).
     pub fn can_restart(&self) -> bool {
-        !matches!(self.placed, Workers::Threads)
+        match self.placed {
+            // The ranks of an MPI program start and end together.
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(_) => false,
+            ref others => !matches!(others, Workers::Threads),
+        }
     }
 
     /// Ends all workers and starts new ones: worker processes of this host are started again, and those that listen elsewhere

@@ -16,10 +16,11 @@ use crate::comm::notice::{Notice, Notify};
 use crate::comm::probe::bandwidth::{Durations, LinkTest};
 use crate::comm::probe::{self, bandwidth};
 use crate::comm::protocol::Job;
+use crate::comm::topology::Topology;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::tcp::{join_until, Connection, Dial, Reconnect, Resume};
 use crate::driver::job_limits::JobLimits;
-use crate::driver::wiring::{Links, LocalWorker, Remote};
+use crate::driver::wiring::{Links, LocalWorker, Restoring};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
 use crate::model::zoo::{self, ModelError};
@@ -38,14 +39,14 @@ use std::time::{Duration, Instant};
 const JOB_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long the connections may take to end after a run.
-const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
+pub(super) const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
 /// How long the worker's thread may take to end after a run, by default. An action of a large model takes a while, and nobody can
 /// end it.
-const STUCK_AFTER: Duration = Duration::from_secs(120);
+pub(super) const STUCK_AFTER: Duration = Duration::from_secs(120);
 
 /// How long the worker's thread may run on after the driver's goodbye.
-const GOODBYE_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const GOODBYE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A driver whose connection is broken for so long loses its worker to another driver that wants it: it may have been killed. Until
 /// then, and if no other driver comes, the worker waits for [`Timeouts::reconnect_s`](crate::Timeouts::reconnect_s).
@@ -315,13 +316,7 @@ impl Server {
         if let Some(limits) = &self.options.limits {
             limits.check_codecs(&job, &topology)?;
         }
-        let workers = topology.size();
-        if job.worker.index() == 0 || job.worker.index() >= workers {
-            return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
-        }
-        if job.addresses.len() != workers {
-            return Err(Fault::protocol(format!("{workers} worker addresses"), job.addresses.len().to_string()));
-        }
+        check_worker(&job, &topology)?;
         let worker = LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default());
         worker.map(|worker| Work::Train(Box::new(worker)))
     }
@@ -329,14 +324,7 @@ impl Server {
     /// Connects to the other workers and starts the worker's thread.
     fn join(&self, session: &mut Session<'_>, report: &Report<'_>) -> Result<JoinHandle<()>, Fault> {
         self.connect_peers(session, report)?;
-        let spec = session.worker.job.model.clone();
-        let spec = spec.ok_or_else(|| Fault::protocol("a job with a model specification", "one without"))?;
-        let model = std::panic::catch_unwind(|| (self.options.models)(&spec))
-            .map_err(|_| Fault::invalid_model(format!("building it panicked, with settings {}", spec.settings)))?
-            .map_err(|error| match error {
-                ModelError::Unknown { got } => Fault::UnknownModel { got },
-                other => Fault::invalid_model(other),
-            })?;
+        let model = build_model(&session.worker.job, self.options.models)?;
         session.start_stage(model)
     }
 
@@ -400,6 +388,30 @@ impl Server {
     }
 }
 
+/// Checks that a job is for a worker of its run that is not in the driver's process.
+pub(super) fn check_worker(job: &Job, topology: &Topology) -> Result<(), Fault> {
+    let workers = topology.size();
+    if job.worker.index() == 0 || job.worker.index() >= workers {
+        return Err(Fault::protocol(format!("a worker number from 1 to {}", workers - 1), job.worker.to_string()));
+    }
+    if job.addresses.len() != workers {
+        return Err(Fault::protocol(format!("{workers} worker addresses"), job.addresses.len().to_string()));
+    }
+    Ok(())
+}
+
+/// Builds the model of a job.
+pub(super) fn build_model(job: &Job, models: fn(&ModelSpec) -> Result<Model, ModelError>) -> Result<Model, Fault> {
+    let spec = job.model.as_ref();
+    let spec = spec.ok_or_else(|| Fault::protocol("a job with a model specification", "one without"))?;
+    std::panic::catch_unwind(|| models(spec))
+        .map_err(|_| Fault::invalid_model(format!("building it panicked, with settings {}", spec.settings)))?
+        .map_err(|error| match error {
+            ModelError::Unknown { got } => Fault::UnknownModel { got },
+            other => Fault::invalid_model(other),
+        })
+}
+
 /// Whether bytes have arrived, or the connection is closed or broken.
 fn has_input(stream: &ByteStream) -> bool {
     match stream.socket().peek(&mut [0]) {
@@ -436,22 +448,9 @@ impl<'a> Session<'a> {
     }
 
     fn connect(&mut self, stream: ByteStream, peer: Peer, reconnect: Reconnect) -> Result<(), Fault> {
-        let other = match peer {
-            Peer::Driver => WorkerId(0),
-            Peer::Worker(worker) => worker,
-        };
-        let (status, waiting) = (self.worker.status.clone(), self.worker.status.clone());
-        let remote = Remote {
-            peer,
-            mailboxes: BTreeMap::from([(self.worker.id(), self.worker.mailbox.clone())]),
-            driver: None,
-            heartbeat: Box::new(move || status.read().to_string()),
-            on_heartbeat: Box::new(|_| {}),
-            reconnect,
-            waiting,
-            notify: self.notify.clone(),
-        };
-        self.connections.insert(other, self.worker.connect(stream, remote)?);
+        let remote = self.worker.remote(peer, self.notify.clone());
+        let restoring = Restoring { reconnect, waiting: self.worker.status.clone() };
+        self.connections.insert(remote.worker(), self.worker.connect(stream, remote, restoring)?);
         Ok(())
     }
 

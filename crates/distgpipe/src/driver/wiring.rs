@@ -13,7 +13,7 @@ use crate::comm::traffic::Counters;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::faulty::Scenario;
 use crate::comm::transport::tcp::{Connection, Reconnect, TcpOptions};
-use crate::comm::transport::Outgoing;
+use crate::comm::transport::{LinkOptions, Outgoing};
 use crate::engine::{self, Meter};
 use crate::failure::Fault;
 use crate::model::Model;
@@ -48,12 +48,27 @@ pub(super) struct Remote {
     pub heartbeat: Box<dyn Fn() -> String + Send>,
     /// Receives the text of the peer's heartbeats.
     pub on_heartbeat: Box<dyn FnMut(&str) + Send>,
-    /// Where the next socket comes from when this one breaks.
+    /// Receives notices about the peer.
+    pub notify: Notify,
+}
+
+impl Remote {
+    /// The worker in the other process.
+    pub fn worker(&self) -> WorkerId {
+        match self.peer {
+            // The driver's process runs worker 0, so one connection serves both.
+            Peer::Driver => WorkerId(0),
+            Peer::Worker(worker) => worker,
+        }
+    }
+}
+
+/// How a connection goes on when its socket breaks.
+pub(super) struct Restoring {
+    /// Where the next socket comes from.
     pub reconnect: Reconnect,
     /// The status of the worker that waits meanwhile.
     pub waiting: Arc<SharedStatus>,
-    /// Receives notices about the peer.
-    pub notify: Notify,
 }
 
 /// A worker's outgoing links.
@@ -101,13 +116,16 @@ impl LocalWorker {
         self.topology.name(self.id())
     }
 
-    /// Starts the threads of a connection whose handshake is done. This worker's codecs and memory meter serve it.
-    pub fn connect(&self, stream: ByteStream, remote: Remote) -> Result<Connection, Fault> {
-        let other = match remote.peer {
-            // The driver's process runs worker 0, so one connection serves both.
-            Peer::Driver => WorkerId(0),
-            Peer::Worker(worker) => worker,
-        };
+    /// Starts the threads of a connection whose handshake is done.
+    pub fn connect(&self, stream: ByteStream, remote: Remote, restoring: Restoring) -> Result<Connection, Fault> {
+        let Restoring { reconnect, waiting } = restoring;
+        let on_reconnecting = Box::new(move || waiting.touch());
+        Connection::start(stream, TcpOptions { link: self.link(remote), reconnect, on_reconnecting })
+    }
+
+    /// This worker's end of a link to another process. Its codecs and memory meter serve the link.
+    pub fn link(&self, remote: Remote) -> LinkOptions {
+        let other = remote.worker();
         let delivery = Arc::new(Delivery {
             topology: self.topology.clone(),
             peer: remote.peer,
@@ -115,9 +133,9 @@ impl LocalWorker {
             driver: remote.driver,
         });
         let (local, peer) = (self.name(), self.topology.name(other));
-        let (admission, room, waiting) = (delivery.clone(), delivery.clone(), remote.waiting);
-        let wrap = self.scenario.wrap_tcp(&local, &peer, &self.abort);
-        let options = TcpOptions {
+        let (admission, room) = (delivery.clone(), delivery.clone());
+        let wrap = self.scenario.wrap_remote(&local, &peer, &self.abort);
+        LinkOptions {
             local,
             peer,
             abort: self.abort.clone(),
@@ -132,11 +150,21 @@ impl LocalWorker {
             deliver: Box::new(move |message| delivery.deliver(message)),
             has_room: Box::new(move || room.has_room()),
             on_heartbeat: remote.on_heartbeat,
-            reconnect: remote.reconnect,
-            on_reconnecting: Box::new(move || waiting.touch()),
             notify: remote.notify,
-        };
-        Connection::start(stream, options)
+        }
+    }
+
+    /// What this worker, alone in its process, hears from and tells another process.
+    pub fn remote(&self, peer: Peer, notify: Notify) -> Remote {
+        let status = self.status.clone();
+        Remote {
+            peer,
+            mailboxes: BTreeMap::from([(self.id(), self.mailbox.clone())]),
+            driver: None,
+            heartbeat: Box::new(move || status.read().to_string()),
+            on_heartbeat: Box::new(|_| {}),
+            notify,
+        }
     }
 
     /// Starts the worker's thread. The thread records its failure, if any, in the run's abort flag.

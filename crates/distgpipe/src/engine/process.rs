@@ -1,4 +1,4 @@
-//! Ending this process at once. The library never ends its host: a binary calls [`exit_at_once`] itself, and fault
+//! What started this process, and ending it at once. The library never ends its host: a binary calls [`exit_at_once`] itself, and fault
 //! injection kills only a process that has [declared itself](declare_worker_process) a worker's.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,4 +31,19 @@ pub(crate) fn kill_worker_process() -> ! {
 pub fn exit_at_once(status: i32) -> ! {
     // SAFETY: `_exit` takes any status and runs no code of this process.
     unsafe { libc::_exit(status) }
+}
+
+/// The variables with which the common launchers tell a process the number of ranks.
+const SIZE_VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+
+/// Set by `srun --mpi=pmix`; without it, Slurm's number of tasks is that of a step that is no MPI program.
+const PMIX_VARIABLE: &str = "PMIX_RANK";
+
+/// Whether `mpirun` or `srun` started this process as one of several ranks, as far as its environment says.
+pub fn is_one_of_several_ranks() -> bool {
+    let under_pmix = std::env::var_os(PMIX_VARIABLE).is_some();
+    SIZE_VARIABLES.iter().filter(|name| under_pmix || !name.starts_with("SLURM")).any(|name| {
+        let size = std::env::var(name).ok().and_then(|value| value.parse::<usize>().ok());
+        size.is_some_and(|size| size > 1)
+    })
 }

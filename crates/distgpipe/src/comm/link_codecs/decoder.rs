@@ -42,7 +42,8 @@ impl Decoder {
         self.codecs.as_ref().filter(|_| computed).map_or(tch::Device::Cpu, |codecs| codecs.link_codecs.device)
     }
 
-    /// Reads and decodes the tensor of a frame whose header has been checked. `fill` reads the body from the connection.
+    /// Reads and decodes the tensor of a frame whose header has been checked. `fill` reads the body from the connection, and
+    /// verifies it.
     pub fn read(
         &mut self,
         header: &Header,
@@ -53,7 +54,6 @@ impl Decoder {
             let mut tensor = empty(meta, self.device(header.kind))?;
             let bytes = bytes_of(&mut tensor)?;
             fill(bytes)?;
-            header.verify(bytes)?;
             return Ok(tensor);
         }
         let tag = Tag::of(header);
@@ -68,7 +68,6 @@ impl Decoder {
         let mut body = std::mem::take(&mut self.body);
         body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
         fill(&mut body)?;
-        header.verify(&body)?;
         let tensor = self.decode(&tag, meta, &body);
         self.body = body;
         tensor

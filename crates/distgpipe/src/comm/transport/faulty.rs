@@ -16,11 +16,10 @@
 //! named.
 //!
 //! The transports have no code for this. A link within the process is wrapped by [`Scenario::wrap`]: a cut drops it, and
-//! there are no bytes to damage. A connection is wrapped by [`Scenario::wrap_tcp`], and its [`LinkControl`] ends its socket or
-//! damages a frame. A connection that is cut is restored, unless the run's time-outs rule that out.
+//! there are no bytes to damage. A link between processes is wrapped by [`Scenario::wrap_remote`], and its [`LinkControl`] ends
+//! its connection or damages a frame. A connection that is cut is restored, unless the run's time-outs rule that out.
 
-use super::tcp::{LinkControl, Wrap};
-use super::Outgoing;
+use super::{LinkControl, Outgoing, Wrap};
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::Message;
 use crate::engine::Stream;
@@ -115,8 +114,8 @@ impl Scenario {
         }
     }
 
-    /// Returns what wraps the sending end of a connection, if the scenario has faults for it.
-    pub fn wrap_tcp(&self, from: &str, to: &str, abort: &AbortFlag) -> Wrap {
+    /// Returns what wraps the sending end of a link between processes, if the scenario has faults for it.
+    pub fn wrap_remote(&self, from: &str, to: &str, abort: &AbortFlag) -> Wrap {
         let faults = self.of_link(from, to);
         if faults.is_empty() {
             return Box::new(|link, _| link);
@@ -192,7 +191,7 @@ impl Faulty {
     /// reports the damage as a receiver would.
     fn damage(&self, message: &Message, draw: u64) -> Result<(), Fault> {
         match &self.control {
-            Some(control) => control.damage_next(draw),
+            Some(control) => (control.damage_next)(draw),
             None => return Err(Fault::Injected(format!("{} arrived with bit {} flipped", message.tag, draw % 64))),
         }
         Ok(())
@@ -201,7 +200,7 @@ impl Faulty {
     /// Breaks the link. The connection over a closed socket notices by itself, as it would with a pulled cable.
     fn cut(&mut self) {
         match &self.control {
-            Some(control) => control.cut(),
+            Some(control) => (control.cut)(),
             None => self.link = None,
         }
     }

@@ -1,11 +1,11 @@
 //! The queue from a stage to the thread of a link. The plan bounds its length.
 
 use super::Outgoing;
-use crate::comm::abort::AbortFlag;
+use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::Message;
 use crate::comm::traffic::Counters;
 use crate::failure::Fault;
-use std::sync::mpsc::{SyncSender, TrySendError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::time::Duration;
 
 /// Queues messages for the thread that sends them.
@@ -40,6 +40,18 @@ impl Outgoing for Queue {
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
+        }
+    }
+}
+
+/// Sends what is queued over a link, until all sending ends of the queue are dropped or the run fails.
+pub(super) fn pump(queued: &Receiver<Message>, abort: &AbortFlag, link: &mut dyn Outgoing) -> Result<(), Fault> {
+    loop {
+        abort.check()?;
+        match queued.recv_timeout(POLL) {
+            Ok(message) => link.send(message)?,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }
     }
 }

@@ -26,24 +26,23 @@ mod writer;
 pub use deadline::Deadline;
 pub(crate) use frames::{read_exact, write_all};
 pub use frames::{read_frame, write_frame, Frame};
+pub(super) use frames::{Assembler, Framer};
 pub(crate) use reconnect::proves_gone;
 pub use reconnect::{Dial, Reconnect, Resume};
 
 use super::byte_stream::ByteStream;
 use super::queue::Queue;
-use super::Outgoing;
+use super::{limits, LinkControl, LinkOptions, HEARTBEAT};
 use crate::comm::abort::AbortFlag;
-use crate::comm::link_codecs::{Decoder, Encoder, LinkCodecs};
+use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::message::Message;
-use crate::comm::notice::Notify;
 use crate::comm::suspension;
 use crate::comm::timeouts::Timeouts;
 use crate::comm::traffic::Counters;
-use crate::engine::{self, Meter};
+use crate::engine;
 use crate::failure::{Failure, Fault};
-use distgpipe_core::wire::{Header, Hello, Limits, ReceiveWindow};
+use distgpipe_core::wire::{Hello, ReceiveWindow};
 use encoder::{EncoderThread, EncodingEnd};
-use frames::{Assembler, Framer};
 use incoming::Incoming;
 use outbox::Outbox;
 use reader::Reader;
@@ -56,81 +55,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use writer::Writer;
 
-/// How often an idle writer sends a heartbeat.
-pub const HEARTBEAT: Duration = Duration::from_millis(250);
-
-/// How long a frame in progress may still take after the run has failed.
-const FINISH_FRAME: Duration = Duration::from_millis(1500);
-
-/// Wraps the sending end of a connection.
-pub type Wrap = Box<dyn FnOnce(Box<dyn Outgoing>, LinkControl) -> Box<dyn Outgoing> + Send>;
-
-/// Decides from its header whether a frame is read.
-pub type Admit = Box<dyn Fn(&Header) -> Result<(), Fault> + Send>;
-
-/// Takes the messages that arrive.
-pub type Deliver = Box<dyn FnMut(Message) -> Result<(), Fault> + Send>;
-
-/// Takes the texts of the peer's heartbeats.
-pub type OnHeartbeat = Box<dyn FnMut(&str) + Send>;
-
-/// The limits that both ends of a connection hold each other to.
-pub fn limits() -> Limits {
-    // Reports contain the traces of large plans, and one tensor may be the embedding of a large model.
-    Limits { text_bytes_max: 64 << 20, body_bytes_max: 4 << 30, ..Limits::default() }
-}
-
 /// What [`Connection::start`] needs besides the socket.
 pub struct TcpOptions {
-    /// The name of this end, for failures of its own.
-    pub local: String,
-    /// The name of the other end.
-    pub peer: String,
-    /// The abort flag of the run in this process.
-    pub abort: AbortFlag,
-    /// The time-outs of the run.
-    pub timeouts: Timeouts,
-    /// The most messages that may wait to be sent.
-    pub queue: usize,
-    /// The memory meter that received tensors count on.
-    pub meter: Meter,
-    /// The codecs of this worker's links.
-    pub link_codecs: LinkCodecs,
-    /// Counts what this end sends, and times what arrives.
-    pub counters: Counters,
-    /// Makes the text of a heartbeat.
-    pub heartbeat: Box<dyn Fn() -> String + Send>,
-    /// Wraps the sending end of the connection, on the encoder's side of the queue.
-    pub wrap: Wrap,
-    /// Decides from its header whether a frame is read.
-    pub admit: Admit,
-    /// Takes the messages that arrive.
-    pub deliver: Deliver,
-    /// Whether the mailboxes have room for what arrives. Nothing is acknowledged while they have none.
-    pub has_room: Box<dyn Fn() -> bool + Send + Sync>,
-    /// Takes the texts of the peer's heartbeats.
-    pub on_heartbeat: OnHeartbeat,
+    /// This end of the link.
+    pub link: LinkOptions,
     /// Where the next socket comes from when this one breaks.
     pub reconnect: Reconnect,
     /// Called about every second while there is no socket.
     pub on_reconnecting: Box<dyn Fn() + Send>,
-    /// Takes notices about the peer.
-    pub notify: Notify,
-}
-
-/// Acts on the socket of a connection, for injected faults.
-pub struct LinkControl(Arc<Outbox>);
-
-impl LinkControl {
-    /// Ends the socket, as a failing network does.
-    pub fn cut(&self) {
-        self.0.cut();
-    }
-
-    /// Flips a bit of the next frame, which `draw` selects.
-    pub fn damage_next(&self, draw: u64) {
-        self.0.damage_next(draw);
-    }
 }
 
 /// Processor time of the two threads that send.
@@ -160,27 +92,34 @@ impl Connection {
     pub fn start(stream: ByteStream, options: TcpOptions) -> Result<Self, Fault> {
         stream.set_up()?;
         let sending = stream.try_clone();
-        let sending = sending.map_err(|e| Fault::io(format!("setting up the connection to {}", options.peer), e))?;
-        let (queue, queued) = mpsc::sync_channel(options.queue.max(1));
-        let counters = options.counters;
+        let sending =
+            sending.map_err(|e| Fault::io(format!("setting up the connection to {}", options.link.peer), e))?;
+        let link = options.link;
+        let (queue, queued) = mpsc::sync_channel(link.queue.max(1));
+        let counters = link.counters;
         let closing = Arc::new(AtomicBool::new(false));
-        let (local, peer, abort, meter) = (options.local, options.peer, options.abort, options.meter);
-        let (timeouts, silence) = (options.timeouts, options.timeouts.silence());
-        let outbox = Arc::new(Outbox::new(sending, abort.clone(), options.has_room));
+        let (local, peer, abort, meter) = (link.local, link.peer, link.abort, link.meter);
+        let (timeouts, silence) = (link.timeouts, link.timeouts.silence());
+        let outbox = Arc::new(Outbox::new(sending, abort.clone(), link.has_room));
         let offers = Offers::new(outbox.clone());
         let resumes = matches!(options.reconnect, Reconnect::Await) && !timeouts.reconnect().is_zero();
-        let framer = Framer::new(limits(), Encoder::new(options.link_codecs.clone(), counters.clone()));
+        let framer = Framer::new(limits(), Encoder::new(link.link_codecs.clone(), counters.clone()));
         let encoding = Box::new(EncodingEnd { framer, outbox: outbox.clone() });
+        let (cut, damaged) = (outbox.clone(), outbox.clone());
+        let control = LinkControl {
+            cut: Box::new(move || cut.cut()),
+            damage_next: Box::new(move |draw| damaged.damage_next(draw)),
+        };
         let encoder = EncoderThread {
             local: local.clone(),
             abort: abort.clone(),
-            link: (options.wrap)(encoding, LinkControl(outbox.clone())),
+            link: (link.wrap)(encoding, control),
             outbox: outbox.clone(),
         };
         let writer = Writer {
             local: local.clone(),
             abort: abort.clone(),
-            heartbeat: options.heartbeat,
+            heartbeat: link.heartbeat,
             outbox: outbox.clone(),
             counters: counters.clone(),
             silence,
@@ -188,18 +127,18 @@ impl Connection {
             mid_frame: false,
         };
         let reader = Reader {
-            stream: Incoming::new(stream, counters.clone(), peer.clone(), silence, options.notify.clone()),
+            stream: Incoming::new(stream, counters.clone(), peer.clone(), silence, link.notify.clone()),
             local: local.clone(),
             peer: peer.clone(),
             abort: abort.clone(),
             timeouts,
             closing: closing.clone(),
-            decoder: Decoder::new(options.link_codecs, counters.clone()),
-            admit: options.admit,
-            deliver: options.deliver,
-            on_heartbeat: options.on_heartbeat,
+            decoder: Decoder::new(link.link_codecs, counters.clone()),
+            admit: link.admit,
+            deliver: link.deliver,
+            on_heartbeat: link.on_heartbeat,
             on_reconnecting: options.on_reconnecting,
-            notify: options.notify,
+            notify: link.notify,
             counters: counters.clone(),
             outbox: outbox.clone(),
             reconnect: options.reconnect,
@@ -299,7 +238,7 @@ fn is_cut(fault: &Fault) -> bool {
 }
 
 /// Starts a thread whose panic is a failure of this end.
-fn spawn(
+pub(super) fn spawn(
     name: String,
     local: &str,
     abort: &AbortFlag,
@@ -317,7 +256,7 @@ fn spawn(
 
 /// The failure of the connection to `peer`, as the worker `local` sees it. If this process did not run for so long that the
 /// peer must have given it up, that is the cause.
-fn connection_failure(local: &str, peer: &str, fault: Fault, timeouts: &Timeouts) -> Failure {
+pub(super) fn connection_failure(local: &str, peer: &str, fault: Fault, timeouts: &Timeouts) -> Failure {
     let given_up = match &fault {
         Fault::Reported(failure) => failure.is_lost_connection(),
         Fault::Refused { .. } | Fault::Busy { .. } => true,

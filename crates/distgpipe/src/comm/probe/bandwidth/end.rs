@@ -10,7 +10,7 @@ use crate::comm::timeouts::Timeouts;
 use crate::comm::traffic::{Counters, PartitionEdge};
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::tcp::{Connection, Reconnect, TcpOptions};
-use crate::comm::transport::Outgoing;
+use crate::comm::transport::{LinkOptions, Outgoing};
 use crate::engine::{self, Layout, Meter};
 use crate::failure::{Failure, Fault};
 use distgpipe_core::schedule::Pass;
@@ -246,7 +246,7 @@ impl End {
         };
         let (admitting, delivering) = (arriving.clone(), arriving.clone());
         let peer = if side == Side::Dialing { Side::Listening } else { Side::Dialing };
-        let options = TcpOptions {
+        let link = LinkOptions {
             local: side.name().to_owned(),
             peer: peer.name().to_owned(),
             abort: abort.clone(),
@@ -262,10 +262,9 @@ impl End {
             deliver: Box::new(move |message| delivering.deliver(message)),
             has_room: Box::new(|| true),
             on_heartbeat: Box::new(|_| {}),
-            reconnect: Reconnect::Await,
-            on_reconnecting: Box::new(|| {}),
             notify: Notify::default(),
         };
+        let options = TcpOptions { link, reconnect: Reconnect::Await, on_reconnecting: Box::new(|| {}) };
         let connection = Connection::start(stream, options)?;
         Ok(End { side, connection, arriving, events, abort, values: None, sent: 0 })
     }

@@ -2,13 +2,14 @@
 
 use super::frames::Framer;
 use super::outbox::{KeptFrame, Outbox};
-use crate::comm::abort::{AbortFlag, POLL};
+use crate::comm::abort::AbortFlag;
 use crate::comm::message::Message;
 use crate::comm::traffic::MessageSize;
+use crate::comm::transport::queue::pump;
 use crate::comm::transport::Outgoing;
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Kind};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::Receiver;
 use std::sync::Arc;
 
 /// Encodes messages into the outbox, used by the encoding thread alone.
@@ -50,14 +51,7 @@ impl EncoderThread {
 
     /// Encodes what is queued, until all sending ends are dropped, and then the goodbye.
     fn pump(&mut self, queued: &Receiver<Message>) -> Result<(), Fault> {
-        loop {
-            self.abort.check()?;
-            match queued.recv_timeout(POLL) {
-                Ok(message) => self.link.send(message)?,
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
-        }
+        pump(queued, &self.abort, self.link.as_mut())?;
         let (sequence, acknowledged) = self.outbox.next_numbers();
         let mut goodbye = Header { sequence, acknowledged, ..Header::new(Kind::Goodbye) };
         goodbye.seal(&[]);

@@ -82,7 +82,7 @@ pub(super) fn read_body(
     let tensor = decoder.read(&header, &meta, |body| {
         read_exact(stream, body, deadline)?;
         stream.end_frame();
-        Ok(())
+        Ok(header.verify(body)?)
     })?;
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
 }
@@ -147,35 +147,43 @@ impl Framer {
     }
 
     /// The bytes of the frame of tensor `slot`, or of the text, with this sequence number and acknowledgement.
-    pub fn encode(
+    pub fn encode(&mut self, message: &Message, slot: usize, numbers: (u64, u64)) -> Result<Vec<u8>, Fault> {
+        let limits = self.limits;
+        self.with_frame(message, slot, |mut header, body| {
+            (header.sequence, header.acknowledged) = numbers;
+            sealed(&mut header, body, &limits)
+        })
+    }
+
+    /// Passes the header of such a frame, which is not sealed, and its body to `then`.
+    pub fn with_frame<T>(
         &mut self,
         message: &Message,
         slot: usize,
-        (sequence, acknowledged): (u64, u64),
-    ) -> Result<Vec<u8>, Fault> {
+        then: impl FnOnce(Header, &[u8]) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
         let Tag { kind, step, micro_batch, from, to } = message.tag;
         let number = |n: usize| {
             u16::try_from(n)
                 .map_err(|_| Fault::invalid_model(format!("{n} tensors in one message, at most 65535 are possible")))
         };
-        let mut header = Header { step, micro_batch, from, to, sequence, acknowledged, ..Header::new(kind) };
-        let limits = &self.limits;
+        let mut header = Header { step, micro_batch, from, to, ..Header::new(kind) };
         let Some(tensor) = message.tensors.get(slot) else {
-            return sealed(&mut header, &message.text, limits);
+            return then(header, &message.text);
         };
         (header.slot, header.slots) = (number(slot)?, number(message.tensors.len())?);
         let Some(tensor) = tensor else {
-            return sealed(&mut header, &[], limits);
+            return then(header, &[]);
         };
         self.encoder.with_encoded(message, slot, tensor, |meta, body| {
             header.tensor = Some(meta);
-            sealed(&mut header, body, limits)
+            then(header, body)
         })
     }
 }
 
 /// The header, sealed and checked, and the body.
-fn sealed(header: &mut Header, body: &[u8], limits: &Limits) -> Result<Vec<u8>, Fault> {
+pub(in crate::comm::transport) fn sealed(header: &mut Header, body: &[u8], limits: &Limits) -> Result<Vec<u8>, Fault> {
     header.seal(body);
     header.check(limits)?;
     let mut frame = Vec::with_capacity(HEADER_BYTES + body.len());

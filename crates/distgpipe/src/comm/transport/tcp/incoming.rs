@@ -1,20 +1,13 @@
 //! The receiving end of a socket, with a watch on what arrives: how fast, and whether anything does at all.
 
 use super::rate::RateMeter;
-use super::HEARTBEAT;
 use crate::comm::arrivals::Receiving;
-use crate::comm::notice::{Notice, Notify};
-use crate::comm::suspension::{self, IdleTimer};
+use crate::comm::notice::Notify;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::byte_stream::ByteStream;
+use crate::comm::transport::silence::SilenceWatch;
 use std::io::{self, Read};
 use std::time::{Duration, Instant};
-
-/// How long a peer may be silent before it is reported, if it counts as dead after `limit`: five seconds or a quarter of the
-/// limit, but longer than a peer with nothing to send pauses between two heartbeats.
-fn silence_reported(limit: Duration) -> Duration {
-    Duration::from_secs(5).min(limit / 4).max(2 * HEARTBEAT)
-}
 
 /// A stream that frames are read from.
 pub trait FrameSource: Read {
@@ -30,28 +23,22 @@ pub(super) struct Incoming {
     stream: ByteStream,
     counters: Counters,
     meter: RateMeter,
-    peer: String,
-    /// A peer that is silent for so long counts as dead.
-    limit: Duration,
-    notify: Notify,
-    idle: IdleTimer,
-    /// When a silence began that has been reported.
-    silent: Option<Instant>,
+    watch: SilenceWatch,
     /// Whether bytes of the frame have arrived.
     begun: bool,
 }
 
 impl Incoming {
     pub fn new(stream: ByteStream, counters: Counters, peer: String, limit: Duration, notify: Notify) -> Self {
-        let (meter, idle) = (RateMeter::default(), IdleTimer::new());
-        Incoming { stream, counters, meter, peer, limit, notify, idle, silent: None, begun: false }
+        let (meter, watch) = (RateMeter::default(), SilenceWatch::new(peer, limit, notify));
+        Incoming { stream, counters, meter, watch, begun: false }
     }
 
     /// The next read is the first of a frame.
     pub fn begin_frame(&mut self) {
         self.counters.arrivals().begin(Receiving::Nothing);
         self.meter.wait(Instant::now());
-        self.idle.restart();
+        self.watch.restart();
         self.begun = false;
     }
 
@@ -61,27 +48,7 @@ impl Incoming {
             self.counters.arrivals().begin(Receiving::Frame);
         }
         self.meter.read(Instant::now(), bytes, room);
-        self.idle.progress();
-        if let Some(since) = self.silent.take() {
-            self.notify.send(&Notice::Back { worker: self.peer.clone(), silent_s: since.elapsed().as_secs_f64() });
-        }
-        self.report_suspension();
-    }
-
-    fn nothing_arrived(&mut self) {
-        let silence = self.idle.elapsed();
-        self.report_suspension();
-        if self.silent.is_none() && silence >= silence_reported(self.limit) {
-            self.silent = Instant::now().checked_sub(silence);
-            let (silent_s, limit_s) = (silence.as_secs_f64(), self.limit.as_secs_f64());
-            self.notify.send(&Notice::Silent { worker: self.peer.clone(), silent_s, limit_s });
-        }
-    }
-
-    fn report_suspension(&self) {
-        if let Some(missed) = suspension::news() {
-            self.notify.send(&Notice::Suspended { seconds: missed.duration.as_secs_f64() });
-        }
+        self.watch.heard();
     }
 }
 
@@ -90,12 +57,9 @@ impl Read for Incoming {
         let read = self.stream.read(into);
         match &read {
             // The peer may have closed the connection because this process did not run.
-            Ok(0) => {
-                self.idle.elapsed();
-                self.report_suspension();
-            }
+            Ok(0) => self.watch.ended(),
             Ok(bytes) => self.arrived(*bytes, into.len()),
-            Err(_) => self.nothing_arrived(),
+            Err(_) => drop(self.watch.nothing_heard()),
         }
         read
     }
@@ -113,15 +77,8 @@ impl FrameSource for Incoming {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::suspension;
     use std::net::{TcpListener, TcpStream};
-
-    /// With `--peer-timeout 1`, every pause between two heartbeats was once reported as a silence, and its end as a return.
-    #[test]
-    fn a_pause_between_two_heartbeats_is_no_silence() {
-        for (limit_s, reported_s) in [(0.05, 0.5), (0.9, 0.5), (2.0, 0.5), (4.0, 1.0), (20.0, 5.0), (1e7, 5.0)] {
-            assert_eq!(silence_reported(Duration::from_secs_f64(limit_s)).as_secs_f64(), reported_s, "{limit_s}");
-        }
-    }
 
     #[test]
     fn a_connection_that_ended_while_this_process_was_suspended_shows_the_suspension() {

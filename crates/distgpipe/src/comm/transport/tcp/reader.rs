@@ -5,7 +5,7 @@ use super::frames::{discard_body, read_body, read_header, timed_out, Assembler, 
 use super::incoming::Incoming;
 use super::outbox::{Outbox, Socket};
 use super::reconnect::{proves_gone, Offers, Reconnect, Resume};
-use super::{connection_failure, is_cut, limits, Admit, Deadline, Deliver, OnHeartbeat, FINISH_FRAME};
+use super::{connection_failure, is_cut, Deadline};
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::handshake;
 use crate::comm::link_codecs::Decoder;
@@ -13,6 +13,7 @@ use crate::comm::notice::{Notice, Notify};
 use crate::comm::timeouts::Timeouts;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::byte_stream::ByteStream;
+use crate::comm::transport::{limits, Admit, Deliver, OnHeartbeat, FINISH_FRAME};
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{AbortNotice, Header, Kind, ReceiveWindow, Received, HEADER_BYTES};
 use std::io::Read;

@@ -2,10 +2,11 @@
 
 use super::frames::{write_all, write_frame};
 use super::outbox::{KeptFrame, Outbox, Socket, Task};
-use super::{is_cut, Deadline, FINISH_FRAME, HEARTBEAT};
+use super::{is_cut, Deadline};
 use crate::comm::abort::AbortFlag;
 use crate::comm::traffic::{Counters, MessageSize};
 use crate::comm::transport::byte_stream::ByteStream;
+use crate::comm::transport::{FINISH_FRAME, HEARTBEAT};
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Kind};
 use std::net::Shutdown;

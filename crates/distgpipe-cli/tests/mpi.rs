@@ -1,0 +1,208 @@
+//! `mpirun distgpipe train`: the ranks are the workers, and whatever happens to one of them, mpirun ends soon and rank 0 says why.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// After a cause, everything must have ended within this. Most of it is for a busy machine.
+const BOUND: Duration = Duration::from_secs(30);
+
+const BINARY: &str = env!("CARGO_BIN_EXE_distgpipe");
+
+/// Two partitions on the CPU, one thread each.
+const TRAIN: [&str; 7] = ["train", "--partitions", "2", "--device", "cpu", "--threads", "1"];
+
+/// A run that takes minutes unless something ends it.
+const SLOW: [&str; 5] = ["--faults", "w0>w1:delay=20@0", "--epochs", "50", "--no-evaluate"];
+
+fn mpirun(ranks: usize, arguments: &[&str]) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["--oversubscribe", "--allow-run-as-root", "-n", &ranks.to_string(), BINARY]).args(arguments);
+    command
+}
+
+/// Runs the command to its end; returns its exit status and what it wrote to standard error.
+fn ended(mut command: Command) -> (Option<i32>, String) {
+    let output = command.output().expect("mpirun starts: install Open MPI (Debian, Ubuntu: openmpi-bin)");
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// The losses of a run's log, by step.
+fn losses(log: &Path) -> BTreeMap<u64, String> {
+    let lines = std::fs::read_to_string(log.join("steps.jsonl")).expect("a log");
+    let step = |line: &str| {
+        let step: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        (step["kind"] == "step").then(|| (step["step"].as_u64().expect("a number"), step["loss"].to_string()))
+    };
+    lines.lines().filter_map(step).collect()
+}
+
+/// A folder of its own for a test.
+fn folder(name: &str) -> std::path::PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("mpi-{name}"));
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).expect("a folder");
+    folder
+}
+
+#[test]
+fn four_ranks_train_as_four_threads_do() {
+    let folder = folder("transparent");
+    let of = |name: &str, command: Command| {
+        let mut command = command;
+        let (status, said) = ended({
+            command.arg("--log").arg(folder.join(name));
+            command
+        });
+        assert_eq!(status, Some(0), "{said}");
+        losses(&folder.join(name))
+    };
+    let arguments =
+        ["train", "--partitions", "2", "--replicas", "2", "--device", "cpu", "--threads", "1", "--steps", "8"];
+    let mut threads = Command::new(BINARY);
+    threads.args(arguments);
+    let (threads, ranks) = (of("threads", threads), of("ranks", mpirun(4, &arguments)));
+    assert_eq!(threads.len(), 8);
+    assert_eq!(ranks, threads);
+}
+
+#[test]
+fn a_number_of_ranks_that_does_not_fit_is_refused_with_the_one_that_does() {
+    let (status, said) = ended(mpirun(3, &TRAIN));
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("error: expected 2 MPI ranks") && said.contains("`mpirun -n 2`"), "{said}");
+    for workers in ["threads", "processes"] {
+        let (status, said) = ended(mpirun(2, &[&TRAIN[..], &["--workers", workers]].concat()));
+        assert_eq!(status, Some(2), "{said}");
+        assert!(said.contains(&format!("error: --workers {workers}: MPI has started 2 ranks")), "{said}");
+    }
+}
+
+#[test]
+fn a_rank_that_errs_is_named_and_ends_all() {
+    let start = Instant::now();
+    let (status, said) = ended(mpirun(2, &[&TRAIN[..], &["--faults", "w1:error@1F1"]].concat()));
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("error: w1 failed while running 1F1: injected fault"), "{said}");
+    assert!(start.elapsed() < BOUND, "took {:?}", start.elapsed());
+}
+
+/// A run under mpirun that is in the middle of its steps.
+struct Running {
+    mpirun: Child,
+    said: BufReader<std::process::ChildStderr>,
+    text: String,
+}
+
+impl Running {
+    fn start(mut command: Command, until: &str) -> Self {
+        let mut mpirun = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts");
+        let mut said = BufReader::new(mpirun.stderr.take().expect("piped"));
+        let mut text = String::new();
+        while !text.contains(until) {
+            assert!(said.read_line(&mut text).expect("text") > 0, "{text}");
+        }
+        Running { mpirun, said, text }
+    }
+
+    /// The process of a rank.
+    fn rank(&self, rank: usize) -> u32 {
+        self.ranks().into_iter().find(|(number, _)| *number == rank).expect("the rank").1
+    }
+
+    /// The ranks of this mpirun that live, and their processes.
+    fn ranks(&self) -> Vec<(usize, u32)> {
+        let all = std::fs::read_dir("/proc").expect("/proc").flatten();
+        let numbers = all.filter_map(|entry| entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
+        let parent = self.mpirun.id().to_string();
+        let rank = |process: u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+            let environment = std::fs::read(format!("/proc/{process}/environ")).ok()?;
+            let of_mpirun = stat.rsplit(')').next()?.split_whitespace().nth(1) == Some(&parent[..]);
+            let variable =
+                environment.split(|&byte| byte == 0).find_map(|v| v.strip_prefix(b"OMPI_COMM_WORLD_RANK="))?;
+            let rank = std::str::from_utf8(variable).ok()?.parse().ok()?;
+            of_mpirun.then_some((rank, process))
+        };
+        numbers.filter_map(rank).collect()
+    }
+
+    /// Waits for the end; returns mpirun's exit status and all that was said.
+    fn ended(mut self) -> (Option<i32>, String) {
+        let start = Instant::now();
+        self.said.read_to_string(&mut self.text).expect("text");
+        let status = self.mpirun.wait().expect("it ends").code();
+        assert!(start.elapsed() < BOUND, "took {:?}: {}", start.elapsed(), self.text);
+        (status, self.text)
+    }
+}
+
+fn signal(process: u32, signal: &str) {
+    assert!(Command::new("kill").args([signal, &process.to_string()]).status().expect("kill").success());
+}
+
+fn slow(more: &[&str]) -> Running {
+    Running::start(mpirun(2, &[&TRAIN[..], &SLOW, more].concat()), "epoch 1/")
+}
+
+#[test]
+fn a_killed_rank_ends_all() {
+    let run = slow(&[]);
+    signal(run.rank(1), "-KILL");
+    let (status, said) = run.ended();
+    assert!(status != Some(0), "{said}");
+    assert!(said.contains("signal 9") || said.contains("lost the connection to w1"), "{said}");
+}
+
+/// SIGSTOP: the process is there, and says nothing. mpirun alone would wait for ever.
+#[test]
+fn a_stopped_rank_is_named_and_ends_all() {
+    let run = slow(&["--peer-timeout", "2"]);
+    signal(run.rank(1), "-STOP");
+    let (status, said) = run.ended();
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("error: lost the connection to w1: nothing arrived for 2.0 s"), "{said}");
+}
+
+/// Rank 0 cannot say why, so another rank does.
+#[test]
+fn a_stopped_driver_is_named_and_ends_all() {
+    let run = slow(&["--peer-timeout", "2"]);
+    signal(run.rank(0), "-STOP");
+    let (status, said) = run.ended();
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("rank 1: error: lost the connection to w0: nothing arrived for 2.0 s"), "{said}");
+}
+
+/// What `sbatch --requeue` does: the same command is started again.
+#[test]
+fn a_killed_run_that_is_started_again_goes_on_with_the_losses_of_one_that_was_not() {
+    let folder = folder("requeued");
+    let (saved, log, whole) = (folder.join("saved"), folder.join("log"), folder.join("whole"));
+    let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+    let (saved_text, log_text, whole_text) = (text(&saved), text(&log), text(&whole));
+    let run = ["--epochs", "4", "--no-evaluate", "--checkpoint-every", "3"];
+    let command = |slow: &[&str]| {
+        let place = ["--checkpoint", &saved_text, "--resume=if-any", "--log", &log_text];
+        mpirun(2, &[&TRAIN[..], &run, &place, slow].concat())
+    };
+    let first = Running::start(command(&["--faults", "w0>w1:delay=20@0"]), "epoch 1/4");
+    let ranks = first.ranks();
+    signal(first.mpirun.id(), "-KILL");
+    drop(first.ended());
+    let patience = Instant::now();
+    while ranks.iter().any(|(_, process)| Path::new(&format!("/proc/{process}/fd")).exists()) {
+        assert!(patience.elapsed() < BOUND, "ranks outlive mpirun");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let before = losses(&log).len();
+    assert!((1..80).contains(&before), "it was killed after {before} steps");
+    let (status, said) = ended(command(&[]));
+    assert_eq!(status, Some(0), "{said}");
+    assert!(said.contains("resuming after step "), "{said}");
+    let (status, said) = ended(mpirun(2, &[&TRAIN[..], &run[..3], &["--log", &whole_text]].concat()));
+    assert_eq!(status, Some(0), "{said}");
+    assert_eq!(losses(&log), losses(&whole));
+}

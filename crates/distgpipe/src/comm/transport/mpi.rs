@@ -1,0 +1,290 @@
+//! Between the ranks of an MPI program: frames as MPI messages, over whatever fabric the MPI library drives.
+//!
+//! ```text
+//!  stage ──queue──► sender: encode, send ══ MPI ══► receiver: receive, verify, decode ──► mailbox of the receiving stage
+//!                   one for each link               one for all links of the process
+//!
+//!  heartbeats: one thread of the process sends and hears those of all links, and abort notices
+//! ```
+//!
+//! A frame with a small body is one message: header and body. One with a large body is a message with the header, messages with
+//! the pieces of the body, and one with the checksum, which the sender computes while the pieces are on their way and the
+//! receiver while they are in its cache. Pieces are sent from the memory of the tensor and received into that of the tensor.
+//!
+//! | tag, plus four times the run | messages |
+//! | --- | --- |
+//! | [`Tags::header`] | headers, in the order of the frames of a link; goodbye is the last |
+//! | [`Tags::body`] | pieces and checksums of large bodies, in the order of their headers |
+//! | [`Tags::control`] | heartbeats and abort notices; an empty message says that the link is cut |
+//!
+//! MPI delivers what is sent, once and in order, so frames have no sequence numbers here. No call of MPI blocks; a rank that has
+//! stopped is found by its missing heartbeats. A tensor on a GPU goes through host memory, also where the library is CUDA-aware.
+
+mod heartbeats;
+mod receiver;
+mod sender;
+
+use super::queue::Queue;
+use super::tcp::join_until;
+use super::{tcp, LinkControl, LinkOptions, Outgoing};
+use crate::comm::abort::AbortFlag;
+use crate::comm::link_codecs::{Decoder, Encoder};
+use crate::comm::message::Message;
+use crate::comm::traffic::Counters;
+use crate::engine;
+use crate::engine::mpi::Mpi;
+use crate::failure::{Failure, Fault};
+use distgpipe_core::wire::{Header, Kind};
+use heartbeats::{Heartbeats, Pulse};
+use receiver::{Receiver, ReceivingEnd};
+use sender::{Sender, SendingEnd};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Bodies up to this size travel with their header.
+const INLINE_BYTES_MAX: usize = 16 << 10;
+
+/// The size of a piece of a larger body: it fits the cache of a core, and a fabric is fast with it.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Tags that all libraries have.
+const RUNS: u64 = 8000;
+
+/// The tags of a run. Those of the runs before it are others, so what a failed run has left is not mistaken for its messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tags {
+    /// Headers, with small bodies.
+    pub header: i32,
+    /// Pieces of large bodies.
+    pub body: i32,
+    /// Heartbeats and abort notices.
+    pub control: i32,
+}
+
+impl Tags {
+    /// The tag of what the driver sends to a rank between runs.
+    pub const ORDERS: i32 = 3;
+
+    /// Those of a run.
+    pub fn of(run: u64) -> Self {
+        let first = i32::try_from(run % RUNS).unwrap_or(0) * 4;
+        Tags { header: first, body: first + 1, control: first + 2 }
+    }
+}
+
+/// Receives and drops what a run has left.
+pub fn discard(mpi: &Mpi, run: u64) -> Result<(), Fault> {
+    let Tags { header, body, control } = Tags::of(run);
+    for tag in [header, body, control] {
+        while let Some(message) = mpi.next(None, tag)? {
+            drop(message.take()?);
+        }
+    }
+    Ok(())
+}
+
+/// A message on [`Tags::control`], or a goodbye.
+pub fn control_frame(kind: Kind, body: &[u8]) -> Vec<u8> {
+    let mut header = Header::new(kind);
+    header.seal(body);
+    [&header.encode()[..], body].concat()
+}
+
+/// What the threads of a link share.
+struct Link {
+    mpi: &'static Mpi,
+    /// The peer's rank.
+    rank: usize,
+    tags: Tags,
+    local: String,
+    peer: String,
+    abort: AbortFlag,
+    timeouts: crate::comm::timeouts::Timeouts,
+    counters: Counters,
+    /// Whether the peer has said goodbye.
+    peer_ended: AtomicBool,
+    /// Whether the peer has not been heard for too long.
+    silent: AtomicBool,
+    /// Whether an injected fault has cut the link.
+    cut: AtomicBool,
+    /// Selects a bit of the next frame to flip, for tests.
+    damage: Mutex<Option<u64>>,
+}
+
+impl Link {
+    /// The run has failed because of this link.
+    fn fail(&self, fault: Fault) {
+        self.abort.fail(match fault {
+            Fault::NoAnswer { .. } => Failure::new(&self.peer, "joining the run", fault),
+            fault => tcp::connection_failure(&self.local, &self.peer, fault, &self.timeouts),
+        });
+    }
+
+    fn has_ended(&self) -> bool {
+        self.peer_ended.load(Ordering::Acquire)
+    }
+
+    fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Acquire)
+    }
+
+    /// Ends the link as a failing network does: each end finds that the other is gone.
+    fn cut(&self) {
+        self.cut.store(true, Ordering::Release);
+        let _ = self.mpi.post(self.rank, self.tags.control, Vec::new());
+        self.fail(Fault::Lost);
+    }
+
+    fn take_damage(&self) -> Option<u64> {
+        self.damage.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn damage_next(&self, draw: u64) {
+        *self.damage.lock().unwrap_or_else(PoisonError::into_inner) = Some(draw);
+    }
+}
+
+/// A link of this process, as the rest of the crate sees it.
+struct LinkEnd {
+    link: Arc<Link>,
+    queue: Option<SyncSender<Message>>,
+    sender: Option<JoinHandle<()>>,
+}
+
+/// The links of this process to other ranks in one run, with their threads.
+pub struct MpiLinks {
+    links: BTreeMap<usize, LinkEnd>,
+    /// Whether this end closes the links.
+    closing: Arc<AtomicBool>,
+    /// Whether nobody waits for the links any more.
+    abandoned: Arc<AtomicBool>,
+    receiver: Option<JoinHandle<()>>,
+    heartbeats: Option<JoinHandle<()>>,
+}
+
+impl MpiLinks {
+    /// Starts the threads of the links to these ranks.
+    pub fn start(mpi: &'static Mpi, run: u64, options: Vec<(usize, LinkOptions)>) -> Result<Self, Fault> {
+        let tags = Tags::of(run);
+        let mut own = MpiLinks {
+            links: BTreeMap::new(),
+            closing: Arc::default(),
+            abandoned: Arc::default(),
+            receiver: None,
+            heartbeats: None,
+        };
+        let (mut receiving, mut pulses, mut meter) = (BTreeMap::new(), Vec::new(), None);
+        for (rank, end) in options {
+            let counters = end.counters;
+            let link = Arc::new(Link {
+                mpi,
+                rank,
+                tags,
+                local: end.local,
+                peer: end.peer,
+                abort: end.abort,
+                timeouts: end.timeouts,
+                counters: counters.clone(),
+                peer_ended: AtomicBool::new(false),
+                silent: AtomicBool::new(false),
+                cut: AtomicBool::new(false),
+                damage: Mutex::default(),
+            });
+            let encoder = Encoder::new(end.link_codecs.clone(), counters.clone());
+            let (cut, damaged) = (link.clone(), link.clone());
+            let control = LinkControl {
+                cut: Box::new(move || cut.cut()),
+                damage_next: Box::new(move |draw| damaged.damage_next(draw)),
+            };
+            let sending: Box<dyn Outgoing> = Box::new(SendingEnd::new(link.clone(), encoder));
+            let sender = Sender { outgoing: (end.wrap)(sending, control), link: link.clone() };
+            let decoder = Decoder::new(end.link_codecs, counters);
+            receiving.insert(rank, ReceivingEnd::new(link.clone(), decoder, end.admit, end.deliver, end.has_room));
+            pulses.push(Pulse::new(link.clone(), end.heartbeat, end.on_heartbeat, end.notify));
+            meter = Some(end.meter);
+            let (queue, queued) = mpsc::sync_channel(end.queue.max(1));
+            let name = format!("to {}", link.peer);
+            let thread = tcp::spawn(name, &link.local, &link.abort, move || sender.run(&queued));
+            let ended = LinkEnd { link, queue: Some(queue), sender: None };
+            // If a thread does not start, those that have end with the links.
+            own.links.insert(rank, ended);
+            if let (Some(end), thread) = (own.links.get_mut(&rank), thread?) {
+                end.sender = Some(thread);
+            }
+        }
+        let Some(first) = own.links.values().next().map(|end| end.link.clone()) else { return Ok(own) };
+        let (closing, abandoned) = (own.closing.clone(), own.abandoned.clone());
+        let receiver = Receiver { mpi, tags, abort: first.abort.clone(), ends: receiving, closing, abandoned };
+        let meter = meter.map_or(0, |meter| meter.number());
+        let body = move || {
+            engine::attach_thread(1, meter);
+            receiver.run();
+        };
+        own.receiver = Some(tcp::spawn("from other ranks".to_owned(), &first.local, &first.abort, body)?);
+        let abandoned = own.abandoned.clone();
+        let heartbeats = Heartbeats { mpi, tags, abort: first.abort.clone(), pulses, abandoned };
+        let body = move || heartbeats.run();
+        own.heartbeats = Some(tcp::spawn("heartbeats".to_owned(), &first.local, &first.abort, body)?);
+        Ok(own)
+    }
+
+    /// The sending end of the link to a rank, and its counters; any number of sending ends share it.
+    pub fn outgoing(&self, rank: usize) -> Option<(Queue, Counters)> {
+        let end = self.links.get(&rank)?;
+        let (queue, link) = (end.queue.clone()?, &end.link);
+        Some((Queue::new(queue, link.abort.clone(), link.counters.clone()), link.counters.clone()))
+    }
+
+    /// The ranks that this process has a link to.
+    pub fn ranks(&self) -> impl Iterator<Item = usize> + '_ {
+        self.links.keys().copied()
+    }
+
+    /// Whether a rank has said goodbye.
+    pub fn has_ended(&self, rank: usize) -> bool {
+        self.links.get(&rank).is_none_or(|end| end.link.has_ended())
+    }
+
+    /// Whether a rank has not been heard for too long.
+    pub fn is_silent(&self, rank: usize) -> bool {
+        self.links.get(&rank).is_some_and(|end| end.link.silent.load(Ordering::Acquire))
+    }
+
+    /// Sends what is queued, says goodbye, and waits for the other ranks to do the same. All sending ends must have been
+    /// dropped, unless the run has failed. Returns whether all threads ended in time.
+    pub fn close(mut self, limit: Duration) -> bool {
+        self.closing.store(true, Ordering::Release);
+        let deadline = Instant::now() + limit;
+        self.links.values_mut().for_each(|end| end.queue = None);
+        let senders: Vec<JoinHandle<()>> = self.links.values_mut().filter_map(|end| end.sender.take()).collect();
+        let mut ended = true;
+        for thread in senders.into_iter().chain(self.receiver.take()) {
+            ended &= join_until(thread, deadline);
+        }
+        // Those who still wait for this end hear its heartbeats until here.
+        self.abandoned.store(true, Ordering::Release);
+        let thread = self.heartbeats.take();
+        thread.is_none_or(|thread| join_until(thread, deadline.max(Instant::now() + Duration::from_millis(200))))
+            && ended
+    }
+}
+
+/// Threads that wait for another rank end.
+impl Drop for MpiLinks {
+    fn drop(&mut self) {
+        self.closing.store(true, Ordering::Release);
+        self.abandoned.store(true, Ordering::Release);
+    }
+}
+
+/// The failure of this end while it sends.
+fn sending_failure(link: &Link, fault: Fault) -> Failure {
+    match fault {
+        Fault::Lost => Failure::connection(&link.peer, fault),
+        fault => Failure::new(&link.local, "sending", fault),
+    }
+}

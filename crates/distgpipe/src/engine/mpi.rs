@@ -1,0 +1,352 @@
+//! MPI as the transport uses it. No call blocks but those that start and end MPI, which every rank makes.
+//!
+//! What MPI reads from or writes to stays borrowed until MPI is done with it: a rank that has stopped in the middle of a
+//! transfer keeps the thread that takes part in it, and nothing else.
+
+use super::exit_at_once;
+use crate::failure::Fault;
+use mpi::collective::SystemOperation;
+use mpi::ffi;
+use mpi::raw::AsRaw;
+use mpi::topology::Communicator;
+use mpi::traits::CommunicatorCollectives;
+use mpi::Threading;
+use std::collections::VecDeque;
+use std::ffi::{c_int, c_void, CStr};
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How many pieces of one body are sent at the same time.
+const PIECES_MAX: usize = 32;
+
+/// A pause is this part of the time that was waited before it.
+const PAUSE_PART: u32 = 32;
+
+/// The shortest and the longest pause.
+const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(500)];
+
+/// Before this, a wait only yields the processor.
+const YIELD: Duration = Duration::from_micros(50);
+
+/// The library of this process, with a communicator of its own.
+pub struct Mpi {
+    comm: ffi::MPI_Comm,
+    rank: usize,
+    size: usize,
+    ranks_here: usize,
+    most_on_one_host: usize,
+    /// Held during each call, if the library allows one at a time.
+    one_at_a_time: Option<Mutex<()>>,
+    posted: Mutex<Vec<Posted>>,
+}
+
+// SAFETY: a communicator's handle may be used by every thread. `call` makes one call at a time where the library demands it.
+unsafe impl Send for Mpi {}
+// SAFETY: as above; the requests in `posted` are behind a lock.
+unsafe impl Sync for Mpi {}
+
+impl fmt::Debug for Mpi {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank, self.size)
+    }
+}
+
+/// A message that nobody waits for.
+struct Posted {
+    request: ffi::MPI_Request,
+    /// MPI reads from it until the request is complete.
+    _bytes: Vec<u8>,
+}
+
+static STARTED: OnceLock<Mpi> = OnceLock::new();
+
+/// Starts MPI once. Every rank must call it.
+pub fn start_mpi() -> Result<&'static Mpi, Fault> {
+    if let Some(started) = STARTED.get() {
+        return Ok(started);
+    }
+    let failed = |text: &str| Fault::Mpi { doing: "starting MPI", text: text.to_owned() };
+    let (universe, threading) = mpi::initialize_with_threading(Threading::Multiple)
+        .ok_or_else(|| failed("the program has started MPI before"))?;
+    let one_at_a_time = match threading {
+        Threading::Multiple => None,
+        Threading::Serialized => Some(Mutex::new(())),
+        _ => return Err(failed("the library supports no threads (MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE)")),
+    };
+    let world = universe.world();
+    let (own, host) = (world.duplicate(), world.split_shared(world.rank()));
+    let (ranks_here, mut most_on_one_host) = (host.size(), 0);
+    world.all_reduce_into(&ranks_here, &mut most_on_one_host, SystemOperation::max());
+    let count = |n: c_int| usize::try_from(n).unwrap_or(0);
+    let started = Mpi {
+        comm: own.as_raw(),
+        rank: count(own.rank()),
+        size: count(own.size()),
+        ranks_here: count(ranks_here),
+        most_on_one_host: count(most_on_one_host),
+        one_at_a_time,
+        posted: Mutex::default(),
+    };
+    // SAFETY: the communicator is valid, and errors are returned from now on.
+    started.call("starting MPI", || unsafe { ffi::MPI_Comm_set_errhandler(started.comm, ffi::RSMPI_ERRORS_RETURN) })?;
+    // Both would call MPI when they are dropped; `end_mpi` ends it.
+    std::mem::forget((own, universe));
+    Ok(STARTED.get_or_init(|| started))
+}
+
+/// A message that has been matched, and is this process's to receive.
+#[must_use = "a message that is not received stays in memory"]
+pub struct MpiMessage<'a> {
+    mpi: &'a Mpi,
+    message: ffi::MPI_Message,
+    /// The rank that has sent it.
+    pub from: usize,
+    /// Its length.
+    pub bytes: usize,
+}
+
+impl Mpi {
+    /// The number of this rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// The number of ranks on this host.
+    pub fn ranks_here(&self) -> usize {
+        self.ranks_here
+    }
+
+    /// The number of ranks on the host that has most.
+    pub fn most_on_one_host(&self) -> usize {
+        self.most_on_one_host
+    }
+
+    /// The next message with this tag, from one rank or from any, if one has arrived.
+    pub fn next(&self, from: Option<usize>, tag: i32) -> Result<Option<MpiMessage<'_>>, Fault> {
+        let source = from.map_or(
+            // SAFETY: a constant of the library.
+            unsafe { ffi::RSMPI_ANY_SOURCE },
+            rank_number,
+        );
+        let (mut found, mut bytes) = (0, 0);
+        let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::<ffi::MPI_Status>::uninit());
+        // SAFETY: all pointers are to variables that outlive the call.
+        self.call("looking for messages", || unsafe {
+            ffi::MPI_Improbe(source, tag, self.comm, &mut found, message.as_mut_ptr(), status.as_mut_ptr())
+        })?;
+        if found == 0 {
+            return Ok(None);
+        }
+        // SAFETY: the call has found a message, so it has set both.
+        let (message, status) = unsafe { (message.assume_init(), status.assume_init()) };
+        // SAFETY: the status is one that the library has set.
+        self.call("looking for messages", || unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes) })?;
+        let count = |n: c_int| usize::try_from(n).unwrap_or(0);
+        Ok(Some(MpiMessage { mpi: self, message, from: count(status.MPI_SOURCE), bytes: count(bytes) }))
+    }
+
+    /// Sends bytes as one message. Returns when MPI does not need them any more.
+    pub fn send(&self, to: usize, tag: i32, bytes: &[u8]) -> Result<(), Fault> {
+        self.start_send(to, tag, bytes)?.wait()
+    }
+
+    /// Sends bytes as messages of at most `piece` bytes. Calls `sent` with the place of each of them, while it is on its way.
+    /// Returns when MPI does not need the bytes any more.
+    pub fn send_pieces(
+        &self,
+        to: usize,
+        tag: i32,
+        bytes: &[u8],
+        piece: usize,
+        mut sent: impl FnMut(std::ops::Range<usize>),
+    ) -> Result<(), Fault> {
+        let mut on_their_way = VecDeque::with_capacity(PIECES_MAX);
+        let mut at = 0;
+        for part in bytes.chunks(piece) {
+            on_their_way.push_back(self.start_send(to, tag, part)?);
+            sent(at..at + part.len());
+            at += part.len();
+            while on_their_way.len() >= PIECES_MAX {
+                on_their_way.pop_front().map_or(Ok(()), InFlight::wait)?;
+            }
+        }
+        on_their_way.into_iter().try_for_each(InFlight::wait)
+    }
+
+    /// Sends bytes as one message that nobody waits for.
+    pub fn post(&self, to: usize, tag: i32, bytes: Vec<u8>) -> Result<(), Fault> {
+        let request = self.isend(to, tag, &bytes)?;
+        let mut posted = lock(&self.posted);
+        posted.push(Posted { request, _bytes: bytes });
+        posted.retain_mut(|posted| !matches!(self.test(&mut posted.request), Ok(true) | Err(_)));
+        Ok(())
+    }
+
+    /// Whether everything that was [posted](Self::post) has left.
+    pub fn all_posted(&self) -> bool {
+        let mut posted = lock(&self.posted);
+        posted.retain_mut(|posted| !matches!(self.test(&mut posted.request), Ok(true) | Err(_)));
+        posted.is_empty()
+    }
+
+    fn start_send<'a>(&'a self, to: usize, tag: i32, bytes: &'a [u8]) -> Result<InFlight<'a>, Fault> {
+        Ok(InFlight { mpi: self, request: Some(self.isend(to, tag, bytes)?), _bytes: bytes })
+    }
+
+    fn isend(&self, to: usize, tag: i32, bytes: &[u8]) -> Result<ffi::MPI_Request, Fault> {
+        let length = message_length(bytes.len())?;
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the callers keep the bytes until the request is complete.
+        self.call("sending", || unsafe {
+            let from = bytes.as_ptr().cast::<c_void>();
+            ffi::MPI_Isend(from, length, ffi::RSMPI_UINT8_T, rank_number(to), tag, self.comm, request.as_mut_ptr())
+        })?;
+        // SAFETY: the call has succeeded, so it has set the request.
+        Ok(unsafe { request.assume_init() })
+    }
+
+    /// Whether a request is complete. It must not be tested again then, or after an error.
+    fn test(&self, request: &mut ffi::MPI_Request) -> Result<bool, Fault> {
+        let mut done = 0;
+        // SAFETY: the request has been started and is not complete.
+        self.call("sending or receiving", || unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
+        Ok(done != 0)
+    }
+
+    fn call(&self, doing: &'static str, call: impl FnOnce() -> c_int) -> Result<(), Fault> {
+        let one = self.one_at_a_time.as_ref().map(lock);
+        let code = call();
+        drop(one);
+        match code {
+            0 => Ok(()),
+            code => Err(Fault::Mpi { doing, text: error_text(code) }),
+        }
+    }
+
+    /// Ends MPI, with all ranks. The library may wait for them.
+    pub fn end(&self) {
+        // SAFETY: MPI has been started; the caller ends it as the last thing it does with it.
+        let _ = self.call("ending MPI", || unsafe { ffi::MPI_Finalize() });
+    }
+
+    /// Ends all ranks and this process with a status.
+    pub fn abort(&self, status: i32) -> ! {
+        // Not under the lock, which a thread in MPI may hold.
+        // SAFETY: ends the program.
+        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, status) };
+        exit_at_once(status)
+    }
+}
+
+impl MpiMessage<'_> {
+    /// Receives the message into a buffer of its length.
+    pub fn receive(mut self, into: &mut [u8]) -> Result<(), Fault> {
+        if into.len() != self.bytes {
+            return Err(Fault::internal(format!("a buffer of {} bytes", self.bytes), into.len().to_string()));
+        }
+        let length = message_length(into.len())?;
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the buffer is borrowed until the request is complete, which `InFlight` sees to.
+        self.mpi.call("receiving", || unsafe {
+            let to = into.as_mut_ptr().cast::<c_void>();
+            ffi::MPI_Imrecv(to, length, ffi::RSMPI_UINT8_T, &mut self.message, request.as_mut_ptr())
+        })?;
+        // SAFETY: the call has succeeded, so it has set the request.
+        let request = Some(unsafe { request.assume_init() });
+        InFlight { mpi: self.mpi, request, _bytes: into }.wait()
+    }
+
+    /// Receives the message into memory of its own. Its sender has been trusted so far.
+    pub fn take(self) -> Result<Vec<u8>, Fault> {
+        let mut bytes = vec![0; self.bytes];
+        self.receive(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// A transfer of borrowed bytes, which ends before the borrow does.
+struct InFlight<'a> {
+    mpi: &'a Mpi,
+    /// `None` once it is complete.
+    request: Option<ffi::MPI_Request>,
+    _bytes: &'a [u8],
+}
+
+impl InFlight<'_> {
+    fn wait(mut self) -> Result<(), Fault> {
+        self.complete()
+    }
+
+    fn complete(&mut self) -> Result<(), Fault> {
+        let pause = Backoff::new();
+        while let Some(mut request) = self.request.take() {
+            if !self.mpi.test(&mut request)? {
+                self.request = Some(request);
+                pause.pause();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        let _ = self.complete();
+    }
+}
+
+/// The pauses of a thread that waits for MPI: the longer it has waited, the longer they are.
+#[derive(Debug)]
+pub struct Backoff(Instant);
+
+impl Backoff {
+    /// For a wait that begins now.
+    pub fn new() -> Self {
+        Backoff(Instant::now())
+    }
+
+    /// Pauses.
+    pub fn pause(&self) {
+        let waited = self.0.elapsed();
+        if waited < YIELD {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep((waited / PAUSE_PART).clamp(PAUSES[0], PAUSES[1]));
+        }
+    }
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Backoff::new()
+    }
+}
+
+fn rank_number(rank: usize) -> c_int {
+    c_int::try_from(rank).unwrap_or(c_int::MAX)
+}
+
+fn message_length(bytes: usize) -> Result<c_int, Fault> {
+    c_int::try_from(bytes).map_err(|_| Fault::internal("an MPI message of less than 2 GiB", bytes.to_string()))
+}
+
+fn error_text(code: c_int) -> String {
+    let mut text = [0; 1 << 12];
+    let mut length = 0;
+    // SAFETY: the buffer is larger than MPI_MAX_ERROR_STRING of any library, and its last byte stays 0.
+    unsafe {
+        ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut length);
+        CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

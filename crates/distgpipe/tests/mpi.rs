@@ -1,0 +1,286 @@
+//! Laws 1 and 5 between the ranks of an MPI program: gradients, parameters and buffers are those of one device, bit for bit;
+//! and whoever fails is named, everybody ends, and the ranks take part in the next run.
+//!
+//! This program starts itself again under mpirun. Rank 0 runs the checks one after the other, and the other ranks are its workers.
+//! As in other test programs, an argument selects the checks whose names contain it.
+
+// Each transport has use for some of these.
+#[allow(dead_code)]
+#[path = "one_device/coded.rs"]
+mod coded;
+mod failure_scenarios;
+#[allow(dead_code)]
+#[path = "one_device/matrix.rs"]
+mod matrix;
+#[path = "one_device/mod.rs"]
+mod one_device;
+#[path = "one_device/replicas.rs"]
+mod replicas;
+
+use distgpipe::comm::transport::mpi::Tags;
+use distgpipe::model::zoo::{self, Mlp};
+use distgpipe::tch::{Device, Kind, Tensor};
+use distgpipe::{Batch, BuildError, Failure, MpiProgram, Pipeline, Workers};
+use failure_scenarios::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Three replicas of two workers need most.
+const RANKS: usize = 6;
+
+/// Above this, a check has hung. All of them take a few minutes on two cores.
+const LIMIT_S: usize = 1200;
+
+fn main() {
+    let program = match MpiProgram::start() {
+        Ok(Some(program)) => program,
+        Ok(None) => start_ranks(),
+        Err(fault) => panic!("{fault}"),
+    };
+    if program.rank() > 0 {
+        // The driver tells of the failures that they are told to have.
+        std::panic::set_hook(Box::new(|_| {}));
+        if let Err(failure) = program.serve(zoo::build) {
+            eprintln!("rank {}: {failure}", program.rank());
+            program.abort(1);
+        }
+        return program.end();
+    }
+    let all = run_checks(program);
+    match all {
+        true => program.end(),
+        false => program.abort(101),
+    }
+}
+
+/// Starts this program under mpirun, and ends as that does.
+fn start_ranks() -> ! {
+    let ended = Command::new("mpirun")
+        .args(["--oversubscribe", "--allow-run-as-root", "--timeout", &LIMIT_S.to_string(), "-n", &RANKS.to_string()])
+        .arg(std::env::current_exe().expect("this program"))
+        .args(std::env::args_os().skip(1))
+        .status();
+    let ended = ended.expect("mpirun starts: install Open MPI (Debian, Ubuntu: openmpi-bin and libopenmpi-dev)");
+    std::process::exit(ended.code().unwrap_or(101))
+}
+
+type Check = fn(&MpiProgram);
+
+const CHECKS: &[(&str, Check)] = &[
+    ("a_run_needs_as_many_ranks_as_workers", a_run_needs_as_many_ranks_as_workers),
+    ("mobilenet_v2_is_transparent", |program| matrix::check_model("mobilenet_v2", ranks(program))),
+    ("unet_is_transparent", |program| matrix::check_model("unet", ranks(program))),
+    ("roberta_is_transparent", |program| matrix::check_model("roberta", ranks(program))),
+    ("amoebanet_d_is_transparent", |program| matrix::check_model("amoebanet_d", ranks(program))),
+    ("roberta_in_bf16_is_transparent", |program| matrix::check_model_in_bf16("roberta", ranks(program))),
+    ("every_model_may_be_cut_after_any_layer", |program| matrix::check_every_cut(ranks(program))),
+    ("ten_steps_have_the_losses_of_one_device", |program| matrix::check_ten_steps(ranks(program))),
+    ("two_replicas_are_two_devices_that_add_up_their_gradients", |program| {
+        replicas::check_two(one_device::subjects(), ranks(program))
+    }),
+    ("three_replicas_train_identically_in_ranks_and_threads", three_replicas_train_identically),
+    ("with_a_codec_ranks_are_one_device_that_rounds_at_the_cuts", |program| {
+        coded::check_rounding(|| program.first(2).into())
+    }),
+    ("every_codec_trains_identically_in_ranks_and_threads", every_codec_trains_identically),
+    ("large_tensors_arrive_whole", large_tensors_arrive_whole),
+    ("a_rank_that_panics_or_errs_is_named", a_rank_that_panics_or_errs_is_named),
+    ("a_rank_that_hangs_is_named", a_rank_that_hangs_is_named),
+    ("a_driver_that_fails_ends_the_run_of_the_ranks", a_driver_that_fails_ends_the_run_of_the_ranks),
+    ("a_replica_that_fails_is_named", a_replica_that_fails_is_named),
+    ("a_broken_link_is_found_at_any_message", a_broken_link_is_found_at_any_message),
+    ("delays_change_nothing", delays_change_nothing),
+    ("the_cause_survives_large_messages", the_cause_survives_large_messages),
+    ("a_job_that_a_rank_cannot_run_fails_with_its_reason", a_job_that_a_rank_cannot_run_fails_with_its_reason),
+];
+
+/// Runs the checks that the arguments select. Returns whether all succeeded.
+fn run_checks(program: MpiProgram) -> bool {
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    let selected = |name: &str| wanted.is_empty() || wanted.iter().any(|part| name.contains(part.as_str()));
+    let mut failed = Vec::new();
+    for (name, check) in CHECKS.iter().filter(|(name, _)| selected(name)) {
+        let start = Instant::now();
+        let passed = catch_unwind(AssertUnwindSafe(|| check(&program))).is_ok();
+        println!("test {name} ... {} ({:.1} s)", if passed { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
+        if !passed {
+            failed.push(*name);
+        }
+    }
+    if !failed.is_empty() {
+        println!("\nfailures:\n    {}", failed.join("\n    "));
+    }
+    println!("\ntest result: {}. {} failed", if failed.is_empty() { "ok" } else { "FAILED" }, failed.len());
+    failed.is_empty()
+}
+
+/// The first ranks, as many as a placement has workers.
+fn ranks(program: &MpiProgram) -> impl Fn(usize) -> Workers + use<> {
+    let program = *program;
+    move |workers| program.first(workers).into()
+}
+
+fn a_run_needs_as_many_ranks_as_workers(program: &MpiProgram) {
+    assert!(Tags::of(0) != Tags::of(1) && Tags::of(7999).control <= 32767, "MPI has tags up to 32767");
+    for (ranks, workers) in [(2, 3), (6, 4)] {
+        let placement = ["a", "b", "c", "d"][..workers].join(",");
+        let model = Mlp::default().model().unwrap();
+        let built = Pipeline::builder(model).place(placement).workers(program.first(ranks).into()).build();
+        let said = built.err().expect("an error").to_string();
+        assert!(
+            said.contains(&format!("expected {workers} ranks")) && said.contains(&format!("got {ranks}")),
+            "{said}"
+        );
+        assert!(said.contains(&format!("`mpirun -n {workers}`")), "{said}");
+    }
+}
+
+fn three_replicas_train_identically(program: &MpiProgram) {
+    for subject in one_device::subjects() {
+        let (threads, ranks) =
+            (replicas::three(&subject, Workers::Threads), replicas::three(&subject, program.first(6).into()));
+        one_device::assert_identical(subject.name, &ranks.0, &threads.0);
+        one_device::assert_identical(subject.name, &ranks.1, &threads.1);
+    }
+}
+
+fn every_codec_trains_identically(program: &MpiProgram) {
+    for text in distgpipe_core::codec::ALL.iter().map(|member| member.examples[0]) {
+        let learned = |workers| coded::learned(coded::codecs(text, text), workers, false);
+        one_device::assert_identical(text, &learned(program.first(2).into()), &learned(Workers::Threads));
+    }
+}
+
+/// Bodies of one piece, of several, and with a ragged last one, in both directions.
+fn large_tensors_arrive_whole(program: &MpiProgram) {
+    for hidden in [4096, 20_000, 65_536, 100_001] {
+        let model = Mlp { hidden: vec![hidden, 8], dropout: 0.0, ..Mlp::default() }.model().unwrap();
+        let learned = |workers: Workers| {
+            let builder = Pipeline::builder(model.clone()).place("a,b").balance([1, 2]).micro_batches(2);
+            let builder = builder.device(distgpipe::engine::Device::Cpu).threads(1).workers(workers);
+            let mut pipeline = builder.build().unwrap();
+            let x = Tensor::ones([7, 1, 8, 8], (Kind::Float, Device::Cpu));
+            pipeline.train_step(&Batch::new(x, Tensor::zeros([7], (Kind::Int64, Device::Cpu)))).unwrap();
+            pipeline.state().unwrap()
+        };
+        let name = format!("{hidden} wide");
+        one_device::assert_identical(&name, &learned(program.first(2).into()), &learned(Workers::Threads));
+    }
+}
+
+/// The next run of the same ranks has nothing of the one before it.
+fn assert_goes_on(program: &MpiProgram, after: &str) {
+    let mut pipeline = failure_scenarios::pipeline(program.first(2).into(), "");
+    pipeline.train_step(&batch()).unwrap_or_else(|e| panic!("after {after}: {e}"));
+}
+
+fn a_rank_that_panics_or_errs_is_named(program: &MpiProgram) {
+    for (i, (worker, action)) in actions(&plan()).into_iter().filter(|(w, _)| w == "server").enumerate() {
+        let scenario = format!("{worker}:{}@{action}", ["panic", "error"][i % 2]);
+        assert_named(run_until_failure(program.first(2).into(), &scenario), &scenario, &worker, Some(action));
+        assert_goes_on(program, &scenario);
+    }
+}
+
+fn a_rank_that_hangs_is_named(program: &MpiProgram) {
+    for scenario in ["server:hang@1F0", "server:hang@1B2"] {
+        let action = scenario.rsplit('@').next().map(|a| a.parse().expect("an action"));
+        assert_named(run_until_failure(program.first(2).into(), scenario), scenario, "server", action);
+        assert_goes_on(program, scenario);
+    }
+}
+
+fn a_driver_that_fails_ends_the_run_of_the_ranks(program: &MpiProgram) {
+    for scenario in ["client:panic@0F1", "client:error@2B1", "client:hang@2F0"] {
+        let action = scenario.rsplit('@').next().map(|a| a.parse().expect("an action"));
+        assert_named(run_until_failure(program.first(2).into(), scenario), scenario, "client", action);
+        assert_goes_on(program, scenario);
+    }
+}
+
+fn a_replica_that_fails_is_named(program: &MpiProgram) {
+    for scenario in ["server/1:panic@1F1", "client/1:error@0B2", "server/0:hang@1B0", "client/1:panic@2F1"] {
+        let (who, action) = (scenario.split(':').next().expect("a name"), scenario.rsplit('@').next());
+        let phase = action.map(|a| a.parse().expect("an action"));
+        assert_named(run_replicas_until_failure(program.first(4).into(), scenario), scenario, who, phase);
+        assert_goes_on(program, scenario);
+    }
+    for scenario in ["server/1>server/0:stall@1", "client/0>client/1:cut@4", "client/1>client/0:corrupt@3"] {
+        assert_link_named(run_replicas_until_failure(program.first(4).into(), scenario), scenario, "client/0");
+        assert_goes_on(program, scenario);
+    }
+}
+
+/// Asserts that the failure of a link is blamed on the right end, and came in time: `corrupt` on whoever sent it, `cut` on the far end
+/// of the driver's link, `stall` on the link or its sender.
+fn assert_link_named((failure, took): (Failure, Duration), scenario: &str, driver: &str) {
+    let link = scenario.split(';').next_back().expect("a fault");
+    let (ends, fault) = link.split_once(':').expect("LINK:FAULT");
+    let (from, to) = ends.split_once('>').expect("FROM>TO");
+    let expected = match fault.split('@').next() {
+        Some("corrupt") => vec![from.to_owned()],
+        Some("cut") => vec![if from == driver { to } else { from }.to_owned()],
+        Some("stall") => vec![from.to_owned(), format!("the link {from} → {to}")],
+        other => panic!("{scenario}: {other:?}"),
+    };
+    assert!(expected.contains(&failure.worker), "{scenario}: {failure}");
+    assert!(took <= BOUND, "{scenario}: took {took:?}: {failure}");
+}
+
+fn a_broken_link_is_found_at_any_message(program: &MpiProgram) {
+    for at in 0..6 {
+        for (link, fault) in [("client>server", "corrupt"), ("server>client", "corrupt"), ("client>server", "cut")] {
+            let scenario = format!("seed={at};{link}:{fault}@{at}");
+            assert_link_named(run_until_failure(program.first(2).into(), &scenario), &scenario, "client");
+        }
+        let scenario = format!("server>client:cut@{at}");
+        assert_link_named(run_until_failure(program.first(2).into(), &scenario), &scenario, "client");
+    }
+    for scenario in ["client>server:stall@3", "server>client:stall@2"] {
+        assert_link_named(run_until_failure(program.first(2).into(), scenario), scenario, "client");
+    }
+    assert_goes_on(program, "broken links");
+}
+
+fn delays_change_nothing(program: &MpiProgram) {
+    let loss = |scenario: &str| {
+        let mut pipeline = failure_scenarios::pipeline(program.first(2).into(), scenario);
+        pipeline.train_step(&batch()).expect("a step").loss.to_bits()
+    };
+    assert_eq!(loss("seed=3;client>server:delay=20@0;server>client:delay=20@0"), loss(""));
+}
+
+fn the_cause_survives_large_messages(program: &MpiProgram) {
+    let model = Mlp { hidden: vec![300_000, 8], dropout: 0.0, ..Mlp::default() }.model().expect("a model");
+    for scenario in ["server:panic@1F1", "server:error@1B0", "client:panic@2F1"] {
+        let mut pipeline = Pipeline::builder(model.clone())
+            .place("client,server,client")
+            .micro_batches(3)
+            .workers(program.first(2).into())
+            .faults(scenario)
+            .build()
+            .unwrap_or_else(|e| panic!("{scenario}: {e}"));
+        let x = Tensor::ones([60, 1, 8, 8], (Kind::Float, Device::Cpu));
+        let batch = Batch::new(x, Tensor::zeros([60], (Kind::Int64, Device::Cpu)));
+        let failure = pipeline.train_step(&batch).expect_err("the scenario").to_string();
+        let (who, action) =
+            (scenario.split(':').next().expect("a worker"), scenario.rsplit('@').next().expect("an action"));
+        assert!(failure.starts_with(&format!("{who} failed while running {action}")), "{scenario}: {failure}");
+        drop(pipeline);
+        assert_goes_on(program, scenario);
+    }
+}
+
+fn a_job_that_a_rank_cannot_run_fails_with_its_reason(program: &MpiProgram) {
+    let mut model = Mlp::default().model().unwrap();
+    model.spec = Some(distgpipe::ModelSpec { name: "mine".to_owned(), settings: serde_json::Value::Null });
+    let built = Pipeline::builder(model).place("a,b").workers(program.first(2).into()).build();
+    match built {
+        Err(BuildError::Failed(failure)) => {
+            assert!(failure.worker == "b" && failure.message.contains("got `mine`"), "{failure}");
+        }
+        other => panic!("expected a failure, got {:?}", other.map(|_| ())),
+    }
+    assert_goes_on(program, "a model that it does not know");
+}
