@@ -42,7 +42,7 @@ mod ranks {
             PROGRAM.get_or_init(|| program);
             return;
         }
-        let served = signals::leave_first_to_driver().map_err(|e| e.to_string());
+        let served = signals::leave_to_driver().map_err(|e| e.to_string());
         let served = served.and_then(|()| program.serve(zoo::build).map_err(|failure| failure.to_string()));
         match served {
             Ok(()) => {

@@ -163,6 +163,16 @@ pub fn leave_first_to_driver() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Lets a worker that ends with its driver outlive all signals: a scheduler sends them to every process of a job, also twice, and the
+/// driver, which saves a checkpoint then, needs the worker for it.
+#[cfg(feature = "mpi")]
+pub fn leave_to_driver() -> anyhow::Result<()> {
+    for signal in [SIGINT, SIGTERM] {
+        flag::register(signal, Arc::new(AtomicBool::new(false)))?;
+    }
+    Ok(())
+}
+
 fn name(signal: i32) -> &'static str {
     match signal {
         SIGINT => "SIGINT",

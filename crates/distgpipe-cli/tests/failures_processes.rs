@@ -11,7 +11,8 @@ use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{AbortNotice, DType, Header, Kind as WireKind, Layout, Refuse, Shape, TensorMeta, Welcome};
 use distgpipe_core::WorkerId;
 use failure_scenarios::{
-    actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND, PATIENT, SHORT,
+    actions, assert_link_named, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND,
+    PATIENT, SHORT,
 };
 use servers::{Servers, TOKEN};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -108,31 +109,6 @@ fn a_worker_process_that_hangs_is_named() {
     }
 }
 
-/// Asserts that the failure of a link is blamed on the right end, and came in time. `driver` is the worker in the driver's
-/// process, which reports.
-///
-/// - `corrupt`: the receiver finds the damage, and names whoever sent it.
-/// - `cut`: both ends see the other one gone, so the driver names the far end of its own connection.
-/// - `stall`: the link is named, or the sender, whose heartbeats are held back too.
-fn assert_link_named((failure, took): (Failure, Duration), scenario: &str, driver: &str) {
-    let link = scenario.split(';').next_back().expect("a mishap");
-    let (ends, fault) = link.split_once(':').expect("LINK:FAULT");
-    let (from, to) = ends.split_once('>').expect("FROM>TO");
-    match fault.split('@').next() {
-        Some("corrupt") => assert_eq!(failure.worker, from, "{scenario}: {failure}"),
-        Some("cut") => {
-            let far = if from == driver { to } else { from };
-            assert_eq!(failure.worker, far, "{scenario}: {failure}");
-        }
-        Some("stall") => {
-            let named = [from.to_owned(), format!("the link {from} → {to}")];
-            assert!(named.contains(&failure.worker), "{scenario}: {failure}");
-        }
-        other => panic!("{scenario}: {other:?}"),
-    }
-    assert!(took <= BOUND, "{scenario}: took {took:?}: {failure}");
-}
-
 #[test]
 fn a_broken_connection_is_found_at_any_message() {
     let _alone = alone();
@@ -171,28 +147,12 @@ fn a_connection_that_is_cut_at_any_message_is_restored_and_no_bit_changes() {
     assert_eq!(losses(&cuts.join(";")), undisturbed);
 }
 
-/// The cause must not get lost behind, or inside, a large tensor that is under way when the peer fails.
 #[test]
 fn the_cause_survives_large_messages() {
     let _alone = alone();
-    let model = Mlp { hidden: vec![300_000, 8], dropout: 0.0, ..Mlp::default() }.model().expect("a model");
-    for scenario in ["server:panic@1F1", "server:error@1B0", "client:panic@2F1"] {
-        let mut pipeline = Pipeline::builder(model.clone())
-            .place("client,server,client")
-            .micro_batches(3)
-            .workers(processes())
-            .faults(scenario)
-            .build()
-            .unwrap_or_else(|e| panic!("{scenario}: {e}"));
-        let x = Tensor::ones([60, 1, 8, 8], (Kind::Float, Device::Cpu));
-        let batch = Batch::new(x, Tensor::zeros([60], (Kind::Int64, Device::Cpu)));
-        let failure = pipeline.train_step(&batch).expect_err("the scenario").to_string();
-        let (who, action) =
-            (scenario.split(':').next().expect("a worker"), scenario.rsplit('@').next().expect("an action"));
-        assert!(failure.starts_with(&format!("{who} failed while running {action}")), "{scenario}: {failure}");
-        drop(pipeline);
+    failure_scenarios::check_large_messages(processes, |scenario| {
         assert_eq!(children(), Vec::<u32>::new(), "{scenario}: a process is left");
-    }
+    });
 }
 
 fn signal(process: u32, signal: &str) {

@@ -176,6 +176,21 @@ fn a_stopped_driver_is_named_and_ends_all() {
     assert!(said.contains("rank 1: error: lost the connection to w0: nothing arrived for 2.0 s"), "{said}");
 }
 
+/// The rank that is left has another failure to tell rank 0 of, and then waits for what rank 0 says. Under Slurm, such ranks once
+/// outlived their job.
+#[test]
+fn a_rank_does_not_wait_for_ever_for_a_driver_that_has_stopped() {
+    let three = ["train", "--partitions", "3", "--device", "cpu", "--threads", "1", "--peer-timeout", "3"];
+    let run = Running::start(mpirun(3, &[&three[..], &SLOW].concat()), "epoch 1/");
+    signal(run.rank(1), "-STOP");
+    std::thread::sleep(Duration::from_secs(1));
+    signal(run.rank(0), "-STOP");
+    let (status, said) = run.ended();
+    assert_eq!(status, Some(1), "{said}");
+    let expected = ["hearing of rank 0 took longer than 5.0 s", "lost the connection to w0"];
+    assert!(said.contains("rank 2: error: ") && expected.iter().any(|text| said.contains(text)), "{said}");
+}
+
 /// What `sbatch --requeue` does: the same command is started again.
 #[test]
 fn a_killed_run_that_is_started_again_goes_on_with_the_losses_of_one_that_was_not() {

@@ -20,11 +20,13 @@ mod replicas;
 use distgpipe::comm::transport::mpi::Tags;
 use distgpipe::model::zoo::{self, Mlp};
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, BuildError, Failure, MpiProgram, Pipeline, Workers};
-use failure_scenarios::{actions, assert_named, batch, plan, run_replicas_until_failure, run_until_failure, BOUND};
+use distgpipe::{Batch, BuildError, MpiProgram, Pipeline, Workers};
+use failure_scenarios::{
+    actions, assert_link_named, assert_named, batch, plan, run_replicas_until_failure, run_until_failure,
+};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Three replicas of two workers need most.
 const RANKS: usize = 6;
@@ -212,22 +214,6 @@ fn a_replica_that_fails_is_named(program: &MpiProgram) {
     }
 }
 
-/// Asserts that the failure of a link is blamed on the right end, and came in time: `corrupt` on whoever sent it, `cut` on the far end
-/// of the driver's link, `stall` on the link or its sender.
-fn assert_link_named((failure, took): (Failure, Duration), scenario: &str, driver: &str) {
-    let link = scenario.split(';').next_back().expect("a fault");
-    let (ends, fault) = link.split_once(':').expect("LINK:FAULT");
-    let (from, to) = ends.split_once('>').expect("FROM>TO");
-    let expected = match fault.split('@').next() {
-        Some("corrupt") => vec![from.to_owned()],
-        Some("cut") => vec![if from == driver { to } else { from }.to_owned()],
-        Some("stall") => vec![from.to_owned(), format!("the link {from} → {to}")],
-        other => panic!("{scenario}: {other:?}"),
-    };
-    assert!(expected.contains(&failure.worker), "{scenario}: {failure}");
-    assert!(took <= BOUND, "{scenario}: took {took:?}: {failure}");
-}
-
 fn a_broken_link_is_found_at_any_message(program: &MpiProgram) {
     for at in 0..6 {
         for (link, fault) in [("client>server", "corrupt"), ("server>client", "corrupt"), ("client>server", "cut")] {
@@ -252,24 +238,7 @@ fn delays_change_nothing(program: &MpiProgram) {
 }
 
 fn the_cause_survives_large_messages(program: &MpiProgram) {
-    let model = Mlp { hidden: vec![300_000, 8], dropout: 0.0, ..Mlp::default() }.model().expect("a model");
-    for scenario in ["server:panic@1F1", "server:error@1B0", "client:panic@2F1"] {
-        let mut pipeline = Pipeline::builder(model.clone())
-            .place("client,server,client")
-            .micro_batches(3)
-            .workers(program.first(2).into())
-            .faults(scenario)
-            .build()
-            .unwrap_or_else(|e| panic!("{scenario}: {e}"));
-        let x = Tensor::ones([60, 1, 8, 8], (Kind::Float, Device::Cpu));
-        let batch = Batch::new(x, Tensor::zeros([60], (Kind::Int64, Device::Cpu)));
-        let failure = pipeline.train_step(&batch).expect_err("the scenario").to_string();
-        let (who, action) =
-            (scenario.split(':').next().expect("a worker"), scenario.rsplit('@').next().expect("an action"));
-        assert!(failure.starts_with(&format!("{who} failed while running {action}")), "{scenario}: {failure}");
-        drop(pipeline);
-        assert_goes_on(program, scenario);
-    }
+    failure_scenarios::check_large_messages(|| program.first(2).into(), |scenario| assert_goes_on(program, scenario));
 }
 
 fn a_job_that_a_rank_cannot_run_fails_with_its_reason(program: &MpiProgram) {

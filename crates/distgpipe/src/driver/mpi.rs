@@ -12,13 +12,14 @@ use crate::comm::admission::Peer;
 use crate::comm::handshake::BUILD;
 use crate::comm::notice::Notify;
 use crate::comm::protocol::Job;
+use crate::comm::suspension::IdleTimer;
 use crate::comm::transport::mpi::{control_frame, discard, MpiLinks, Tags};
 use crate::comm::transport::tcp::join_until;
 use crate::driver::serve::{build_model, check_worker, GOODBYE_LIMIT, SHUTDOWN_LIMIT};
 use crate::driver::wiring::{Links, LocalWorker, Remote};
 use crate::engine;
 use crate::engine::is_one_of_several_ranks;
-use crate::engine::mpi::{start_mpi, Mpi};
+use crate::engine::mpi::{start_mpi, Beat, Mpi};
 use crate::failure::{Failure, Fault};
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
@@ -26,8 +27,9 @@ use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long the end of a program may wait for the other ranks.
@@ -39,7 +41,16 @@ const STUCK_AFTER: Duration = Duration::from_secs(20);
 /// How long a rank without a job pauses between two looks for one, at most.
 const IDLE_PAUSE: Duration = Duration::from_millis(5);
 
-/// What rank 0 tells another rank between two runs.
+/// How often rank 0 shows the ranks without a job that it is there.
+const BEAT: Duration = Duration::from_secs(1);
+
+/// A rank that has had no job yet and has not heard of rank 0 for so long gives up.
+const RANK_0_SILENCE: Duration = Duration::from_secs(60);
+
+/// After a job, it is the job's [`Timeouts::silence_s`](crate::Timeouts::silence_s), and at least this.
+const RANK_0_SILENCE_MIN: Duration = Duration::from_secs(5);
+
+/// What rank 0 tells another rank between two runs. An empty message says that it is there.
 #[derive(Serialize, Deserialize)]
 enum Order {
     /// Take part in a run.
@@ -61,13 +72,39 @@ pub struct MpiProgram {
 /// The number of the last run that rank 0 has started, or that this rank has taken part in.
 static RUN: AtomicU64 = AtomicU64::new(0);
 
+/// The thread of rank 0 that shows the others that it is there, and what ends it.
+static BEATS: Mutex<Option<(Arc<AtomicBool>, JoinHandle<()>)>> = Mutex::new(None);
+
 impl MpiProgram {
     /// Starts MPI, if `mpirun` or `srun` has started this process as one of several ranks. Every rank must call it.
     pub fn start() -> Result<Option<Self>, Fault> {
-        match is_one_of_several_ranks() {
-            true => Ok(Some(MpiProgram { mpi: start_mpi()? }).filter(|program| program.size() > 1)),
-            false => Ok(None),
+        if !is_one_of_several_ranks() {
+            return Ok(None);
         }
+        let program = MpiProgram { mpi: start_mpi()? };
+        if program.rank() == 0 {
+            program.start_beats()?;
+        }
+        Ok(Some(program).filter(|program| program.size() > 1))
+    }
+
+    fn start_beats(&self) -> Result<(), Fault> {
+        let mut beats = BEATS.lock().unwrap_or_else(PoisonError::into_inner);
+        if beats.is_some() {
+            return Ok(());
+        }
+        let (mpi, over) = (self.mpi, Arc::new(AtomicBool::new(false)));
+        let stop = over.clone();
+        let thread = engine::spawn("beats", move || {
+            let mut ranks: Vec<Beat> = (1..mpi.size()).map(|rank| Beat::new(rank, Tags::ORDERS)).collect();
+            while !stop.load(Ordering::Acquire) {
+                // An error of MPI shows where it is used for a run.
+                ranks.iter_mut().for_each(|rank| drop(mpi.beat(rank)));
+                std::thread::park_timeout(BEAT);
+            }
+        })?;
+        *beats = Some((over, thread));
+        Ok(())
     }
 
     /// The number of this rank.
@@ -97,23 +134,32 @@ impl MpiProgram {
         engine::start();
         engine::declare_worker_process();
         let failed = |fault| Failure::new(format!("rank {}", self.rank()), "waiting for a run", fault);
+        let mut silence = RANK_0_SILENCE;
         loop {
-            match self.next_order().map_err(failed)? {
+            match self.next_order(silence).map_err(failed)? {
                 Order::End => return Ok(()),
                 Order::Run { build, run, job } => {
                     RUN.store(run, Ordering::Relaxed);
+                    silence = job.timeouts.silence().max(RANK_0_SILENCE_MIN);
                     self.take_part(&build, run, *job, models)?;
                 }
             }
         }
     }
 
-    /// Waits for what rank 0 says next.
-    fn next_order(&self) -> Result<Order, Fault> {
-        let mut pause = Duration::from_micros(100);
+    /// Waits for what rank 0 says next. Fails if it is not heard for so long.
+    fn next_order(&self, silence: Duration) -> Result<Order, Fault> {
+        let (mut pause, mut heard) = (Duration::from_micros(100), IdleTimer::new());
         loop {
             if let Some(message) = self.mpi.next(Some(0), Tags::ORDERS)? {
-                return serde_json::from_slice(&message.take()?).map_err(|e| Fault::malformed("an order of rank 0", e));
+                let order = message.take()?;
+                if !order.is_empty() {
+                    return serde_json::from_slice(&order).map_err(|e| Fault::malformed("an order of rank 0", e));
+                }
+                heard.progress();
+            }
+            if heard.elapsed() >= silence {
+                return Err(Fault::TimedOut { what: "hearing of rank 0".to_owned(), limit_s: silence.as_secs_f64() });
             }
             discard(self.mpi, RUN.load(Ordering::Relaxed))?;
             std::thread::sleep(pause);
@@ -210,6 +256,12 @@ impl MpiProgram {
             std::thread::sleep(END_LIMIT);
             mpi.abort(1)
         });
+        let beats = BEATS.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((over, thread)) = beats {
+            over.store(true, Ordering::Release);
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
         if self.rank() == 0 {
             for rank in 1..self.size() {
                 let order = serde_json::to_vec(&Order::End).unwrap_or_default();

@@ -60,6 +60,23 @@ struct Posted {
     _bytes: Vec<u8>,
 }
 
+/// Empty messages to a rank, at most one of which is on its way.
+pub struct Beat {
+    to: usize,
+    tag: i32,
+    request: Option<ffi::MPI_Request>,
+}
+
+// SAFETY: a request may be tested by any thread, one at a time.
+unsafe impl Send for Beat {}
+
+impl Beat {
+    /// To this rank, with this tag.
+    pub fn new(to: usize, tag: i32) -> Self {
+        Beat { to, tag, request: None }
+    }
+}
+
 static STARTED: OnceLock<Mpi> = OnceLock::new();
 
 /// Starts MPI once. Every rank must call it.
@@ -194,6 +211,25 @@ impl Mpi {
         let mut posted = lock(&self.posted);
         posted.retain_mut(|posted| !matches!(self.test(&mut posted.request), Ok(true) | Err(_)));
         posted.is_empty()
+    }
+
+    /// Sends an empty message to a rank, unless the last one has not been received yet.
+    pub fn beat(&self, last: &mut Beat) -> Result<(), Fault> {
+        if let Some(mut request) = last.request.take() {
+            if !self.test(&mut request)? {
+                last.request = Some(request);
+                return Ok(());
+            }
+        }
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the message has no bytes, so the pointer is not used.
+        self.call("sending", || unsafe {
+            let (to, none) = (rank_number(last.to), std::ptr::null());
+            ffi::MPI_Issend(none, 0, ffi::RSMPI_UINT8_T, to, last.tag, self.comm, request.as_mut_ptr())
+        })?;
+        // SAFETY: the call has succeeded, so it has set the request.
+        last.request = Some(unsafe { request.assume_init() });
+        Ok(())
     }
 
     fn start_send<'a>(&'a self, to: usize, tag: i32, bytes: &'a [u8]) -> Result<InFlight<'a>, Fault> {
