@@ -5,8 +5,7 @@ mod failure_scenarios;
 mod servers;
 
 use distgpipe::model::zoo::Mlp;
-use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, BuildError, Failure, Notice, Pipeline, StepError, WorkerProgram, Workers};
+use distgpipe::{BuildError, Notice, Pipeline, StepError, WorkerProgram, Workers};
 use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{AbortNotice, DType, Header, Kind as WireKind, Layout, Refuse, Shape, TensorMeta, Welcome};
 use distgpipe_core::WorkerId;

@@ -21,6 +21,7 @@ use distgpipe::comm::transport::mpi::Tags;
 use distgpipe::model::zoo::{self, Mlp};
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{Batch, BuildError, MpiProgram, Pipeline, Workers};
+use distgpipe_core::wire::HEADER_BYTES;
 use failure_scenarios::{
     actions, assert_link_named, assert_named, batch, plan, run_replicas_until_failure, run_until_failure,
 };
@@ -163,11 +164,16 @@ fn large_tensors_arrive_whole(program: &MpiProgram) {
             let builder = builder.device(distgpipe::engine::Device::Cpu).threads(1).workers(workers);
             let mut pipeline = builder.build().unwrap();
             let x = Tensor::ones([7, 1, 8, 8], (Kind::Float, Device::Cpu));
-            pipeline.train_step(&Batch::new(x, Tensor::zeros([7], (Kind::Int64, Device::Cpu)))).unwrap();
-            pipeline.state().unwrap()
+            let step = pipeline.train_step(&Batch::new(x, Tensor::zeros([7], (Kind::Int64, Device::Cpu)))).unwrap();
+            (pipeline.state().unwrap(), step.step_links)
         };
-        let name = format!("{hidden} wide");
-        one_device::assert_identical(&name, &learned(program.first(2).into()), &learned(Workers::Threads));
+        let ((ranks, links), (threads, _)) = (learned(program.first(2).into()), learned(Workers::Threads));
+        one_device::assert_identical(&format!("{hidden} wide"), &ranks, &threads);
+        // Two frames in each direction, with a header and two checksums, and the driver's frames of the targets.
+        let header = HEADER_BYTES as u64;
+        let tensors = 7 * u64::try_from(hidden).unwrap() * 4 + 2 * (header + 16);
+        let sent: Vec<u64> = links.iter().map(|link| link.training_bytes).collect();
+        assert_eq!(sent, [tensors + 7 * 8 + 2 * header, tensors], "{hidden} wide");
     }
 }
 

@@ -43,7 +43,7 @@ pub(super) const SHUTDOWN_LIMIT: Duration = Duration::from_secs(3);
 
 /// How long the worker's thread may take to end after a run, by default. An action of a large model takes a while, and nobody can
 /// end it.
-pub(super) const STUCK_AFTER: Duration = Duration::from_secs(120);
+const STUCK_AFTER: Duration = Duration::from_secs(120);
 
 /// How long the worker's thread may run on after the driver's goodbye.
 pub(super) const GOODBYE_LIMIT: Duration = Duration::from_secs(5);

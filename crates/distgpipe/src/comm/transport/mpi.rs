@@ -20,6 +20,7 @@
 //! MPI delivers what is sent, once and in order, so frames have no sequence numbers here. No call of MPI blocks; a rank that has
 //! stopped is found by its missing heartbeats. A tensor on a GPU goes through host memory, also where the library is CUDA-aware.
 
+mod checksum;
 mod heartbeats;
 mod receiver;
 mod sender;

@@ -4,6 +4,7 @@
 use super::{control_frame, Link, Tags};
 use crate::comm::abort::AbortFlag;
 use crate::comm::notice::Notify;
+use crate::comm::traffic::MessageSize;
 use crate::comm::transport::silence::SilenceWatch;
 use crate::comm::transport::{limits, OnHeartbeat, HEARTBEAT};
 use crate::engine::mpi::{Mpi, MpiMessage};
@@ -52,7 +53,11 @@ impl Pulse {
             return Ok(());
         }
         self.sent = Some(Instant::now());
-        mpi.post(rank, tags.control, control_frame(Kind::Ping, (self.heartbeat)().as_bytes()))
+        let frame = control_frame(Kind::Ping, (self.heartbeat)().as_bytes());
+        let wire_bytes = frame.len() as u64;
+        mpi.post(rank, tags.control, frame)?;
+        self.link.counters.count_message(MessageSize { payload_bytes: None, wire_bytes, trains: false });
+        Ok(())
     }
 
     /// Takes a message of the peer.

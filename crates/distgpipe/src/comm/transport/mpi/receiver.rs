@@ -1,14 +1,15 @@
 //! The thread that receives over all links of a process.
 
+use super::checksum::BodyChecksum;
 use super::{Link, Tags, INLINE_BYTES_MAX, PIECE_BYTES};
 use crate::comm::abort::AbortFlag;
 use crate::comm::arrivals::Receiving;
 use crate::comm::link_codecs::Decoder;
 use crate::comm::transport::tcp::{Assembler, Frame};
 use crate::comm::transport::{limits, Admit, Deliver, FINISH_FRAME};
-use crate::engine::mpi::{Backoff, Mpi, MpiMessage};
+use crate::engine::mpi::{sleep_precisely, Backoff, Mpi, MpiMessage};
 use crate::failure::Fault;
-use distgpipe_core::wire::{BodyHasher, Header, Kind, WireError, HEADER_BYTES};
+use distgpipe_core::wire::{Header, Kind, WireError, HEADER_BYTES};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -32,6 +33,7 @@ pub(super) struct Receiver {
 
 impl Receiver {
     pub fn run(mut self) {
+        sleep_precisely();
         if let Err(fault) = self.pump() {
             if let Some(end) = self.ends.values().next() {
                 end.link.fail(fault);
@@ -191,10 +193,10 @@ impl<'a> Arriving<'a> {
 
 /// Receives a large body and the checksum after it.
 fn receive_pieces(link: &Link, header: &Header, body: &mut [u8]) -> Result<(), Fault> {
-    let (mut hasher, mut started) = (BodyHasher::new(header), None);
+    let (mut sum, mut started) = (BodyChecksum::new(header), None);
     for piece in body.chunks_mut(PIECE_BYTES) {
         next_piece(link, piece.len())?.receive(piece)?;
-        hasher.update(piece);
+        sum.update(piece);
         started.get_or_insert_with(Instant::now);
     }
     // The first piece may have waited for this thread.
@@ -204,7 +206,7 @@ fn receive_pieces(link: &Link, header: &Header, body: &mut [u8]) -> Result<(), F
     let mut checksum = [0; CHECKSUM_BYTES];
     next_piece(link, CHECKSUM_BYTES)?.receive(&mut checksum)?;
     link.counters.arrivals().begin(Receiving::Decoding);
-    let (expected, got) = (u64::from_le_bytes(checksum), hasher.seal()?.checksum);
+    let (expected, got) = (u64::from_le_bytes(checksum), sum.finish());
     match got == expected {
         true => Ok(()),
         false => Err(WireError::Checksum { expected, got }.into()),

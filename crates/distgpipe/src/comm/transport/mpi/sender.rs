@@ -1,5 +1,6 @@
 //! The sending thread of a link.
 
+use super::checksum::BodyChecksum;
 use super::{control_frame, sending_failure, Link, INLINE_BYTES_MAX, PIECE_BYTES};
 use crate::comm::link_codecs::Encoder;
 use crate::comm::message::Message;
@@ -7,8 +8,9 @@ use crate::comm::traffic::MessageSize;
 use crate::comm::transport::queue::pump;
 use crate::comm::transport::tcp::Framer;
 use crate::comm::transport::{limits, Outgoing};
+use crate::engine::mpi::sleep_precisely;
 use crate::failure::Fault;
-use distgpipe_core::wire::{BodyHasher, Header, Kind};
+use distgpipe_core::wire::{Header, Kind};
 use std::borrow::Cow;
 use std::sync::mpsc::Receiver;
 use std::sync::Arc;
@@ -23,6 +25,7 @@ pub(super) struct Sender {
 
 impl Sender {
     pub fn run(mut self, queued: &Receiver<Message>) {
+        sleep_precisely();
         let link = &self.link;
         let sent = pump(queued, &link.abort, self.outgoing.as_mut())
             .and_then(|()| link.mpi.send(link.rank, link.tags.header, &control_frame(Kind::Goodbye, &[])));
@@ -88,9 +91,9 @@ fn transmit(link: &Link, mut header: Header, body: &[u8]) -> Result<u64, Fault> 
         }
     }
     mpi.send(*rank, tags.header, &head)?;
-    let mut hasher = BodyHasher::new(&header);
-    mpi.send_pieces(*rank, tags.body, &sent, PIECE_BYTES, |place| hasher.update(&body[place]))?;
-    let checksum = hasher.seal()?.checksum.to_le_bytes();
+    let mut checksum = BodyChecksum::new(&header);
+    mpi.send_pieces(*rank, tags.body, &sent, PIECE_BYTES, |place| checksum.update(&body[place]))?;
+    let checksum = checksum.finish().to_le_bytes();
     mpi.send(*rank, tags.body, &checksum)?;
     Ok((head.len() + body.len() + checksum.len()) as u64)
 }
