@@ -74,6 +74,7 @@ golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' 
 	$(PYTHON) scripts/golden_codecs.py
 	$(PYTHON) scripts/golden_zstd.py
 	.venv/bin/python scripts/golden_clipping.py
+	.venv/bin/python scripts/golden_losses.py
 	.venv/bin/python scripts/golden_bf16.py
 	.venv/bin/python scripts/golden_images.py
 	.venv/bin/python scripts/golden_mobilenet_v2.py

@@ -17,7 +17,9 @@ mod defaults;
 mod inference;
 mod precedence;
 
-pub use choices::{CodecChoice, DataName, DecayName, LayersName, MetricName, OptimizerName, ResumeName};
+pub use choices::{
+    CodecChoice, DataName, DecayName, LayersName, LossName, MetricName, NormaliseChoice, OptimizerName, ResumeName,
+};
 pub use command_line::{explain_numbers, quoted, show_defaults, with_value};
 pub use config_file::from_toml;
 pub use inference::for_inference;
@@ -87,6 +89,11 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loader_threads: Option<usize>,
+    /// How colours, from 0 to 1, are normalised: `imagenet`, as pretrained weights expect, or the means and the standard
+    /// deviations of red, green and blue, such as 0.49,0.48,0.45/0.25,0.24,0.26 [default: imagenet]
+    #[arg(long, value_name = "imagenet|MEANS/DEVIATIONS", help_heading = "Data")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub normalise: Option<NormaliseChoice>,
     /// Training rows of --data synthetic; a quarter as many more are generated for testing [default: 2048]
     #[arg(long, value_name = "N", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -274,8 +281,16 @@ pub struct TrainFlags {
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr_power: Option<f64>,
-    /// Increase the learning rate from 0 over the first N updates, or over P% of all updates [default: 0]
-    #[arg(long, value_name = "N|P%", help_heading = "Training")]
+    /// Epochs after which --lr-decay steps multiplies the learning rate, such as 30,60,80
+    #[arg(long, value_name = "EPOCH,…", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_steps: Option<String>,
+    /// What --lr-decay steps multiplies the learning rate by [default: 0.1]
+    #[arg(long, value_name = "X", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lr_factor: Option<f64>,
+    /// Increase the learning rate from 0 over the first N updates, over P% of all updates, or over N epochs [default: 0]
+    #[arg(long, value_name = "N|P%|Nepochs", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr_warm_up: Option<WarmUp>,
     /// Momentum of sgd and rmsprop [default: 0.9 for sgd, 0 for rmsprop]
@@ -299,6 +314,11 @@ pub struct TrainFlags {
     #[arg(long, value_name = "PATTERN,…", help_heading = "Training")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
+    /// Loss: cross-entropy for class scores; mean-squared or binary-cross-entropy (of scores before a sigmoid) for other outputs
+    /// [default: cross-entropy for class scores, otherwise mean-squared]
+    #[arg(long, value_name = "NAME", help_heading = "Training")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossName>,
     /// Label smoothing in training, from 0 to below 1; evaluation uses the plain labels [default: 0]
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,6 +1,6 @@
 //! Opens the data sets that flags name, and creates their loaders.
 
-use crate::args::{DataName, TrainFlags};
+use crate::args::{DataName, LossName, NormaliseChoice, TrainFlags};
 use crate::compute::cores;
 use crate::exit::usage;
 use crate::files::user_directory;
@@ -75,8 +75,8 @@ pub fn class_names(flags: &TrainFlags, model: &Model) -> anyhow::Result<Option<V
     Ok(Source::new(flags, model, Purpose::Inference(None))?.open(Split::Test)?.class_names())
 }
 
-/// How the images of a data set are normalised; `None` for other data.
-pub fn normalisation(name: DataName) -> anyhow::Result<Option<Normalisation>> {
+/// How the images of a data set are normalised with these flags; `None` for other data.
+pub fn normalisation(name: DataName, flags: &TrainFlags) -> anyhow::Result<Option<Normalisation>> {
     Ok(match name {
         DataName::Digits => {
             let (mean, deviation) = Digits::normalisation()?;
@@ -84,10 +84,22 @@ pub fn normalisation(name: DataName) -> anyhow::Result<Option<Normalisation>> {
         }
         DataName::Cifar10 | DataName::Cifar100 | DataName::Food101 | DataName::ImageFolder => {
             let each = |values: [f32; 3]| values.iter().map(|&value| f64::from(value)).collect();
-            Some(Normalisation { mean: each(image::MEAN), deviation: each(image::DEVIATION) })
+            let (mean, deviation) = match flags.normalise.unwrap_or_default() {
+                NormaliseChoice::ImageNet => (image::MEAN, image::DEVIATION),
+                NormaliseChoice::Colours { mean, deviation } => (mean, deviation),
+            };
+            Some(Normalisation { mean: each(mean), deviation: each(deviation) })
         }
         DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text => None,
     })
+}
+
+/// Images, normalised as the flags say.
+pub fn normalised<S: ImageSource>(set: ImageSet<S>, flags: &TrainFlags) -> Result<ImageSet<S>, DataError> {
+    match flags.normalise.unwrap_or_default() {
+        NormaliseChoice::ImageNet => Ok(set),
+        NormaliseChoice::Colours { mean, deviation } => set.normalised_by(mean, deviation),
+    }
 }
 
 /// The number of class scores in a model's output; `None` if it is something else.
@@ -143,7 +155,31 @@ impl<'a> Source<'a> {
         if flags.tokenizer.is_some() && !matches!(name, DataName::Rte | DataName::Cola | DataName::Text) {
             return Err(usage(format!("--tokenizer: {} has no text: remove it", name.name())));
         }
-        Ok(Source { name, flags, model, output: output(model)?, purpose })
+        let colours = [DataName::Cifar10, DataName::Cifar100, DataName::Food101, DataName::ImageFolder];
+        if flags.normalise.is_some() && !colours.contains(&name) {
+            return Err(usage(format!("--normalise: {} has no images of three colours: remove it", name.name())));
+        }
+        let source = Source { name, flags, model, output: output(model)?, purpose };
+        source.check_loss()?;
+        Ok(source)
+    }
+
+    /// Whether the loss of `--loss` suits the model's output.
+    fn check_loss(&self) -> anyhow::Result<()> {
+        match (self.flags.loss, self.has_classes()) {
+            (Some(LossName::CrossEntropy), false) => Err(usage(
+                "--loss cross-entropy: the model's output is not a vector of class scores: use mean-squared or binary-cross-entropy",
+            )),
+            (Some(LossName::MeanSquared | LossName::BinaryCrossEntropy), true) => Err(usage(
+                "--loss: the model's output is class scores, whose loss is cross-entropy: remove it",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the loss is about classes.
+    fn has_classes(&self) -> bool {
+        scores(&self.output).is_some() || self.name == DataName::Text
     }
 
     fn open(&self, part: Split) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
@@ -207,10 +243,10 @@ impl<'a> Source<'a> {
     }
 
     fn loss(&self) -> Loss {
-        if scores(&self.output).is_some() || self.name == DataName::Text {
-            Loss::CrossEntropy
-        } else {
-            Loss::MeanSquared
+        match self.flags.loss {
+            _ if self.has_classes() => Loss::CrossEntropy,
+            Some(LossName::BinaryCrossEntropy) => Loss::BinaryCrossEntropy,
+            _ => Loss::MeanSquared,
         }
     }
 }
@@ -234,7 +270,7 @@ fn open_images(
 ) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
     let layout = if flags.no_channels_last == Some(true) { Layout::Contiguous } else { Layout::ChannelsLast };
     let directory = || directory(&name.name(), flags.data_dir.as_deref(), "--data-dir");
-    let images = Images { name, input, part, layout, purpose };
+    let images = Images { name, flags, input, part, layout, purpose };
     if name != DataName::Digits {
         images.check_trained_model()?;
     }
@@ -332,6 +368,7 @@ fn synthetic(
     let rows = flags.samples.unwrap_or(SAMPLES);
     let target = match output.dims[..] {
         [classes] => Target::Class(usize::try_from(classes).unwrap_or(0)),
+        _ if flags.loss == Some(LossName::BinaryCrossEntropy) => Target::Binary(output.clone()),
         _ => Target::Tensor(output.clone()),
     };
     let options = SyntheticOptions {
@@ -355,6 +392,7 @@ fn synthetic(
 /// The form in which a model takes images.
 struct Images<'a> {
     name: DataName,
+    flags: &'a TrainFlags,
     input: &'a [SampleShape],
     part: Split,
     layout: Layout,
@@ -403,7 +441,8 @@ impl Images<'_> {
                 source.classes()
             )));
         }
-        self.opened(ImageSet::for_input(source, self.input, self.part, self.layout))
+        let set = ImageSet::for_input(source, self.input, self.part, self.layout);
+        self.opened(set.and_then(|set| normalised(set, self.flags)))
     }
 }
 

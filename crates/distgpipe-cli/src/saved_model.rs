@@ -60,7 +60,7 @@ impl SavedModel {
             batch: flags.batch.map(datasets::test_rows),
             ..described(flags)
         };
-        let normalisation = flags.data.map(datasets::normalisation).transpose()?.flatten();
+        let normalisation = flags.data.map(|name| datasets::normalisation(name, &flags)).transpose()?.flatten();
         Ok(SavedModel { format: FORMAT, model, classes, normalisation, flags })
     }
 
@@ -114,6 +114,8 @@ fn described(flags: &TrainFlags) -> TrainFlags {
         data: flags.data,
         data_dir: flags.data_dir.clone(),
         tokenizer: flags.tokenizer.clone(),
+        normalise: flags.normalise,
+        loss: flags.loss,
         samples: flags.samples,
         seed: flags.seed,
         batch: flags.batch,

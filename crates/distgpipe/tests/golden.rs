@@ -13,7 +13,7 @@ use distgpipe::model::ModelSpec;
 use distgpipe::runtime::optimizer::{Optim, Optimizer};
 use distgpipe::tch::{Kind, Tensor};
 use distgpipe::train::learning_rate::{Decay, RateSchedule, WarmUp};
-use distgpipe::{Batch, Loss, Pipeline, Recompute, Schedule, TensorSpec};
+use distgpipe::{Batch, Loss, LossFunction, Pipeline, Recompute, Schedule, TensorSpec};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -363,6 +363,40 @@ fn the_learning_rate_follows_hugging_faces_schedules() {
         }
     }
     assert!(compared >= 200, "only {compared} rates were compared");
+}
+
+#[test]
+fn a_stepped_learning_rate_follows_pytorchs_multi_step_lr() {
+    let facts = json("rates.json");
+    let cases = facts["steps"].as_array().unwrap();
+    for case in cases {
+        let number = |key: &str| case[key].as_u64().unwrap();
+        let epochs = floats(&case["milestones"]).iter().map(|&epoch| epoch as u64).collect();
+        let schedule = RateSchedule::from(Decay::Steps { epochs, factor: case["factor"].as_f64().unwrap() });
+        let rates = floats(&case["rates"]);
+        assert_eq!(rates.len() as u64, number("epochs") * number("per_epoch"));
+        for (update, expected) in (0..).zip(&rates) {
+            let got = schedule.factor_in_epochs(update, rates.len() as u64, number("per_epoch"));
+            assert!((got - expected).abs() < 1e-12, "{case}: update {update}: {got}");
+        }
+    }
+    assert!(cases.len() >= 4);
+}
+
+#[test]
+fn binary_cross_entropy_and_its_gradient_are_those_of_pytorch() {
+    let facts = json("losses.json");
+    let shape: Vec<i64> = floats(&facts["shape"]).iter().map(|&n| n as i64).collect();
+    for case in facts["binary_cross_entropy"].as_array().unwrap() {
+        let output = Tensor::from_slice(&floats(&facts["scores"])).view(&shape[..]).set_requires_grad(true);
+        let target = Tensor::from_slice(&floats(&case["target"])).view(&shape[..]);
+        let loss = Loss::BinaryCrossEntropy.compute(&output, &target).unwrap();
+        loss.backward();
+        let gap = (f64::try_from(&loss).unwrap() - case["loss"].as_f64().unwrap()).abs();
+        let (gradient, _) = deviation(&output.grad(), &Tensor::from_slice(&floats(&case["gradient"])).view(&shape[..]));
+        assert!(gap < 1e-12 && gradient < 1e-12, "{}: off by {gap:e} and {gradient:e}", case["name"]);
+        assert!(Loss::BinaryCrossEntropy.correct(&output, &target).unwrap().is_none());
+    }
 }
 
 /// Three workers, and a step of three micro-batches, against PyTorch's one module and one batch.

@@ -75,6 +75,81 @@ pub enum DecayName {
     Linear,
     /// To 0 as a power (--lr-power) of the remaining share of updates
     Polynomial,
+    /// Multiplied by --lr-factor after each epoch of --lr-steps
+    Steps,
+}
+
+/// Losses: `--loss`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossName {
+    /// Cross entropy of class scores
+    CrossEntropy,
+    /// Mean squared error
+    MeanSquared,
+    /// Binary cross entropy of scores before a sigmoid, with targets from 0 to 1
+    BinaryCrossEntropy,
+}
+
+/// How colours are normalised: `--normalise`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum NormaliseChoice {
+    /// By the mean and the deviation of ImageNet.
+    #[default]
+    ImageNet,
+    /// By these, of red, green and blue.
+    Colours {
+        /// The means that are subtracted.
+        mean: [f32; 3],
+        /// The standard deviations that the result is divided by.
+        deviation: [f32; 3],
+    },
+}
+
+impl FromStr for NormaliseChoice {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "expected `imagenet`, or three means and three deviations above 0 such as 0.49,0.48,0.45/0.25,0.24,0.26; got `{text}`"
+            )
+        };
+        let three = |list: &str| -> Option<[f32; 3]> {
+            let numbers: Option<Vec<f32>> = list.split(',').map(|number| number.trim().parse().ok()).collect();
+            numbers?.try_into().ok()
+        };
+        if text == "imagenet" {
+            return Ok(NormaliseChoice::ImageNet);
+        }
+        let (mean, deviation) = text.split_once('/').ok_or_else(wrong)?;
+        let (mean, deviation) = three(mean).zip(three(deviation)).ok_or_else(wrong)?;
+        let sound = mean.iter().all(|mean| mean.is_finite()) && deviation.iter().all(|d| d.is_normal() && *d > 0.0);
+        sound.then_some(NormaliseChoice::Colours { mean, deviation }).ok_or_else(wrong)
+    }
+}
+
+impl TryFrom<String> for NormaliseChoice {
+    type Error = String;
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<NormaliseChoice> for String {
+    fn from(choice: NormaliseChoice) -> String {
+        choice.to_string()
+    }
+}
+
+impl fmt::Display for NormaliseChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |values: &[f32; 3]| values.map(|value| value.to_string()).join(",");
+        match self {
+            NormaliseChoice::ImageNet => f.write_str("imagenet"),
+            NormaliseChoice::Colours { mean, deviation } => write!(f, "{}/{}", list(mean), list(deviation)),
+        }
+    }
 }
 
 /// Where the layers of an exported model end: `--layers`.
@@ -158,6 +233,21 @@ impl fmt::Display for CodecChoice {
         match self {
             CodecChoice::Auto => f.write_str("auto"),
             CodecChoice::Codec(codec) => codec.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_normalisation_is_written_as_it_is_read() {
+        for text in ["imagenet", "0.4914,0.4822,0.4465/0.2023,0.1994,0.201"] {
+            assert_eq!(text.parse::<NormaliseChoice>().unwrap().to_string(), text);
+        }
+        for text in ["", "cifar", "1,2,3", "1,2/1,2", "0,0,0/1,1,0", "0,0,0/1,1,-1", "0,0,nan/1,1,1", "0,0,0/1,1,inf"] {
+            assert!(text.parse::<NormaliseChoice>().unwrap_err().contains("expected `imagenet`"), "{text}");
         }
     }
 }

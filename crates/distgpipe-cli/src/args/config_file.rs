@@ -92,7 +92,7 @@ fn normalized(key: &str, value: toml::Value) -> Result<toml::Value, String> {
         other => other.to_string(),
     };
     Ok(match (key, value) {
-        ("balance" | "place" | "workers", toml::Value::Array(values)) => {
+        ("balance" | "place" | "workers" | "lr-steps", toml::Value::Array(values)) => {
             toml::Value::String(values.iter().map(word).collect::<Vec<_>>().join(","))
         }
         // As --resume alone.

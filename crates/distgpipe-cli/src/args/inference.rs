@@ -14,6 +14,7 @@ const BOTH: &[&str] = &[
     "data",
     "data-dir",
     "tokenizer",
+    "normalise",
     "partitions",
     "balance",
     "cut",
@@ -41,7 +42,7 @@ const BOTH: &[&str] = &[
 ];
 
 /// The flags that only `evaluate` has besides.
-const EVALUATE: &[&str] = &["limit", "loader-threads", "samples", "seed"];
+const EVALUATE: &[&str] = &["limit", "loader-threads", "loss", "samples", "seed"];
 
 /// Help where that of `train` does not fit.
 const HELP: &[(&str, &str)] = &[
@@ -50,6 +51,8 @@ const HELP: &[(&str, &str)] = &[
     ("set", "Model setting, such as classes=10, on top of those in the file; repeatable"),
     ("data-dir", "Directory with the data set's files [default: the one that the model was trained on]"),
     ("tokenizer", "RoBERTa tokenizer: a tokenizer.json file, or the directory with vocab.json and merges.txt [default: the one that the model was trained with]"),
+    ("normalise", "How colours are normalised: `imagenet`, or means and deviations [default: as in training]"),
+    ("loss", "Loss of outputs that are not class scores: mean-squared or binary-cross-entropy [default: as in training]"),
     ("limit", "Evaluate on N rows only, spread evenly over the test data [default: all rows]"),
     ("samples", "Training rows of the synthetic data, whose test rows follow them [default: as in training]"),
     ("seed", "Random seed of the synthetic data [default: as in training]"),

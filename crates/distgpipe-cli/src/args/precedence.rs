@@ -12,7 +12,7 @@ const EXCLUDED_FLAGS: [(&[&str], &[&str]); 8] = [
     (&["chunks", "schedule", "recompute"], &["plan"]),
     (&["codec"], &["sortquant", "quant", "split"]),
     (&["sortquant"], &["codec"]),
-    (&["lr-decay"], &["lr-power"]),
+    (&["lr-decay"], &["lr-power", "lr-steps", "lr-factor"]),
     (&["workers"], &["server", "server-file", "listen", "labels-leave"]),
     (&["server", "server-file"], &["workers", "token-file", "server", "server-file"]),
 ];
@@ -35,7 +35,7 @@ const CUTS: [&str; 11] = [
 /// The same, where the overriding source changes the flag's value.
 const EXCLUDED_BY_CHANGE: [(&str, &[&str]); 3] = [
     ("optimizer", &["momentum", "nesterov", "lr", "weight-decay"]),
-    ("data", &["data-dir", "samples"]),
+    ("data", &["data-dir", "samples", "normalise"]),
     // Numbers of layers in each partition do not fit another division into layers.
     ("layers", &["balance"]),
 ];

@@ -57,7 +57,7 @@ pub fn run(args: &EvaluateArgs) -> anyhow::Result<()> {
     };
     let classes = config.about.as_ref().and_then(|about| about.classes.as_deref());
     let (loader, loss) = datasets::test_loader(&config.flags, &config.model, classes)?;
-    config.check_normalisation(datasets::normalisation(data)?.as_ref())?;
+    config.check_normalisation(datasets::normalisation(data, &config.flags)?.as_ref())?;
     check_names(&config, &loader)?;
     let mut pipeline = config.start(loss)?;
     report::note(&config.compute.to_string());

@@ -99,7 +99,12 @@ pub(super) fn frozen(flags: &TrainFlags) -> impl Iterator<Item = &str> {
 }
 
 fn rate(flags: &TrainFlags) -> anyhow::Result<RateSchedule> {
-    let decay = match (flags.lr_decay.unwrap_or(DecayName::Constant), flags.lr_power) {
+    let name = flags.lr_decay.unwrap_or(DecayName::Constant);
+    let given = [("--lr-steps", flags.lr_steps.is_some()), ("--lr-factor", flags.lr_factor.is_some())];
+    if let Some((flag, _)) = given.iter().find(|(_, given)| *given && name != DecayName::Steps) {
+        return Err(usage(format!("{flag}: it applies to --lr-decay steps only: remove it, or use that")));
+    }
+    let decay = match (name, flags.lr_power) {
         (DecayName::Polynomial, power) => {
             let power = power.unwrap_or(2.0);
             if !(power.is_finite() && power > 0.0) {
@@ -115,8 +120,25 @@ fn rate(flags: &TrainFlags) -> anyhow::Result<RateSchedule> {
         (DecayName::Constant, None) => Decay::Constant,
         (DecayName::Cosine, None) => Decay::Cosine,
         (DecayName::Linear, None) => Decay::Linear,
+        (DecayName::Steps, None) => steps(flags)?,
     };
     Ok(RateSchedule { decay, warm_up: flags.lr_warm_up.unwrap_or_default() })
+}
+
+fn steps(flags: &TrainFlags) -> anyhow::Result<Decay> {
+    let Some(text) = &flags.lr_steps else {
+        return Err(usage("--lr-decay steps: add --lr-steps EPOCH,…, such as --lr-steps 30,60,80"));
+    };
+    let epochs: Result<Vec<u64>, _> = text.split(',').map(|epoch| epoch.trim().parse()).collect();
+    let epochs = epochs.ok().filter(|epochs| epochs.iter().all(|&epoch| epoch > 0));
+    let factor = flags.lr_factor.unwrap_or(0.1);
+    if !(factor.is_finite() && factor >= 0.0) {
+        return Err(usage(format!("--lr-factor {factor}: expected a number of at least 0")));
+    }
+    match epochs {
+        Some(epochs) => Ok(Decay::Steps { epochs, factor }),
+        None => Err(usage(format!("--lr-steps {text}: expected epochs from 1 on, such as 30,60,80"))),
+    }
 }
 
 /// The loss, with `--label-smoothing`.

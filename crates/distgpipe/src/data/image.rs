@@ -3,7 +3,7 @@
 //! In training, a random box of 8 to 100 % of the image's area, with an aspect ratio of 3:4 to 4:3, is resized to the
 //! square, and half of the images are mirrored (torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`). In testing,
 //! the shorter side is resized to 256/224 of the square and the centre is cropped (`Resize`, `CenterCrop`). Colours are
-//! normalised by ImageNet's means and standard deviations, as pretrained weights expect.
+//! normalised by ImageNet's means and standard deviations, as pretrained weights expect, or by others.
 
 pub(super) mod decode;
 mod resample;
@@ -92,6 +92,7 @@ pub struct ImageSet<S> {
     source: S,
     options: ImageOptions,
     input: [SampleShape; 1],
+    normalisation: Normalisation,
 }
 
 impl<S: ImageSource> ImageSet<S> {
@@ -106,7 +107,23 @@ impl<S: ImageSource> ImageSet<S> {
             });
         }
         let input = [SampleShape::float(&[CHANNELS as i64, side as i64, side as i64])];
-        Ok(ImageSet { source, options, input })
+        Ok(ImageSet { source, options, input, normalisation: normalisation(MEAN, DEVIATION) })
+    }
+
+    /// The same images, normalised by other means and standard deviations of red, green and blue, which are from 0 to 1.
+    ///
+    /// # Errors
+    /// If a mean is not finite, or a deviation is not above 0.
+    pub fn normalised_by(mut self, mean: [f32; CHANNELS], deviation: [f32; CHANNELS]) -> Result<Self, DataError> {
+        if !mean.iter().all(|mean| mean.is_finite()) || !deviation.iter().all(|d| d.is_normal() && *d > 0.0) {
+            return Err(DataError::Unsuitable {
+                set: self.source.name(),
+                expected: "finite means, and standard deviations above 0".to_owned(),
+                got: format!("{mean:?} and {deviation:?}"),
+            });
+        }
+        self.normalisation = normalisation(mean, deviation);
+        Ok(self)
     }
 
     /// The images of a source, in the form that a model with this input takes.
@@ -163,7 +180,7 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
                 Split::Train => View::random(&image, self.options.side, &mut pass.row(row).draws()),
                 Split::Test => View::middle(&image, self.options.side),
             };
-            view.show(&image, self.options, &mut scratch.rows, into);
+            view.show(&image, self.options, self.normalisation, &mut scratch.rows, into);
             Ok(())
         })?;
         let labels: Vec<i64> = rows.iter().map(|&row| self.source.label(row)).collect();
@@ -200,12 +217,18 @@ impl View {
         View { x: axis(image.width), y: axis(image.height), mirrored: false }
     }
 
-    fn show(&self, image: &Image<'_>, options: ImageOptions, rows: &mut Rows, into: &mut [f32]) {
+    fn show(
+        &self,
+        image: &Image<'_>,
+        options: ImageOptions,
+        normalisation: Normalisation,
+        rows: &mut Rows,
+        into: &mut [f32],
+    ) {
         let columns = Axis::new(self.x, options.side);
         let columns = if self.mirrored { columns.mirrored() } else { columns };
         let lines = Axis::new(self.y, options.side);
-        let wanted =
-            ResampleSpec { columns: &columns, lines: &lines, normalisation: imagenet(), layout: options.layout };
+        let wanted = ResampleSpec { columns: &columns, lines: &lines, normalisation, layout: options.layout };
         resample(image, &wanted, rows, into);
     }
 }
@@ -233,9 +256,9 @@ fn random_box(width: usize, height: usize, draws: &mut Draws) -> (usize, usize, 
     ((width - w) / 2, (height - h) / 2, w, h)
 }
 
-fn imagenet() -> Normalisation {
-    let scale = DEVIATION.map(|deviation| 1.0 / (255.0 * deviation));
-    Normalisation { scale, shift: std::array::from_fn(|c| -MEAN[c] / DEVIATION[c]) }
+fn normalisation(mean: [f32; CHANNELS], deviation: [f32; CHANNELS]) -> Normalisation {
+    let scale = deviation.map(|deviation| 1.0 / (255.0 * deviation));
+    Normalisation { scale, shift: std::array::from_fn(|c| -mean[c] / deviation[c]) }
 }
 
 #[cfg(test)]
@@ -264,14 +287,23 @@ mod tests {
     }
 
     fn seen(view: View, image: &Image<'_>, side: usize, layout: Layout) -> Vec<f32> {
+        seen_with(view, image, ImageOptions { side, split: Split::Test, layout }, (MEAN, DEVIATION))
+    }
+
+    fn seen_with(view: View, image: &Image<'_>, options: ImageOptions, by: ([f32; 3], [f32; 3])) -> Vec<f32> {
+        let side = options.side;
         let mut into = vec![f32::NAN; 3 * side * side];
-        view.show(image, ImageOptions { side, split: Split::Test, layout }, &mut Rows::default(), &mut into);
+        view.show(image, options, normalisation(by.0, by.1), &mut Rows::default(), &mut into);
         into
     }
 
     /// Scales back to 0 to 255.
     fn plain(values: &[f32]) -> Vec<f64> {
-        let colour = |(i, v): (usize, &f32)| 255.0 * f64::from(v * DEVIATION[i % 3] + MEAN[i % 3]);
+        plain_of(values, (MEAN, DEVIATION))
+    }
+
+    fn plain_of(values: &[f32], (mean, deviation): ([f32; 3], [f32; 3])) -> Vec<f64> {
+        let colour = |(i, v): (usize, &f32)| 255.0 * f64::from(v * deviation[i % 3] + mean[i % 3]);
         values.iter().enumerate().map(colour).collect()
     }
 
@@ -304,6 +336,11 @@ mod tests {
             for (i, value) in got.iter().enumerate() {
                 assert_eq!(*value, planar[i % 3 * side * side + i / 3], "{named}");
             }
+            let other = ([0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.201]);
+            let options = ImageOptions { side, split: Split::Test, layout: Layout::ChannelsLast };
+            let colours = plain_of(&seen_with(view, &image, options, other), other);
+            let exact = numbers(&case["exact"]);
+            assert!(colours.iter().zip(&exact).all(|(a, b)| (a - b).abs() < 1e-3), "{named}, normalised by {other:?}");
         }
     }
 

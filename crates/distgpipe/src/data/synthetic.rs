@@ -27,6 +27,8 @@ pub enum Target {
     Class(usize),
     /// A tensor of this shape.
     Tensor(SampleShape),
+    /// A tensor of this shape that is all zeros or all ones.
+    Binary(SampleShape),
 }
 
 /// Whether the target depends on the input.
@@ -90,7 +92,7 @@ impl Synthetic {
         let classes = match options.target {
             Target::Class(0) => return Err(unsuitable("at least 1 class", "0".to_owned())),
             Target::Class(classes) => classes,
-            Target::Tensor(_) => 1,
+            Target::Tensor(_) | Target::Binary(_) => 1,
         };
         let source = match &options.input[..] {
             [SampleShape { dims, kind: Kind::Float }] => {
@@ -136,7 +138,7 @@ impl Synthetic {
     fn class(&self, row: usize) -> i64 {
         match self.options.target {
             Target::Class(classes) => self.draw(row, "class", 0, classes as u64) as i64,
-            Target::Tensor(_) => 0,
+            Target::Tensor(_) | Target::Binary(_) => 0,
         }
     }
 
@@ -188,10 +190,20 @@ impl Synthetic {
         Ok(vec![Tensor::f_from_slice(&ids)?.f_view(shape)?, Tensor::f_from_slice(&mask)?.f_view(shape)?])
     }
 
-    /// The targets: classes, or the mean of a row's input as a constant tensor.
+    /// The targets: classes, the mean of a row's input as a constant tensor, or whether the number of its noise is odd.
     fn target(&self, rows: &[usize], inputs: &[Tensor]) -> Result<Tensor, DataError> {
         match &self.options.target {
             Target::Class(_) => Ok(Tensor::f_from_slice(&rows.iter().map(|&row| self.class(row)).collect::<Vec<_>>())?),
+            Target::Binary(shape) => {
+                let purpose = if self.options.pattern == Pattern::Learnable { "bank" } else { "target" };
+                let odd = rows.iter().map(|&row| (self.draw(row, purpose, 0, BANK as u64) % 2) as f32);
+                let mut dims = vec![rows.len() as i64];
+                dims.extend(shape.dims.iter().map(|_| 1));
+                let target = Tensor::f_from_slice(&odd.collect::<Vec<_>>())?.f_view(&dims[..])?;
+                dims.truncate(1);
+                dims.extend(&shape.dims);
+                Ok(target.f_expand(&dims[..], false)?.f_contiguous()?)
+            }
             Target::Tensor(shape) => {
                 let mut dims = vec![rows.len() as i64];
                 dims.extend(&shape.dims);
@@ -223,7 +235,7 @@ impl Dataset for Synthetic {
     fn classes(&self) -> Option<usize> {
         match self.options.target {
             Target::Class(classes) => Some(classes),
-            Target::Tensor(_) => None,
+            Target::Tensor(_) | Target::Binary(_) => None,
         }
     }
 
@@ -309,6 +321,15 @@ mod tests {
             Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
         assert_eq!(data.batch(&[1, 2], LoadPass::new(0, 0)).unwrap().target.size(), [2, 1, 4, 4]);
         assert_eq!(data.classes(), None);
+        let target = Target::Binary(SampleShape::float(&[1, 4, 4]));
+        let data =
+            Synthetic::new(SyntheticOptions { target, ..options(vec![SampleShape::float(&[3, 4, 4])]) }).unwrap();
+        let rows = data.batch(&(0..50).collect::<Vec<_>>(), LoadPass::new(0, 0)).unwrap().target;
+        assert_eq!((rows.size(), data.classes()), (vec![50, 1, 4, 4], None));
+        // Every row is all zeros or all ones, and both occur.
+        let sums: Vec<f64> = Vec::try_from(rows.sum_dim_intlist([1, 2, 3].as_slice(), false, Kind::Double)).unwrap();
+        assert!(sums.iter().all(|&sum| sum == 0.0 || sum == 16.0), "{sums:?}");
+        assert!(sums.contains(&0.0) && sums.contains(&16.0), "{sums:?}");
         let classes = Synthetic::new(options(vec![SampleShape::float(&[4])])).unwrap();
         let targets = classes.batch(&(0..50).collect::<Vec<_>>(), LoadPass::new(0, 0)).unwrap().target;
         assert_eq!((targets.min().int64_value(&[]), targets.max().int64_value(&[])), (0, 2));

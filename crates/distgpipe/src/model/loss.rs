@@ -50,6 +50,9 @@ pub enum Loss {
     },
     /// Mean squared error against a target of the output's shape.
     MeanSquared,
+    /// Binary cross entropy of scores (before a sigmoid) against targets from 0 to 1 of the same shape, as PyTorch's
+    /// `binary_cross_entropy_with_logits`.
+    BinaryCrossEntropy,
 }
 
 /// The target of a token that counts neither for the loss nor for its gradient.
@@ -58,7 +61,7 @@ pub const IGNORED: i64 = -100;
 impl Loss {
     /// Whether the output has one vector of class scores per row.
     fn is_about_classes(self, output: &Tensor) -> bool {
-        !matches!(self, Loss::MeanSquared) && output.dim() == 2
+        matches!(self, Loss::CrossEntropy | Loss::SmoothedCrossEntropy { .. }) && output.dim() == 2
     }
 }
 
@@ -75,6 +78,9 @@ impl LossFunction for Loss {
             Loss::CrossEntropy => cross_entropy(0.0)?,
             Loss::SmoothedCrossEntropy { label_smoothing } => cross_entropy(label_smoothing)?,
             Loss::MeanSquared => output.f_mse_loss(target, Reduction::Mean)?,
+            Loss::BinaryCrossEntropy => {
+                output.f_binary_cross_entropy_with_logits(target, None::<&Tensor>, None::<&Tensor>, Reduction::Mean)?
+            }
         })
     }
 

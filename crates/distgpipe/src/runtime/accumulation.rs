@@ -71,7 +71,12 @@ impl Accumulation {
     /// The number of the update that a step belongs to, starting at 0.
     pub fn update(self, step: u64) -> u64 {
         let (epoch, within) = (step / self.epoch_steps.max(1), step % self.epoch_steps.max(1));
-        epoch * self.epoch_steps.div_ceil(self.every()) + within / self.every()
+        epoch * self.epoch_updates() + within / self.every()
+    }
+
+    /// How many updates a whole epoch has.
+    pub fn epoch_updates(self) -> u64 {
+        self.epoch_steps.div_ceil(self.every())
     }
 
     /// How many updates the run has.

@@ -2,16 +2,17 @@
 //!
 //! ```text
 //!   1 ┤    ╭──╮           decay: constant stays at 1, linear falls in a straight line, cosine along half a cosine,
-//!     │   ╱    ╲          polynomial as (fraction left)^power
+//!     │   ╱    ╲          polynomial as (fraction left)^power; steps multiply it after some epochs
 //!     │  ╱      ╲
 //!   0 ┤ ╱        ╲
 //!     └─┴───┴─────┴──► updates
 //!       warm-up   all
 //! ```
 //!
-//! The factor depends only on the number of the update and on the number of all updates. So there is nothing to save, and
-//! a resumed run has the rates that it would have had without the interruption. The formulas are those of Hugging Face's
-//! `get_*_schedule_with_warmup`, with 0 as the end of the polynomial.
+//! The factor depends only on the number of the update, on the number of all updates and on the updates of an epoch. So
+//! there is nothing to save, and a resumed run has the rates that it would have had without the interruption. The formulas
+//! are those of Hugging Face's `get_*_schedule_with_warmup`, with 0 as the end of the polynomial, and of PyTorch's
+//! `MultiStepLR`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -33,6 +34,14 @@ pub enum Decay {
     Polynomial {
         /// The exponent: 1 is linear, larger ones fall sooner.
         power: f64,
+    },
+    /// The rate is multiplied by `factor` when each of these epochs ends. Epochs count from the start of the run, with the
+    /// warm-up, and may be in any order.
+    Steps {
+        /// How many epochs are over at each step.
+        epochs: Vec<u64>,
+        /// What the rate is multiplied by.
+        factor: f64,
     },
     /// A function of your own; see [`RateSchedule::custom`].
     Custom(RateFunction),
@@ -56,7 +65,7 @@ impl PartialEq for RateFunction {
     }
 }
 
-/// How long the learning rate rises from 0 in a straight line. Written as `500` or `6%`.
+/// How long the learning rate rises from 0 in a straight line. Written as `500`, `6%` or `4epochs`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "Written")]
 pub enum WarmUp {
@@ -64,6 +73,8 @@ pub enum WarmUp {
     Updates(u64),
     /// The rate rises for this fraction of all updates, from 0 to 1, rounded up to whole ones.
     Share(f64),
+    /// The rate rises for this many epochs.
+    Epochs(u64),
 }
 
 impl Default for WarmUp {
@@ -73,10 +84,11 @@ impl Default for WarmUp {
 }
 
 impl WarmUp {
-    /// The length of the warm-up in a run of `all` updates.
-    pub fn updates(self, all: u64) -> u64 {
+    /// The length of the warm-up in a run of `all` updates, with this many in each epoch.
+    pub fn updates(self, all: u64, per_epoch: u64) -> u64 {
         match self {
             WarmUp::Updates(updates) => updates,
+            WarmUp::Epochs(epochs) => epochs.saturating_mul(per_epoch),
             // Percentages are rarely exact in binary: 7 % of 100 must be 7, not 8.
             WarmUp::Share(share) => ((share * all as f64 - 1e-9).ceil().max(0.0) as u64).min(all),
         }
@@ -85,7 +97,10 @@ impl WarmUp {
 
 /// A number of updates may also be written as a number.
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a number of updates such as 500, or a percentage of all such as \"6%\"")]
+#[serde(
+    untagged,
+    expecting = "expected a number of updates such as 500, a percentage of all such as \"6%\", or epochs such as \"4epochs\""
+)]
 enum Written {
     Updates(u64),
     Text(String),
@@ -113,6 +128,8 @@ impl fmt::Display for WarmUp {
         match self {
             WarmUp::Updates(updates) => write!(f, "{updates}"),
             WarmUp::Share(share) => write!(f, "{}%", (share * 1e8).round() / 1e6),
+            WarmUp::Epochs(1) => write!(f, "1epoch"),
+            WarmUp::Epochs(epochs) => write!(f, "{epochs}epochs"),
         }
     }
 }
@@ -122,8 +139,14 @@ impl FromStr for WarmUp {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || {
-            format!("expected a number of updates such as 500, or a percentage of all from 0% to 100% such as 6%; got `{text}`")
+            format!(
+                "expected a number of updates such as 500, a percentage of all from 0% to 100% such as 6%, or epochs such as \
+                 4epochs; got `{text}`"
+            )
         };
+        if let Some(epochs) = text.strip_suffix("epochs").or_else(|| text.strip_suffix("epoch")) {
+            return epochs.trim().parse().map(WarmUp::Epochs).map_err(|_| wrong());
+        }
         match text.strip_suffix('%') {
             Some(percent) => match percent.trim().parse::<f64>() {
                 Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(WarmUp::Share(percent / 100.0)),
@@ -161,9 +184,15 @@ impl RateSchedule {
         Decay::Custom(RateFunction(Arc::new(factor))).into()
     }
 
-    /// The factor of the learning rate at an update, counted from 0, in a run of `updates` updates.
+    /// The factor of the learning rate at an update, counted from 0, in a run of one epoch with `updates` updates.
     pub fn factor(&self, update: u64, updates: u64) -> f64 {
-        let warm_up = self.warm_up.updates(updates);
+        self.factor_in_epochs(update, updates, updates)
+    }
+
+    /// The factor of the learning rate at an update, counted from 0, in a run of `updates` updates with `per_epoch` in each
+    /// epoch.
+    pub fn factor_in_epochs(&self, update: u64, updates: u64, per_epoch: u64) -> f64 {
+        let warm_up = self.warm_up.updates(updates, per_epoch);
         if update < warm_up {
             return update as f64 / warm_up as f64;
         }
@@ -176,6 +205,10 @@ impl RateSchedule {
             Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done as f64 / all as f64).cos()),
             Decay::Linear => left,
             Decay::Polynomial { power } => left.powf(*power),
+            Decay::Steps { epochs, factor } => {
+                let over = epochs.iter().filter(|&&epoch| epoch.saturating_mul(per_epoch) <= update).count();
+                factor.powi(i32::try_from(over).unwrap_or(i32::MAX))
+            }
         }
     }
 }
@@ -203,17 +236,18 @@ mod tests {
 
     #[test]
     fn a_share_of_the_updates_is_rounded_up_to_whole_ones() {
-        let updates = |text: &str, all| text.parse::<WarmUp>().unwrap().updates(all);
+        let updates = |text: &str, all| text.parse::<WarmUp>().unwrap().updates(all, 3);
         assert_eq!((updates("6%", 100), updates("6%", 101), updates("7%", 100)), (6, 7, 7));
         assert_eq!((updates("0%", 9), updates("100%", 9), updates("12", 9)), (0, 9, 12));
-        for text in ["6%", "12", "0.5%", "7%"] {
+        assert_eq!((updates("2epochs", 9), updates("1 epoch", 9), updates("0epochs", 9)), (6, 3, 0));
+        for text in ["6%", "12", "0.5%", "7%", "1epoch", "4epochs"] {
             assert_eq!(text.parse::<WarmUp>().unwrap().to_string(), text);
         }
         let written = |text: &str| serde_json::from_str::<WarmUp>(text).map_err(|e| e.to_string());
         assert_eq!(written("500"), Ok(WarmUp::Updates(500)));
         assert_eq!(written("\"6%\""), Ok(WarmUp::Share(0.06)));
         assert!(written("1.5").unwrap_err().contains("6%"));
-        for text in ["", "x", "-1", "101%", "-1%", "nan%", "1.5"] {
+        for text in ["", "x", "-1", "101%", "-1%", "nan%", "1.5", "epochs", "1.5epochs", "-1epoch"] {
             assert!(text.parse::<WarmUp>().unwrap_err().contains("6%"), "{text}");
         }
     }
@@ -222,7 +256,7 @@ mod tests {
     #[test]
     fn a_warm_up_of_the_whole_run_only_rises() {
         let schedule = |warm_up| RateSchedule { decay: Decay::Cosine, warm_up };
-        for warm_up in [WarmUp::Updates(8), WarmUp::Updates(20), WarmUp::Share(1.0)] {
+        for warm_up in [WarmUp::Updates(8), WarmUp::Updates(20), WarmUp::Share(1.0), WarmUp::Epochs(u64::MAX)] {
             let factors: Vec<f64> = (0..8).map(|update| schedule(warm_up).factor(update, 8)).collect();
             assert!(factors.windows(2).all(|pair| pair[0] < pair[1]) && factors[0] == 0.0, "{factors:?}");
         }

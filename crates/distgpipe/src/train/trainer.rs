@@ -367,7 +367,8 @@ impl<'a> Trainer<'a> {
         observer: &mut Observer<'_>,
     ) -> Result<(), TrainError> {
         let (step, accumulation) = (self.progress.step, self.accumulation());
-        let factor = self.options.rate_schedule.factor(accumulation.update(step), accumulation.updates());
+        let (update, updates) = (accumulation.update(step), accumulation.updates());
+        let factor = self.options.rate_schedule.factor_in_epochs(update, updates, accumulation.epoch_updates());
         let learning_rate = self.pipeline.learning_rate() * factor;
         let capture = self.capture == Some(step);
         if capture {

@@ -42,7 +42,7 @@ pub fn open(config: &InferenceConfig, given: &[OsString]) -> anyhow::Result<Inpu
     match name {
         DataName::Rte | DataName::Cola => sentences(config, name, given),
         _ => {
-            config.check_normalisation(datasets::normalisation(name)?.as_ref())?;
+            config.check_normalisation(datasets::normalisation(name, &config.flags)?.as_ref())?;
             images(config, name, given)
         }
     }
@@ -98,7 +98,8 @@ fn prepared(config: &InferenceConfig, name: DataName, files: Vec<PathBuf>) -> an
         DataName::Digits => Arc::new(DigitFiles::for_input(files, input).map_err(wrong)?),
         _ => {
             let files = ImageFiles::unlabelled(files);
-            Arc::new(ImageSet::for_input(files, input, Split::Test, layout).map_err(wrong)?)
+            let set = ImageSet::for_input(files, input, Split::Test, layout).map_err(wrong)?;
+            Arc::new(datasets::normalised(set, &config.flags).map_err(wrong)?)
         }
     })
 }
