@@ -6,12 +6,24 @@
 //! | [`published`] | the published row and its figures |
 //! | [`comparison`] | the figures of a run, compared with the published ones |
 //! | [`deviations`] | the ways in which a run is not the published experiment |
+//! | [`tables`] | the published tables, whose rows name recipes |
+//! | [`requirements`] | the GPUs, data and weights that a recipe needs |
+//! | [`table_run`] | runs all rows of a table |
+//! | [`measured`] | the files with our figures, which it writes |
+//! | [`table_view`] | a table with our figures beside the published ones |
+//! | [`readme`] | the tables of Markdown files, made from those files |
 //!
 //! A recipe describes its run with the flags of `distgpipe train`, which are parsed and validated by the same code.
 
 pub mod comparison;
 pub mod deviations;
+pub mod measured;
 pub mod published;
+pub mod readme;
+pub mod requirements;
+pub mod table_run;
+pub mod table_view;
+pub mod tables;
 
 use crate::args::{from_toml, TrainFlags};
 use crate::exit::usage;
@@ -49,7 +61,6 @@ impl Method {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct RecipeFile {
     title: String,
-    table: String,
     starts_from: Option<String>,
     #[serde(default)]
     deviations: Vec<String>,
@@ -64,11 +75,11 @@ pub struct Recipe {
     pub name: String,
     /// What the experiment is.
     pub title: String,
-    /// The published table that has the row.
-    pub table: String,
+    /// The names of the published tables that have the row.
+    pub tables: Vec<String>,
     /// How the work is distributed.
     pub method: Method,
-    /// The weights that the published run presumably started from; the user has to provide them.
+    /// The weights that the published run started from, and where that is known from; the user has to provide them.
     pub starts_from: Option<String>,
     /// How the run deviates from the published experiment on any machine.
     pub deviations: Vec<String>,
@@ -86,7 +97,7 @@ impl Recipe {
         Ok(Recipe {
             name: name.to_owned(),
             title: written.title,
-            table: written.table,
+            tables: tables::with_recipe(name)?.map(|table| table.name.clone()).collect(),
             starts_from: written.starts_from,
             deviations: written.deviations,
             published: written.published,
@@ -103,6 +114,18 @@ impl Recipe {
             flags.init_missing = Some(true);
         }
         Ok(flags)
+    }
+}
+
+impl Recipe {
+    /// Whether every word is part of the name, the title, the row, or the name, title or document of a table that has it.
+    pub fn matches(&self, words: &[String]) -> anyhow::Result<bool> {
+        let mut text = format!("{} {} {}", self.name, self.title, self.published.row);
+        for table in tables::with_recipe(&self.name)? {
+            text += &format!(" {} {} {}", table.name, table.title, table.document);
+        }
+        let text = text.to_lowercase();
+        Ok(words.iter().all(|word| text.contains(&word.to_lowercase())))
     }
 }
 
@@ -158,7 +181,7 @@ mod tests {
         let links = text.split("](").skip(1).filter_map(|rest| rest.split_once(".toml)"));
         // The text before the extension is the name, unless the link leads elsewhere.
         let linked: BTreeSet<String> =
-            links.map(|(name, _)| name.to_owned()).filter(|name| !name.contains(')')).collect();
+            links.map(|(name, _)| name.to_owned()).filter(|name| !name.contains([')', '/'])).collect();
         assert_eq!(linked, names());
     }
 
@@ -170,6 +193,7 @@ mod tests {
             let run = TrainFlags {
                 data: Some(DataName::Synthetic),
                 samples: recipe.run.batch,
+                normalise: None,
                 device: Some(Device::Cpu.into()),
                 no_evaluate: Some(true),
                 ..recipe.run.clone()
@@ -220,7 +244,7 @@ mod tests {
     #[test]
     fn a_wrong_key_is_named_with_its_file() {
         let parse = |key: &str| {
-            let text = format!("title=''\ntable=''\n[published]\nrow=''\nhardware=''\n[run]\n{key}=1");
+            let text = format!("title=''\n[published]\nrow=''\nhardware=''\n[run]\n{key}=1");
             format!("{:#}", Recipe::parse("x", &text).map(|recipe| recipe.name).unwrap_err())
         };
         assert!(

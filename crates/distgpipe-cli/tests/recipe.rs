@@ -2,8 +2,9 @@
 
 mod command;
 
-use command::{ended, fine, json};
+use command::{directory, ended, fine, json};
 use serde_json::Value;
+use std::path::Path;
 
 /// Standard error of a command that was called wrongly.
 fn refused(arguments: &[&str]) -> String {
@@ -21,12 +22,132 @@ fn a_recipe_is_listed_and_shown_anywhere() {
     for part in ["78.59±0.21 %", "78.33±0.31", "62.19/s", "0.8×", "2 GPUs", "distgpipe train --model roberta"] {
         assert!(shown.contains(part), "{part} is not in: {shown}");
     }
-    for part in ["Weights: published with presumably RoBERTa-base's", "--tokenizer PATH", "`distgpipe data get rte`"] {
+    for part in ["Weights: published with RoBERTa-base's weights", "--tokenizer PATH", "`distgpipe data get rte`"] {
         assert!(shown.contains(part), "{part} is not in: {shown}");
     }
     let shown = json(&["recipe", "show", "cifar10-sort8", "--json"]);
     assert_eq!(shown["recipe"]["published"]["accuracy"], "95.7±0.03");
     assert!(shown["command"].as_str().is_some_and(|command| command.contains("--codec sort:8")), "{shown}");
+}
+
+#[test]
+fn recipes_are_listed_by_words_of_their_titles_rows_and_tables() {
+    let names = |words: &[&str]| -> Vec<String> {
+        let listed = json(&[&["recipe", "list"], words, &["--json"]].concat());
+        listed.as_array().unwrap().iter().map(|recipe| recipe["name"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(&["RTE", "8bits"]), ["rte-sort8"]);
+    // A title of a table, and a column of the row.
+    assert_eq!(names(&["For VGG13", "4 gpus"]), ["time-vgg13-sgd-4"]);
+    let said = refused(&["recipe", "list", "no-such-word"]);
+    assert!(said.contains("no recipe has all of these words: no-such-word"), "{said}");
+}
+
+#[test]
+fn a_table_has_our_figures_or_the_reason_beside_the_published_ones() {
+    let tables = fine(&["recipe", "tables"]);
+    let line = |name: &str| tables.lines().find(|line| line.split(' ').next() == Some(name)).expect("a line");
+    assert!(line("unet-speed").contains("U-Net (5, 64) Speed Benchmark"), "{tables}");
+    assert_eq!(line("cola").split_whitespace().collect::<Vec<_>>()[1..3], ["4", "4"], "{tables}");
+    // By its title, from a document that the user has open.
+    let cola = fine(&["recipe", "table", "Ablation Study: COLA"]);
+    let row = |text: &str, part: &str| {
+        text.lines().find(|line| line.contains(part)).unwrap_or_else(|| panic!("{part}: {text}")).to_owned()
+    };
+    // The mean and the deviation of 12.8, 15.8 and 16.4 in the committed reports.
+    let found = row(&cola, "63.20±0.12");
+    assert!(found.contains("15.01 ± 1.96") && found.contains("0.252"), "{cola}");
+    assert!(row(&cola, "- Model:").contains("not comparable with those of RoBERTa-base"), "{cola}");
+    let speed = fine(&["recipe", "table", "unet-speed"]);
+    assert!(row(&speed, "88.497/s").contains("not measured: needs 8 GPUs"), "{speed}");
+    let shown = fine(&["recipe", "table", "parameters"]);
+    assert!(row(&shown, "133.05").contains("133,047,848"), "{shown}");
+    let shown = json(&["recipe", "table", "unet-speed", "--json"]);
+    assert_eq!(shown["rows"][4]["not_measured"], "not measured: needs 8 GPUs", "{shown}");
+}
+
+/// CI runs this test: no figure gets into a README by hand.
+#[test]
+fn the_tables_of_the_readmes_are_made_from_the_committed_runs() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let files = [root.join("README.md"), root.join("crates/distgpipe-cli/recipes/README.md")];
+    let [first, second] = files.each_ref().map(|file| file.to_str().expect("a plain path"));
+    fine(&["recipe", "readme", "--check", first, second]);
+    // A figure that no file has is found, and replaced.
+    let copy = directory("readme").join("README.md");
+    let text = std::fs::read_to_string(second).unwrap();
+    std::fs::write(&copy, text.replacen("15.01 ± 1.96", "64.00 ± 0.10", 1)).unwrap();
+    let copied = copy.to_str().expect("a plain path");
+    let said = ended(1, &["recipe", "readme", "--check", copied]).1;
+    assert!(said.contains("the tables are not those of runs/recipes"), "{said}");
+    fine(&["recipe", "readme", copied]);
+    assert!(std::fs::read_to_string(&copy).unwrap() == text);
+}
+
+/// Small enough for a test: everything about a row is there but its size.
+const TINY: [&str; 12] = [
+    "--set",
+    "image=64",
+    "--data",
+    "synthetic",
+    "--samples",
+    "24",
+    "--batch",
+    "24",
+    "--epochs",
+    "4",
+    "--no-evaluate",
+    "--lr=0.01",
+];
+
+#[test]
+fn a_table_is_run_with_all_seeds_and_printed_from_the_file() {
+    let out = directory("table-run");
+    let place = out.to_str().expect("a plain path");
+    let arguments = ["recipe", "run", "--table", "time-mobilenet", "--rows", "sgd", "--seeds", "0,1", "--out", place];
+    let printed = fine(&[&arguments[..], &TINY].concat());
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(out.join("time-mobilenet.json")).unwrap()).unwrap();
+    let rows = file["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 3, "{file}");
+    for (row, replicas) in rows.iter().zip([2, 3, 4]) {
+        assert_eq!(row["recipe"], format!("time-mobilenet-sgd-{replicas}"));
+        let runs = row["runs"].as_array().unwrap();
+        assert_eq!(runs.iter().map(|run| run["seed"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1], "{row}");
+        assert!(runs.iter().all(|run| run["figures"]["batch_time"].as_f64().is_some_and(|s| s > 0.0)), "{row}");
+        assert!(row["deviations"].to_string().contains("--data synthetic instead of cifar10"), "{row}");
+    }
+    let mean = rows[0]["runs"].as_array().unwrap().iter().map(|run| run["figures"]["batch_time"].as_f64().unwrap());
+    let mean = format!("{:.3} ± ", mean.sum::<f64>() / 2.0);
+    let line = printed.lines().find(|line| line.contains("0.341")).expect("the published row");
+    assert!(line.contains(&mean), "{mean} is not in: {line}");
+    // Another command prints the same from the file.
+    assert_eq!(fine(&["recipe", "table", "time-mobilenet", "--runs", place]), printed);
+    let said = refused(&arguments);
+    assert!(said.contains("time-mobilenet.json of an earlier run"), "{said}");
+}
+
+#[test]
+fn rows_that_cannot_run_are_skipped_with_the_reason_and_memory_is_an_outcome() {
+    let out = directory("table-skips");
+    let place = out.to_str().expect("a plain path");
+    let table = ["recipe", "run", "--table", "time-vgg13", "--out", place];
+    // Larger than the memory of any machine.
+    let huge = ["--set", "image=65536", "--data", "synthetic", "--samples", "128", "--no-evaluate"];
+    let run = json(&[&table[..], &huge, &["--json"]].concat());
+    for row in run["rows"].as_array().unwrap() {
+        assert_eq!(row["runs"][0]["outcome"], "out-of-memory", "{run}");
+    }
+    let printed = fine(&["recipe", "table", "time-vgg13", "--runs", place]);
+    assert!(printed.lines().any(|line| line.contains("0.704") && line.contains("out of memory")), "{printed}");
+    // The same command with data that is not there.
+    let other = directory("table-skips-all");
+    let other = other.to_str().expect("a plain path");
+    let said = refused(&["recipe", "run", "--table", "cola", "--seeds", "0,1", "--out", other]);
+    assert!(said.contains("cola-sort16: skipped: ") && said.contains("--tokenizer PATH"), "{said}");
+    assert!(said.contains("--table cola: no row can run here"), "{said}");
+    assert!(!Path::new(other).join("cola.json").exists());
+    let said = refused(&["recipe", "run", "--table", "cola", "--save", "model.safetensors"]);
+    assert!(said.contains("--save: it belongs to one run: name a recipe instead of --table"), "{said}");
 }
 
 #[test]
@@ -119,6 +240,18 @@ fn a_run_prints_the_seeds_row_beside_ours_and_what_differs() {
     }
 }
 
+/// The benchmark has binary cross-entropy, which is ln 2 before anything is learnt; the mean squared error would be below 0.5.
+#[test]
+fn unet_trains_with_binary_cross_entropy() {
+    let small =
+        ["--set", "convolutions=1", "--set", "channels=4", "--set", "image=32", "--batch", "8", "--samples", "32"];
+    let run = ["recipe", "run", "unet-speed-baseline", "--epochs", "3", "--lr", "0.01", "--device", "cpu", "--json"];
+    let run = json(&[&run[..], &small].concat());
+    assert!(run["run"]["command"].as_str().unwrap().contains("--loss binary-cross-entropy"), "{run}");
+    let loss = run["run"]["epochs"][0]["train_loss"].as_f64().unwrap();
+    assert!((0.6..0.9).contains(&loss), "{run}");
+}
+
 #[test]
 fn a_codec_recipe_measures_ratio_bandwidth_and_accuracy() {
     let run = json(&[
@@ -141,6 +274,10 @@ fn a_codec_recipe_measures_ratio_bandwidth_and_accuracy() {
         "4",
         "--lr",
         "0.05",
+        "--momentum",
+        "0.9",
+        "--lr-warm-up",
+        "0",
         "--device",
         "cpu",
         "--json",

@@ -8,22 +8,42 @@ use std::str::FromStr;
 impl TrainFlags {
     /// These flags as a command for a shell, in pieces of one flag with its value.
     pub fn to_words(&self) -> anyhow::Result<Vec<String>> {
-        let table = toml::Table::try_from(self)?;
         let mut words = vec!["distgpipe train".to_owned()];
-        let mut push = |name: &str, value: &toml::Value| match value {
-            toml::Value::Boolean(true) => words.push(format!("--{name}")),
-            toml::Value::Boolean(false) => words.push(format!("--{name}=false")),
-            toml::Value::String(text) => words.push(with_value(&format!("--{name}"), text)),
-            other => words.push(format!("--{name} {other}")),
+        words.extend(self.given()?.into_iter().map(|(flag, value)| match value {
+            None => flag,
+            Some(value) if value == "false" => format!("{flag}=false"),
+            Some(value) => with_value(&flag, &value),
+        }));
+        Ok(words)
+    }
+
+    /// These flags as arguments of a process, which no shell reads.
+    pub fn to_arguments(&self) -> anyhow::Result<Vec<String>> {
+        let arguments = self.given()?.into_iter().map(|(flag, value)| match value {
+            None => flag,
+            Some(value) => format!("{flag}={value}"),
+        });
+        Ok(arguments.collect())
+    }
+
+    /// The given flags with their values, in the order of the help. A switch that is on has no value.
+    fn given(&self) -> anyhow::Result<Vec<(String, Option<String>)>> {
+        let table = toml::Table::try_from(self)?;
+        let text = |value: &toml::Value| match value {
+            toml::Value::Boolean(true) => None,
+            toml::Value::String(text) => Some(text.clone()),
+            other => Some(other.to_string()),
         };
+        let mut all = Vec::new();
         for name in names() {
+            let flag = format!("--{name}");
             match table.get(&name) {
-                Some(toml::Value::Array(values)) => values.iter().for_each(|v| push(&name, v)),
-                Some(value) => push(&name, value),
+                Some(toml::Value::Array(values)) => all.extend(values.iter().map(|v| (flag.clone(), text(v)))),
+                Some(value) => all.push((flag, text(value))),
                 None => {}
             }
         }
-        Ok(words)
+        Ok(all)
     }
 
     /// These flags as a command for a shell, on one line.
@@ -97,7 +117,7 @@ pub fn explain_numbers(mut command: clap::Command) -> clap::Command {
 const WITH_UNIT: [&str; 2] = ["link-rate", "memory-limit"];
 
 /// Flags that take whole numbers, 0 too. All others start at 1.
-const FROM_0: [&str; 4] = ["codec-warm-up", "frozen", "seed", "split"];
+const FROM_0: [&str; 5] = ["codec-warm-up", "frozen", "seed", "seeds", "split"];
 
 /// The whole numbers that a flag takes, for an error.
 pub(super) fn whole_numbers(flag: &str) -> &'static str {

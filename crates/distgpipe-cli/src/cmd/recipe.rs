@@ -1,17 +1,29 @@
-//! `distgpipe recipe`: lists, shows and runs published experiments, and compares the figures.
+//! `distgpipe recipe`: lists, shows and runs published experiments and whole tables of them, and compares the figures.
 
-use crate::args::{DataName, TrainFlags};
+use crate::args::{quoted, DataName, TrainFlags};
 use crate::cmd::train::{self, Outcome};
 use crate::config::RunConfig;
 use crate::exit::usage;
+use crate::files::{read_text, NewFile};
 use crate::recipe::comparison::{self, FinishedRun};
 use crate::recipe::deviations::{deviations, weights};
+use crate::recipe::measured::Measured;
+use crate::recipe::readme;
+use crate::recipe::table_run::TableRun;
+use crate::recipe::table_view::TableView;
+use crate::recipe::tables::{self, PublishedTable};
 use crate::recipe::{all, find, Recipe};
 use crate::report;
 use crate::report::table::{Side, Table};
 use crate::signals;
 use clap::Subcommand;
 use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// Where figures are kept in a checkout of the project.
+const RUNS: &str = "runs/recipes";
+/// The largest Markdown file that is read.
+const MARKDOWN_BYTES_MAX: u64 = 1 << 24;
 
 /// Flags of `distgpipe recipe`.
 #[derive(Debug, clap::Args)]
@@ -19,10 +31,14 @@ use serde_json::json;
 A recipe reproduces one row of a published table.
 
 Examples:
-  distgpipe recipe list
+  distgpipe recipe tables
+  distgpipe recipe table unet-memory
+  distgpipe recipe list cifar10 sort
   distgpipe recipe show cifar10-sort8
   distgpipe recipe run cifar10-sort8 --weights mobilenet_v2.safetensors --epochs 2 --limit 2000
-  distgpipe recipe run unet-speed-pipeline-2 --batch 8 --chunks 4 --steps 5")]
+  distgpipe recipe run unet-speed-pipeline-2 --batch 8 --chunks 4 --steps 5
+  distgpipe recipe run --table time-mobilenet --device cpu --steps 12 --no-evaluate --out mine
+  distgpipe recipe table time-mobilenet --runs mine")]
 pub struct RecipeArgs {
     #[command(subcommand)]
     what: RecipeCommand,
@@ -30,8 +46,36 @@ pub struct RecipeArgs {
 
 #[derive(Debug, Subcommand)]
 enum RecipeCommand {
-    /// List all recipes with the published figures
+    /// List the published tables by their titles
+    Tables {
+        /// Print the result as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print a published table with our figures beside its own, and what differs
+    Table {
+        /// Name of the table, or its title; `distgpipe recipe tables` lists them
+        name: String,
+        /// Take our figures from the files in this directory, which `recipe run --table` wrote [default: the project's own]
+        #[arg(long, value_name = "DIR")]
+        runs: Option<PathBuf>,
+        /// Print the result as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make the tables of Markdown files anew, between `<!-- recipe table NAME -->` and `<!-- end -->`
+    Readme {
+        /// Files to change
+        #[arg(required = true, value_name = "FILE.md")]
+        files: Vec<PathBuf>,
+        /// Change nothing, and fail if a table is not the one that would be made
+        #[arg(long)]
+        check: bool,
+    },
+    /// List recipes with the published figures
     List {
+        /// Only those whose name, title, row or table contains all of these words
+        words: Vec<String>,
         /// Print the result as JSON
         #[arg(long)]
         json: bool,
@@ -44,14 +88,28 @@ enum RecipeCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Run a recipe, and compare the figures with the published ones
+    /// Run a recipe, or all rows of a table, and compare the figures with the published ones
     Run(Box<RunArgs>),
 }
 
 #[derive(Debug, clap::Args)]
 struct RunArgs {
     /// Name of the recipe; `distgpipe recipe list` lists them
-    name: String,
+    #[arg(required_unless_present = "table")]
+    name: Option<String>,
+    /// Run the rows of this table instead, each in a process of its own. Rows whose machine or data is missing are skipped, with
+    /// the reason
+    #[arg(long, value_name = "TABLE", conflicts_with = "name", help_heading = "Tables")]
+    table: Option<String>,
+    /// Only the rows of --table whose name, title or row contains all of these words
+    #[arg(long, value_name = "WORD,…", value_delimiter = ',', requires = "table", help_heading = "Tables")]
+    rows: Vec<String>,
+    /// Seeds to run each row of --table with [default: 0]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', requires = "table", help_heading = "Tables")]
+    seeds: Vec<u64>,
+    /// Directory for the figures of --table, in the file TABLE.json [default: runs/recipes]
+    #[arg(long, value_name = "DIR", requires = "table", help_heading = "Tables")]
+    out: Option<PathBuf>,
     /// The flags of `distgpipe train`, which override those of the recipe.
     #[command(flatten)]
     flags: TrainFlags,
@@ -60,15 +118,47 @@ struct RunArgs {
 /// Lists, shows or runs recipes.
 pub fn run(args: RecipeArgs) -> anyhow::Result<()> {
     match args.what {
-        RecipeCommand::List { json: true } => report::print_json(&all()?),
-        RecipeCommand::List { json: false } => report::print(&list(&all()?)),
+        RecipeCommand::Tables { json: true } => report::print_json(&tables::all()?),
+        RecipeCommand::Tables { json: false } => report::print(&list_tables(tables::all()?)?),
+        RecipeCommand::Table { name, runs, json } => {
+            let measured = match runs {
+                Some(directory) => Measured::read("--runs", &directory)?,
+                None => Measured::committed()?,
+            };
+            let view = TableView::new(tables::find(&name)?, &measured)?;
+            if json {
+                report::print_json(&view)
+            } else {
+                report::print(&view.text())
+            }
+        }
+        RecipeCommand::Readme { files, check } => files.iter().try_for_each(|file| make_readme(file, check)),
+        RecipeCommand::List { words, json } => {
+            let mut recipes = Vec::new();
+            for recipe in all()? {
+                if recipe.matches(&words)? {
+                    recipes.push(recipe);
+                }
+            }
+            match (recipes.is_empty(), json) {
+                (true, _) => Err(usage(format!(
+                    "no recipe has all of these words: {}; `distgpipe recipe list` lists all recipes",
+                    words.join(" ")
+                ))),
+                (false, true) => report::print_json(&recipes),
+                (false, false) => report::print(&list(&recipes)),
+            }
+        }
         RecipeCommand::Show { name, json: true } => {
             let recipe = find(&name)?;
             let command = recipe.run.to_command()?;
             report::print_json(&json!({ "recipe": recipe, "command": command }))
         }
         RecipeCommand::Show { name, json: false } => report::print(&show(&find(&name)?)?),
-        RecipeCommand::Run(args) => run_one(&find(&args.name)?, args.flags),
+        RecipeCommand::Run(args) => match (&args.table, &args.name) {
+            (Some(table), _) => run_table(tables::find(table)?, &args),
+            (None, name) => run_one(&find(name.as_deref().unwrap_or_default())?, args.flags),
+        },
     }
 }
 
@@ -92,10 +182,76 @@ fn list(recipes: &[Recipe]) -> String {
     table.render()
 }
 
+fn list_tables(all: &[PublishedTable]) -> anyhow::Result<String> {
+    let measured = Measured::committed()?;
+    let mut table = Table::new(&[
+        ("table", Side::Left),
+        ("rows", Side::Right),
+        ("measured", Side::Right),
+        ("title", Side::Left),
+        ("document", Side::Left),
+    ]);
+    for one in all {
+        let has_figures = |row: &&tables::TableRow| {
+            row.model.is_some() || row.recipes().any(|recipe| measured.row(&one.name, recipe).is_some())
+        };
+        table.row(vec![
+            one.name.clone(),
+            one.rows.len().to_string(),
+            one.rows.iter().filter(has_figures).count().to_string(),
+            one.title.clone(),
+            one.document.clone(),
+        ]);
+    }
+    Ok(table.render())
+}
+
+fn make_readme(path: &Path, check: bool) -> anyhow::Result<()> {
+    let text = read_text("readme", path, MARKDOWN_BYTES_MAX)?;
+    let wrong = |why: String| usage(format!("readme {}: {why}", path.display()));
+    let made = readme::updated(&text, &Measured::committed()?).map_err(|e| wrong(e.to_string()))?;
+    if made == text {
+        return Ok(());
+    }
+    if check {
+        let differs = text.lines().zip(made.lines()).position(|(old, new)| old != new);
+        let line = differs.unwrap_or_else(|| text.lines().count().min(made.lines().count())) + 1;
+        anyhow::bail!(
+            "{}:{line}: the tables are not those of {RUNS}: run `distgpipe recipe readme {}`",
+            path.display(),
+            path.display()
+        );
+    }
+    NewFile::at("readme", path)?.write(made.as_bytes())
+}
+
+fn run_table(table: &PublishedTable, args: &RunArgs) -> anyhow::Result<()> {
+    let flags = args.flags.clone().with_config()?;
+    let seeds = if args.seeds.is_empty() { vec![0] } else { args.seeds.clone() };
+    let out = args.out.clone().unwrap_or_else(|| PathBuf::from(RUNS));
+    let command: Vec<String> = std::env::args().skip(1).map(|word| quoted(&word)).collect();
+    let run = TableRun {
+        table,
+        words: &args.rows,
+        seeds: &seeds,
+        out: &out,
+        flags: &flags,
+        command: format!("distgpipe {}", command.join(" ")),
+    };
+    let (path, measurements) = run.run()?;
+    if flags.json == Some(true) {
+        return report::print_json(&measurements);
+    }
+    report::note(&format!("figures in {}", path.display()));
+    report::print(&TableView::new(table, &Measured::of(&out, measurements))?.text())
+}
+
 fn show(recipe: &Recipe) -> anyhow::Result<String> {
     let mut row = Table::new(&[("", Side::Left), ("", Side::Left)]);
     let mut put = |name: &str, value: &str| row.row(vec![name.to_owned(), value.to_owned()]);
-    put("table", &recipe.table);
+    for table in tables::with_recipe(&recipe.name)? {
+        put("table", &format!("{}, in \"{}\" (`distgpipe recipe table {}`)", table.title, table.document, table.name));
+    }
     put("row", &recipe.published.row);
     put("hardware", &recipe.published.hardware);
     if let Some(activations) = &recipe.published.activations {
@@ -191,11 +347,11 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
         }))?;
     } else {
         report::print(&format!(
-            "{}{}: {}\n{}, {}\n\n{}\nWhat differs:\n{}",
+            "{}{}: {}\nTables: {}\n{}\n\n{}\nWhat differs:\n{}",
             report.epochs_if_unseen(),
             recipe.name,
             recipe.title,
-            recipe.table,
+            recipe.tables.join(", "),
             recipe.published.row,
             comparison::table(&lines),
             bullets(&deviations)
@@ -237,7 +393,7 @@ mod tests {
                     assert!(shown.contains(&figure), "{shown}: {figure}");
                 }
             }
-            for part in [&recipe.title, &recipe.table, &recipe.published.row, &recipe.run.to_command().unwrap()] {
+            for part in [&recipe.title, &recipe.tables[0], &recipe.published.row, &recipe.run.to_command().unwrap()] {
                 assert!(shown.contains(part.as_str()), "{shown}: {part}");
             }
             for sentence in &recipe.deviations {

@@ -4,6 +4,7 @@
 mod memory;
 mod metric;
 
+pub(super) use memory::amount;
 pub use metric::Metric;
 
 use super::Recipe;

@@ -147,25 +147,22 @@ mod tests {
         assert!(said.contains("workers are processes on one machine"), "{said}");
         assert!(
             said.contains(
-                "Weights: published with presumably MobileNetV2's ImageNet weights (the published table does not say); this run starts from random weights"
+                "Weights: published with MobileNetV2's ImageNet weights (as in the author's public code); this run starts from random weights"
             ),
             "{said}"
         );
-        assert!(said.contains("Learning rate: not stated; we use 0.02"), "{said}");
+        assert!(said.contains("Learning rate: not stated; we use 0.01"), "{said}");
         assert!(!said.contains("instead of") && !said.contains(" rows"), "{said}");
     }
 
-    /// Recipes once presented guesses as published: no table names weights, and none has the word "epoch".
+    /// Recipes once presented guesses as published: no table names weights, and none has the word "epoch". The code of the author
+    /// has both.
     #[test]
     fn guesses_are_marked_as_not_stated() {
         for recipe in all().unwrap() {
             let said = deviations(&recipe, &recipe.run).unwrap();
             if let Some(from) = &recipe.starts_from {
-                assert!(
-                    from.starts_with("presumably ") && from.ends_with("(the published table does not say)"),
-                    "{}",
-                    recipe.name
-                );
+                assert!(from.ends_with("(as in the author's public code)"), "{}", recipe.name);
             }
             let marked = |sentence: &String| {
                 let sentence = sentence.to_lowercase();

@@ -48,7 +48,8 @@ fn plain(arguments: &[&str]) -> Output {
 /// the arguments have it do so already, and both are checked.
 pub fn attempt(arguments: &[&str]) -> Output {
     let trains = arguments.first() == Some(&"train") || arguments.starts_with(&["recipe", "run"]);
-    if !trains || arguments.contains(&"--help") {
+    // The rows of a table are runs of their own, without files.
+    if !trains || arguments.contains(&"--table") || arguments.contains(&"--help") {
         return plain(arguments);
     }
     static RUNS: AtomicU32 = AtomicU32::new(0);

@@ -1,9 +1,9 @@
 //! The figures that are compared.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A figure of an experiment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
     /// Share of rows classified correctly.
@@ -76,6 +76,11 @@ impl Metric {
     pub(super) fn is_known_without_steps(self) -> bool {
         use Metric::{Accuracy, Error, Matthews, ModelMemory, Parameters};
         matches!(self, Accuracy | Error | Matthews | ModelMemory | Parameters)
+    }
+
+    /// Whether it is a score of a trained model, which depends on the seed.
+    pub fn is_a_score(self) -> bool {
+        matches!(self, Metric::Accuracy | Metric::Error | Metric::Matthews)
     }
 
     /// A short label for lists; empty where the figure explains itself.

@@ -1,0 +1,332 @@
+//! Our figures: files that `distgpipe recipe run --table` writes, one for each table that was run.
+//!
+//! The files in `runs/recipes` are built into the binary. Nothing that `recipe table` and `recipe readme` print as ours comes from
+//! anywhere else, except parameters, which are counted.
+
+use super::comparison::{amount, Metric};
+use crate::exit::usage;
+use crate::files::read_text;
+use crate::report::units;
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Name and text of every committed file, sorted by name.
+const TEXTS: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/measured.rs"));
+/// The largest file that is read.
+const FILE_BYTES_MAX: u64 = 1 << 24;
+
+/// One run of a table on one machine.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measurements {
+    /// The name of the table.
+    pub table: String,
+    /// The machine that computed.
+    pub machine: String,
+    /// The version of distgpipe.
+    pub version: String,
+    /// The command that wrote the file, or what was run instead.
+    pub command: String,
+    pub rows: Vec<MeasuredRow>,
+}
+
+/// What came of one row.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredRow {
+    /// The recipe that was run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recipe: Option<String>,
+    /// What was run, in a row of ours that the published table does not have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label: Option<String>,
+    /// One for each seed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub runs: Vec<MeasuredRun>,
+    /// How the runs deviate from the published experiment.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub deviations: Vec<String>,
+    /// Why there are no runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
+}
+
+/// One run of a row.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredRun {
+    pub seed: u64,
+    pub outcome: Outcome,
+    /// The command that repeats it, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+    /// In the units of [`Metric`]; memory is in bytes.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub figures: BTreeMap<Metric, f64>,
+    /// The committed report that the figures come from, from the root of the repository.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<PathBuf>,
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    Complete,
+    OutOfMemory,
+}
+
+/// A figure over all seeds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Figure {
+    pub mean: f64,
+    /// The sample deviation; `None` for one seed.
+    pub deviation: Option<f64>,
+}
+
+impl Figure {
+    /// The mean and the deviation of some values; `None` of none.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        let count = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / count;
+        let squares = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
+        match values.len() {
+            0 => None,
+            1 => Some(Figure { mean, deviation: None }),
+            _ => Some(Figure { mean, deviation: Some((squares / (count - 1.0)).sqrt()) }),
+        }
+    }
+
+    /// The figure as tables print it, in the unit of the metric.
+    pub fn text(&self, metric: Metric) -> String {
+        let plain = |value: f64| match metric {
+            Metric::Accuracy | Metric::Error | Metric::Matthews | Metric::Throughput => format!("{value:.2}"),
+            Metric::SpeedUp | Metric::Compression => format!("{value:.3}"),
+            Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => format!("{value:.3}"),
+            Metric::Parameters => units::count(value.round() as u64),
+            Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => amount(value.round() as u64),
+            Metric::Bandwidth => format!("{}/s", units::bytes(value)),
+        };
+        let unit = match metric {
+            Metric::Accuracy | Metric::Error => " %",
+            Metric::Throughput => "/s",
+            Metric::SpeedUp => "×",
+            Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => " s",
+            _ => "",
+        };
+        // What is counted hardly depends on the seed.
+        let deviation = self.deviation.map(plain).filter(|text| metric.is_a_score() || *text != plain(0.0));
+        match deviation {
+            Some(deviation) => format!("{} ± {deviation}{unit}", plain(self.mean)),
+            None => format!("{}{unit}", plain(self.mean)),
+        }
+    }
+}
+
+impl MeasuredRow {
+    /// A figure over all runs that completed.
+    pub fn figure(&self, metric: Metric) -> Option<Figure> {
+        let values: Vec<f64> = self.runs.iter().filter_map(|run| run.figures.get(&metric).copied()).collect();
+        Figure::of(&values)
+    }
+
+    /// Whether the row did not fit into the memory of the machine.
+    pub fn is_out_of_memory(&self) -> bool {
+        self.runs.iter().any(|run| run.outcome == Outcome::OutOfMemory)
+    }
+}
+
+impl Measurements {
+    /// The row of a recipe, if it was run.
+    pub fn row(&self, recipe: &str) -> Option<&MeasuredRow> {
+        self.rows.iter().find(|row| row.recipe.as_deref() == Some(recipe) && !row.runs.is_empty())
+    }
+
+    fn parse(name: &str, text: &str) -> anyhow::Result<Self> {
+        let parsed: Self = serde_json::from_str(text).with_context(|| format!("{name}.json"))?;
+        if parsed.table != name {
+            anyhow::bail!("{name}.json: it has the figures of the table {}: rename it", parsed.table);
+        }
+        Ok(parsed)
+    }
+}
+
+/// The files of one directory.
+#[derive(Clone, Debug, Default)]
+pub struct Measured {
+    /// Where they are, for people.
+    pub place: String,
+    files: Vec<Measurements>,
+}
+
+impl Measured {
+    /// The committed files.
+    pub fn committed() -> anyhow::Result<Self> {
+        let files = TEXTS.iter().map(|(name, text)| Measurements::parse(name, text));
+        Ok(Measured { place: "runs/recipes".to_owned(), files: files.collect::<Result<_, _>>()? })
+    }
+
+    /// The files of a directory that a user gives.
+    pub fn read(flag: &str, directory: &Path) -> anyhow::Result<Self> {
+        let wrong = |why: String| usage(format!("{flag} {}: {why}", directory.display()));
+        let entries = std::fs::read_dir(directory).map_err(|e| wrong(e.to_string()))?;
+        let mut paths = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(|e| wrong(e.to_string()))?.path();
+            if path.extension().is_some_and(|extension| extension == "json") {
+                paths.push(path);
+            }
+        }
+        paths.sort();
+        let mut files = Vec::new();
+        for path in paths {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            let text = read_text(flag, &path, FILE_BYTES_MAX)?;
+            files.push(Measurements::parse(&name, &text).map_err(|e| wrong(format!("{e:#}")))?);
+        }
+        if files.is_empty() {
+            return Err(wrong(
+                "it has no .json file: `distgpipe recipe run --table NAME --out DIR` writes one".to_owned(),
+            ));
+        }
+        Ok(Measured { place: directory.display().to_string(), files })
+    }
+
+    /// The figures of one run.
+    pub fn of(place: &Path, measurements: Measurements) -> Self {
+        Measured { place: place.display().to_string(), files: vec![measurements] }
+    }
+
+    /// The file of a table.
+    pub fn table(&self, table: &str) -> Option<&Measurements> {
+        self.files.iter().find(|file| file.table == table)
+    }
+
+    /// The run of a recipe: that of the table itself, if it has one.
+    pub fn row(&self, table: &str, recipe: &str) -> Option<(&Measurements, &MeasuredRow)> {
+        let own = self.files.iter().filter(|file| file.table == table);
+        let others = self.files.iter().filter(|file| file.table != table);
+        own.chain(others).find_map(|file| Some((file, file.row(recipe)?)))
+    }
+
+    /// The throughput of one recipe divided by that of another: only if one run measured both.
+    pub fn speed_up(&self, table: &str, recipe: &str, baseline: &str) -> Option<Figure> {
+        let (file, row) = self.row(table, recipe)?;
+        let (ours, theirs) = (row.figure(Metric::Throughput)?, file.row(baseline)?.figure(Metric::Throughput)?);
+        Some(Figure { mean: ours.mean / theirs.mean, deviation: None })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::{self, tables};
+    use serde_json::Value;
+
+    fn repository() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    }
+
+    #[test]
+    fn mean_and_deviation_are_those_of_a_sample() {
+        // The seeds of raw in runs/2026-11-15-cola, whose README says 15.4 ± 1.4.
+        let figure = Figure::of(&[14.821, 17.009, 14.257]).unwrap();
+        assert_eq!(figure.text(Metric::Matthews), "15.36 ± 1.45");
+        assert_eq!(Figure::of(&[0.5]).unwrap().text(Metric::Accuracy), "0.50 %");
+        assert_eq!(Figure::of(&[8.0, 8.0]).unwrap().text(Metric::Parameters), "8");
+        assert_eq!(Figure::of(&[]), None);
+    }
+
+    /// A speed-up across machines, or across runs of a shared machine, would say nothing.
+    #[test]
+    fn a_speed_up_needs_both_rows_in_one_file() {
+        let row = |recipe: &str, rate: f64| MeasuredRow {
+            recipe: Some(recipe.to_owned()),
+            runs: vec![MeasuredRun {
+                seed: 0,
+                outcome: Outcome::Complete,
+                command: None,
+                figures: BTreeMap::from([(Metric::Throughput, rate)]),
+                source: None,
+            }],
+            ..MeasuredRow::default()
+        };
+        let file = |table: &str, rows| Measurements {
+            table: table.to_owned(),
+            machine: String::new(),
+            version: String::new(),
+            command: String::new(),
+            rows,
+        };
+        let measured = |files| Measured { place: String::new(), files };
+        let both = measured(vec![file("a", vec![row("x", 30.0), row("base", 20.0)])]);
+        assert_eq!(both.speed_up("a", "x", "base").map(|figure| figure.mean), Some(1.5));
+        let apart = measured(vec![file("a", vec![row("x", 30.0)]), file("b", vec![row("base", 20.0)])]);
+        assert_eq!(apart.speed_up("a", "x", "base"), None);
+        assert_eq!(apart.row("a", "base").map(|(file, _)| &file.table[..]), Some("b"));
+    }
+
+    #[test]
+    fn committed_figures_belong_to_tables_and_recipes() {
+        for file in Measured::committed().unwrap().files {
+            let table = tables::find(&file.table).unwrap();
+            for row in &file.rows {
+                assert!(row.recipe.is_some() != row.label.is_some(), "{}: a recipe or a label", file.table);
+                assert!(row.runs.is_empty() == row.skipped.is_some(), "{}: runs or a reason", file.table);
+                if let Some(name) = &row.recipe {
+                    assert!(table.recipes().contains(&&name[..]), "{}: {name}", file.table);
+                    recipe::find(name).unwrap();
+                }
+            }
+        }
+    }
+
+    /// Figures that were measured before this command existed were copied from reports, which are committed too.
+    #[test]
+    fn figures_with_a_source_are_those_of_the_committed_report() {
+        let mut compared = 0;
+        for file in Measured::committed().unwrap().files {
+            for run in file.rows.iter().flat_map(|row| &row.runs) {
+                let Some(source) = &run.source else { continue };
+                let text = std::fs::read_to_string(repository().join(source)).unwrap();
+                let report: Value = serde_json::from_str(&text).unwrap();
+                let last = report["epochs"].as_array().unwrap().last().unwrap();
+                let sum = |pick: &dyn Fn(&Value) -> f64| {
+                    let links = report["links"].as_array().unwrap().iter();
+                    links.flat_map(|link| link["cuts"].as_array().unwrap()).map(pick).sum::<f64>()
+                };
+                let reserved = || {
+                    let workers = report["workers"].as_array().unwrap().iter();
+                    workers.map(|worker| worker["reserved_bytes"].as_f64().unwrap()).fold(0.0, f64::max)
+                };
+                let parameters = report["parameters"].as_f64().unwrap();
+                for (metric, figure) in &run.figures {
+                    let expected = match metric {
+                        Metric::Accuracy => 100.0 * last["test_accuracy"].as_f64().unwrap(),
+                        Metric::Matthews => 100.0 * last["test_matthews"].as_f64().unwrap(),
+                        Metric::Parameters => parameters,
+                        Metric::Compression => {
+                            sum(&|cut| cut["wire_bytes"].as_f64().unwrap())
+                                / sum(&|cut| cut["raw_bytes"].as_f64().unwrap())
+                        }
+                        Metric::Memory => reserved(),
+                        // RMSprop keeps one tensor for each parameter, SGD without momentum none.
+                        Metric::ModelMemory => 12.0 * parameters,
+                        Metric::ActivationMemory => reserved() - 12.0 * parameters,
+                        other => panic!("{}: {other:?} has no source", source.display()),
+                    };
+                    assert!(
+                        (figure / expected - 1.0).abs() < 1e-9 || *figure == expected,
+                        "{}: {metric:?} {figure}",
+                        source.display()
+                    );
+                    compared += 1;
+                }
+                assert_eq!(report["command"].as_str(), run.command.as_deref(), "{}", source.display());
+            }
+        }
+        assert!(compared > 50, "only {compared} figures have a source");
+    }
+}

@@ -1,0 +1,278 @@
+//! A published table with our figures beside its own, for people and for Markdown files.
+
+use super::comparison::Metric;
+use super::measured::{Figure, Measured, MeasuredRow, Measurements};
+use super::requirements::needs;
+use super::tables::{PublishedTable, TableRow};
+use super::{find, Recipe};
+use crate::config::{model, ExportedFlags};
+use crate::report::table::{Side, Table};
+use serde::Serialize;
+
+/// What a cell without a figure of ours shows.
+const NONE: &str = "–";
+
+/// A published table and our figures.
+#[derive(Serialize)]
+pub struct TableView<'a> {
+    table: &'a PublishedTable,
+    /// Cells that are the same in all rows: column and text.
+    common: Vec<(String, String)>,
+    columns: Vec<String>,
+    rows: Vec<ViewRow>,
+    /// Where our figures come from, and how they deviate from the published experiment.
+    sources: Vec<Source>,
+}
+
+/// A row of the view.
+#[derive(Serialize)]
+struct ViewRow {
+    cells: Vec<String>,
+    /// Why there is no figure of ours.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    not_measured: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recipe: Option<String>,
+}
+
+/// One file with figures of ours.
+#[derive(Serialize)]
+struct Source {
+    file: String,
+    machine: String,
+    command: String,
+    /// Sentences, and the rows they are about; no rows if they are about all of them.
+    deviations: Vec<(String, Vec<String>)>,
+}
+
+impl<'a> TableView<'a> {
+    /// Puts our figures beside the published ones.
+    pub fn new(table: &'a PublishedTable, measured: &Measured) -> anyhow::Result<Self> {
+        let mut rows = Vec::new();
+        for row in &table.rows {
+            rows.push(Measuring { table, measured, row }.figures()?);
+        }
+        let own = measured.table(table.name.as_str());
+        let extra: Vec<&MeasuredRow> =
+            own.iter().flat_map(|file| &file.rows).filter(|row| row.label.is_some()).collect();
+        let label = |column: &String| !table.figures.contains_key(column);
+        // Columns whose cells are all the same go above the table, unless nothing else tells the rows apart.
+        let same = |i: usize| rows.len() > 1 && table.rows.iter().all(|row| row.cells[i] == table.rows[0].cells[i]);
+        let common: Vec<usize> = (0..table.columns.len()).filter(|&i| label(&table.columns[i]) && same(i)).collect();
+        let ours: Vec<bool> = (0..table.columns.len())
+            .map(|i| {
+                rows.iter().any(|cells| cells[i].is_some())
+                    || extra.iter().any(|row| self_figure(table, i, row).is_some())
+            })
+            .collect();
+        let shown: Vec<usize> = (0..table.columns.len()).filter(|i| !common.contains(i)).collect();
+        let mut columns = Vec::new();
+        for &i in &shown {
+            columns.push(table.columns[i].clone());
+            columns.extend(ours[i].then(|| "ours".to_owned()));
+        }
+        let mut view_rows = Vec::new();
+        for (row, figures) in table.rows.iter().zip(rows) {
+            let mut cells = Vec::new();
+            for &i in &shown {
+                cells.push(row.cells[i].clone());
+                cells.extend(ours[i].then(|| figures[i].clone().unwrap_or_else(|| NONE.to_owned())));
+            }
+            // Parameters are counted without running anything.
+            let missing = table
+                .columns
+                .iter()
+                .zip(&figures)
+                .all(|(column, figure)| figure.is_none() || table.figures.get(column) == Some(&Metric::Parameters))
+                && row.model.is_none();
+            view_rows.push(ViewRow {
+                cells,
+                not_measured: if missing { Some(reason(row)?) } else { None },
+                recipe: row.recipes().next().map(str::to_owned),
+            });
+        }
+        for row in &extra {
+            let mut cells = Vec::new();
+            for (at, &i) in shown.iter().enumerate() {
+                cells.push(match (at, &row.label) {
+                    (0, Some(label)) => label.clone(),
+                    _ => NONE.to_owned(),
+                });
+                cells.extend(ours[i].then(|| self_figure(table, i, row).unwrap_or_else(|| NONE.to_owned())));
+            }
+            view_rows.push(ViewRow { cells, not_measured: None, recipe: None });
+        }
+        let common = common.iter().map(|&i| (table.columns[i].clone(), table.rows[0].cells[i].clone())).collect();
+        Ok(TableView { table, common, columns, rows: view_rows, sources: sources(table, measured, &extra) })
+    }
+
+    /// The table as text, with its title, and what differs.
+    pub fn text(&self) -> String {
+        let any_missing = self.rows.iter().any(|row| row.not_measured.is_some());
+        let mut columns: Vec<(&str, Side)> = self.columns.iter().map(|name| (&name[..], Side::Left)).collect();
+        if any_missing {
+            columns.push(("", Side::Left));
+        }
+        let mut table = Table::new(&columns);
+        for row in &self.rows {
+            let mut cells = row.cells.clone();
+            cells.extend(row.not_measured.clone());
+            table.row(cells);
+        }
+        format!("{}\n\n{}{}", self.heading(), table.render(), self.differs("\n"))
+    }
+
+    /// The table in Markdown, with links to the recipes if these are in the same directory.
+    pub fn markdown(&self, with_recipes: bool) -> String {
+        let any_missing = self.rows.iter().any(|row| row.not_measured.is_some());
+        let escaped = |text: &str| text.replace('|', "\\|").replace("[paper][]", "paper");
+        let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
+        let mut heading: Vec<String> = self.columns.iter().map(|name| escaped(name)).collect();
+        heading.extend(any_missing.then(|| "not measured".to_owned()));
+        heading.extend(with_recipes.then(|| "recipe".to_owned()));
+        let mut text = line(heading.clone()) + &line(vec!["---".to_owned(); heading.len()]);
+        for row in &self.rows {
+            let mut cells: Vec<String> = row.cells.iter().map(|cell| escaped(cell)).collect();
+            if any_missing {
+                let why = row.not_measured.as_deref().unwrap_or_default();
+                cells.push(why.trim_start_matches("not measured: ").to_owned());
+            }
+            if with_recipes {
+                cells.push(row.recipe.as_ref().map_or(NONE.to_owned(), |name| format!("[`{name}`]({name}.toml)")));
+            }
+            text += &line(cells);
+        }
+        let common = self.common();
+        let common = if common.is_empty() { String::new() } else { format!("{common}.\n\n") };
+        format!("{common}{text}{}", self.differs("\n"))
+    }
+
+    fn heading(&self) -> String {
+        let place = format!("{}\n\"{}\"", self.table.title, self.table.document);
+        match self.common() {
+            common if common.is_empty() => place,
+            common => format!("{place}; {common}"),
+        }
+    }
+
+    fn common(&self) -> String {
+        let all: Vec<String> = self.common.iter().map(|(column, cell)| format!("{column}: {cell}")).collect();
+        all.join("; ")
+    }
+
+    fn differs(&self, gap: &str) -> String {
+        let mut text = self.table.note.as_ref().map(|note| format!("{gap}{note}\n")).unwrap_or_default();
+        for source in &self.sources {
+            text +=
+                &format!("{gap}Ours: {}, {} (`{}`). What differs:\n\n", source.file, source.machine, source.command);
+            for (sentence, rows) in &source.deviations {
+                let rows = if rows.is_empty() { String::new() } else { format!(" ({})", rows.join(", ")) };
+                text += &format!("- {sentence}{rows}\n");
+            }
+        }
+        text
+    }
+}
+
+/// The figure of a row that the published table does not have.
+fn self_figure(table: &PublishedTable, column: usize, row: &MeasuredRow) -> Option<String> {
+    let metric = *table.figures.get(&table.columns[column])?;
+    Some(row.figure(metric)?.text(metric))
+}
+
+/// Why a row has no figure of ours.
+fn reason(row: &TableRow) -> anyhow::Result<String> {
+    Ok(match (&row.note, row.recipes().next()) {
+        (Some(note), _) => note.clone(),
+        (None, Some(name)) => format!("not measured: needs {}", needs(&find(name)?)),
+        (None, None) => NONE.to_owned(),
+    })
+}
+
+/// One row of a table, whose figures are looked up.
+struct Measuring<'a> {
+    table: &'a PublishedTable,
+    measured: &'a Measured,
+    row: &'a TableRow,
+}
+
+impl Measuring<'_> {
+    /// Our figure in each column of the table.
+    fn figures(&self) -> anyhow::Result<Vec<Option<String>>> {
+        self.table.columns.iter().map(|column| self.figure(column)).collect()
+    }
+
+    fn figure(&self, column: &str) -> anyhow::Result<Option<String>> {
+        let recipe = self.row.recipe_of(column).map(find).transpose()?;
+        let Some(metric) = self.table.metric(column, recipe.as_ref()) else { return Ok(None) };
+        if metric == Metric::Parameters {
+            return self.parameters(recipe.as_ref());
+        }
+        let Some(recipe) = recipe else { return Ok(None) };
+        if metric == Metric::SpeedUp {
+            let baseline = recipe.published.speed_up_to.as_ref().unwrap_or(&recipe.name);
+            let figure = self.measured.speed_up(&self.table.name, &recipe.name, baseline);
+            return Ok(figure.map(|figure| figure.text(metric)));
+        }
+        let Some((_, row)) = self.measured.row(&self.table.name, &recipe.name) else { return Ok(None) };
+        Ok(match row.figure(metric) {
+            Some(figure) => Some(figure.text(metric)),
+            None => row.is_out_of_memory().then(|| "out of memory".to_owned()),
+        })
+    }
+
+    /// Parameters are counted: no run is needed.
+    fn parameters(&self, recipe: Option<&Recipe>) -> anyhow::Result<Option<String>> {
+        let (name, set) = match (recipe, &self.row.model) {
+            (Some(recipe), _) => (recipe.run.model.as_deref().unwrap_or_default(), &recipe.run.set),
+            (None, Some(name)) => (&name[..], &self.row.set),
+            (None, None) => return Ok(None),
+        };
+        let model = model("--model", name, set, ExportedFlags::default())?;
+        let figure = Figure { mean: model.parameters() as f64, deviation: None };
+        Ok(Some(figure.text(Metric::Parameters)))
+    }
+}
+
+/// The files whose figures the view shows, each with its deviations.
+fn sources(table: &PublishedTable, measured: &Measured, extra: &[&MeasuredRow]) -> Vec<Source> {
+    let mut files: Vec<(&Measurements, Vec<&MeasuredRow>)> = Vec::new();
+    for recipe in table.recipes() {
+        if let Some((file, row)) = measured.row(&table.name, recipe) {
+            match files.iter_mut().find(|(known, _)| known.table == file.table) {
+                Some((_, rows)) => rows.push(row),
+                None => files.push((file, vec![row])),
+            }
+        }
+    }
+    if let (Some(own), false) = (measured.table(&table.name), extra.is_empty()) {
+        match files.iter_mut().find(|(known, _)| known.table == own.table) {
+            Some((_, rows)) => rows.extend(extra),
+            None => files.push((own, extra.to_vec())),
+        }
+    }
+    let source = |(file, rows): (&Measurements, Vec<&MeasuredRow>)| {
+        let mut deviations: Vec<(String, Vec<String>)> = Vec::new();
+        for row in &rows {
+            let name = row.recipe.clone().or_else(|| row.label.clone()).unwrap_or_default();
+            for sentence in &row.deviations {
+                match deviations.iter_mut().find(|(known, _)| known == sentence) {
+                    Some((_, names)) => names.push(name.clone()),
+                    None => deviations.push((sentence.clone(), vec![name.clone()])),
+                }
+            }
+        }
+        for (_, names) in &mut deviations {
+            if names.len() == rows.len() {
+                names.clear();
+            }
+        }
+        Source {
+            file: format!("{}/{}.json", measured.place, file.table),
+            machine: file.machine.clone(),
+            command: file.command.clone(),
+            deviations,
+        }
+    };
+    files.into_iter().map(source).collect()
+}
