@@ -4,7 +4,6 @@
 mod memory;
 mod metric;
 
-pub(super) use memory::amount;
 pub use metric::Metric;
 
 use super::Recipe;

@@ -3,7 +3,7 @@
 //! The files in `runs/recipes` are built into the binary. Nothing that `recipe table` and `recipe readme` print as ours comes from
 //! anywhere else, except parameters, which are counted.
 
-use super::comparison::{amount, Metric};
+use super::comparison::Metric;
 use crate::exit::usage;
 use crate::files::read_text;
 use crate::report::units;
@@ -106,7 +106,7 @@ impl Figure {
             Metric::SpeedUp | Metric::Compression => format!("{value:.3}"),
             Metric::BatchTime | Metric::TransferTime | Metric::BackwardTime => format!("{value:.3}"),
             Metric::Parameters => units::count(value.round() as u64),
-            Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => amount(value.round() as u64),
+            Metric::Memory | Metric::ModelMemory | Metric::ActivationMemory => gibibytes(value),
             Metric::Bandwidth => format!("{}/s", units::bytes(value)),
         };
         let unit = match metric {
@@ -122,6 +122,14 @@ impl Figure {
             Some(deviation) => format!("{} ± {deviation}{unit}", plain(self.mean)),
             None => format!("{}{unit}", plain(self.mean)),
         }
+    }
+}
+
+/// Bytes in the unit of the published tables, unless they are few.
+fn gibibytes(bytes: f64) -> String {
+    match bytes / (1u64 << 30) as f64 {
+        amount if amount >= 0.1 => format!("{amount:.2} GiB"),
+        _ => units::bytes(bytes),
     }
 }
 
@@ -236,6 +244,8 @@ mod tests {
         assert_eq!(figure.text(Metric::Matthews), "15.36 ± 1.45");
         assert_eq!(Figure::of(&[0.5]).unwrap().text(Metric::Accuracy), "0.50 %");
         assert_eq!(Figure::of(&[8.0, 8.0]).unwrap().text(Metric::Parameters), "8");
+        // As the table of AmoebaNet-D writes the memory of its smallest model.
+        assert_eq!(Figure::of(&[978_066_480.0]).unwrap().text(Metric::ModelMemory), "0.91 GiB");
         assert_eq!(Figure::of(&[]), None);
     }
 

@@ -11,6 +11,8 @@ use serde::Serialize;
 
 /// What a cell without a figure of ours shows.
 const NONE: &str = "–";
+/// The longest line of text in a Markdown file.
+const MARKDOWN_COLUMNS: usize = 128;
 
 /// A published table and our figures.
 #[derive(Serialize)]
@@ -38,6 +40,8 @@ struct ViewRow {
 /// One file with figures of ours.
 #[derive(Serialize)]
 struct Source {
+    /// The table that was run.
+    table: String,
     file: String,
     machine: String,
     command: String,
@@ -95,7 +99,7 @@ impl<'a> TableView<'a> {
             let mut cells = Vec::new();
             for (at, &i) in shown.iter().enumerate() {
                 cells.push(match (at, &row.label) {
-                    (0, Some(label)) => label.clone(),
+                    (0, Some(label)) => format!("not published: {label}"),
                     _ => NONE.to_owned(),
                 });
                 cells.extend(ours[i].then(|| self_figure(table, i, row).unwrap_or_else(|| NONE.to_owned())));
@@ -119,7 +123,9 @@ impl<'a> TableView<'a> {
             cells.extend(row.not_measured.clone());
             table.row(cells);
         }
-        format!("{}\n\n{}{}", self.heading(), table.render(), self.differs("\n"))
+        let sources: String = self.sources.iter().map(Source::text).collect();
+        let note = self.table.note.as_ref().map(|note| format!("\n{note}\n")).unwrap_or_default();
+        format!("{}\n\n{}{note}{sources}", self.heading(), table.render())
     }
 
     /// The table in Markdown, with links to the recipes if these are in the same directory.
@@ -143,8 +149,14 @@ impl<'a> TableView<'a> {
             text += &line(cells);
         }
         let common = self.common();
-        let common = if common.is_empty() { String::new() } else { format!("{common}.\n\n") };
-        format!("{common}{text}{}", self.differs("\n"))
+        let common = if common.is_empty() { String::new() } else { wrapped(&format!("{common}.\n\n")) };
+        let note = self.table.note.as_ref().map(|note| wrapped(&format!("\n{note}\n"))).unwrap_or_default();
+        let sources = self.sources.iter().map(|source| match with_recipes && source.table != self.table.name {
+            // Where all tables are on one page, the other one is too.
+            true => format!("\nOurs: as under `distgpipe recipe table {}`.\n", source.table),
+            false => wrapped(&source.text()),
+        });
+        format!("{common}{text}{note}{}", sources.collect::<String>())
     }
 
     fn heading(&self) -> String {
@@ -159,19 +171,40 @@ impl<'a> TableView<'a> {
         let all: Vec<String> = self.common.iter().map(|(column, cell)| format!("{column}: {cell}")).collect();
         all.join("; ")
     }
+}
 
-    fn differs(&self, gap: &str) -> String {
-        let mut text = self.table.note.as_ref().map(|note| format!("{gap}{note}\n")).unwrap_or_default();
-        for source in &self.sources {
-            text +=
-                &format!("{gap}Ours: {}, {} (`{}`). What differs:\n\n", source.file, source.machine, source.command);
-            for (sentence, rows) in &source.deviations {
-                let rows = if rows.is_empty() { String::new() } else { format!(" ({})", rows.join(", ")) };
-                text += &format!("- {sentence}{rows}\n");
-            }
+impl Source {
+    /// Where the figures come from, and what differs.
+    fn text(&self) -> String {
+        let mut text = format!("\nOurs: {}; {}; made by {}. What differs:\n\n", self.file, self.machine, self.command);
+        for (sentence, rows) in &self.deviations {
+            let rows = if rows.is_empty() { String::new() } else { format!(" ({})", rows.join("; ")) };
+            text += &format!("- {sentence}{rows}\n");
         }
         text
     }
+}
+
+/// Text with its long lines broken between words. Lines of a list stay in their item.
+fn wrapped(text: &str) -> String {
+    let mut made = String::new();
+    for line in text.lines() {
+        let indent = if line.starts_with("- ") { "  " } else { "" };
+        let mut columns = 0;
+        for word in line.split(' ') {
+            let length = word.chars().count();
+            if columns > 0 && columns + 1 + length > MARKDOWN_COLUMNS {
+                made += &format!("\n{indent}{word}");
+                columns = indent.len() + length;
+            } else {
+                let gap = if columns > 0 { " " } else { "" };
+                made += &format!("{gap}{word}");
+                columns += gap.len() + length;
+            }
+        }
+        made.push('\n');
+    }
+    made
 }
 
 /// The figure of a row that the published table does not have.
@@ -268,6 +301,7 @@ fn sources(table: &PublishedTable, measured: &Measured, extra: &[&MeasuredRow]) 
             }
         }
         Source {
+            table: file.table.clone(),
             file: format!("{}/{}.json", measured.place, file.table),
             machine: file.machine.clone(),
             command: file.command.clone(),
@@ -275,4 +309,33 @@ fn sources(table: &PublishedTable, measured: &Measured, extra: &[&MeasuredRow]) 
         }
     };
     files.into_iter().map(source).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::tables;
+
+    #[test]
+    fn long_lines_are_broken_between_words() {
+        let long = format!("- {}end\nshort\n", "word ".repeat(60));
+        let made = wrapped(&long);
+        assert!(made.lines().all(|line| line.chars().count() <= MARKDOWN_COLUMNS), "{made}");
+        assert!(made.lines().skip(1).take(2).all(|line| line.starts_with("  word")) && made.ends_with("short\n"));
+        assert_eq!(made.split_whitespace().collect::<Vec<_>>(), long.split_whitespace().collect::<Vec<_>>());
+    }
+
+    /// No figure of ours appears without a file: with no files at all, only parameters are there.
+    #[test]
+    fn without_files_only_what_is_counted_is_ours() {
+        for table in tables::all().unwrap() {
+            let view = TableView::new(table, &Measured::default()).unwrap();
+            assert!(view.sources.is_empty(), "{}", table.name);
+            let counted = table.figures.values().any(|&metric| metric == Metric::Parameters);
+            assert_eq!(view.columns.contains(&"ours".to_owned()), counted, "{}", table.name);
+            for (row, published) in view.rows.iter().zip(&table.rows) {
+                assert_eq!(row.not_measured.is_none(), published.model.is_some(), "{}: {:?}", table.name, row.cells);
+            }
+        }
+    }
 }

@@ -69,7 +69,7 @@ fn peak_of(worker: &WorkerSummary) -> u64 {
 }
 
 /// Bytes as text, from 1 GiB on in the unit of the published tables.
-pub(in crate::recipe) fn amount(bytes: u64) -> String {
+fn amount(bytes: u64) -> String {
     match bytes as f64 {
         bytes if bytes >= GIB => format!("{:.2} GiB", bytes / GIB),
         bytes => units::bytes(bytes),
