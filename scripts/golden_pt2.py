@@ -9,7 +9,9 @@ import copy
 import json
 import logging
 import pathlib
+import subprocess
 import sys
+import tempfile
 import warnings
 
 import torch
@@ -274,6 +276,20 @@ def facts(model, x):
     return {"figures": facts, "pytorch_float32_deviation": deviation}
 
 
+def whole_mobilenet_v2(path):
+    """The graph of torchvision's MobileNetV2 without weights, as distgpipe keeps it in the files that it saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive, saved = f"{folder}/model.pt2", f"{folder}/saved.safetensors"
+        export(vision.MobileNetV2(num_classes=10, width_mult=0.25), (torch.randn(2, 3, 64, 64),), archive)
+        train = ["train", "--model", archive, "--data", "synthetic", "--samples", "8", "--batch", "4", "--steps", "1"]
+        subprocess.run(["cargo", "run", "--locked", "--quiet", "--bin", "distgpipe", "--", *train, "--no-evaluate",
+                        "--device", "cpu", "--save", saved], cwd=ROOT, check=True)
+        with open(saved, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    settings = json.loads(header["__metadata__"]["distgpipe"])["model"]["settings"]
+    path.write_text(json.dumps(settings["graph"], separators=(",", ":")) + "\n")
+
+
 def main():
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -290,6 +306,7 @@ def main():
         everything[name] = facts(model, x)
         size = (folder / f"{name}.pt2").stat().st_size
         print(f"{name}: {size} bytes, float32 is off by {everything[name]['pytorch_float32_deviation']:.1e}")
+    whole_mobilenet_v2(folder / "mobilenet_v2_whole.json")
     (folder / "figures.json").write_text(json.dumps(everything, separators=(",", ":")) + "\n")
 
 

@@ -22,5 +22,5 @@ fn cut(graph: &Graph) {
             assert_eq!(pair[0].outputs, pair[1].inputs);
         }
     }
-    graph.ties();
+    graph.used_again();
 }

@@ -15,10 +15,11 @@ use distgpipe::data::image::{self, ImageSource};
 use distgpipe::data::synthetic::{Pattern, SyntheticOptions, Target};
 use distgpipe::data::{
     Cifar, DataError, Dataset, Digits, Glue, ImageFiles, ImageSet, Loader, LoaderOptions, Split, Subset, Synthetic,
-    Text, Tokens,
+    TensorFiles, Text, Tokens,
 };
 use distgpipe::engine::{Device, Layout};
 use distgpipe::{Fault, Loss, Model, SampleShape};
+use std::cell::Cell;
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -90,7 +91,7 @@ pub fn normalisation(name: DataName, flags: &TrainFlags) -> anyhow::Result<Optio
             };
             Some(Normalisation { mean: each(mean), deviation: each(deviation) })
         }
-        DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text => None,
+        DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text | DataName::Tensors => None,
     })
 }
 
@@ -135,6 +136,8 @@ struct Source<'a> {
     model: &'a Model,
     output: SampleShape,
     purpose: Purpose<'a>,
+    /// The loss that suits the targets of a file of tensors, once it is open.
+    tensors_loss: Cell<Option<Loss>>,
 }
 
 impl<'a> Source<'a> {
@@ -159,7 +162,7 @@ impl<'a> Source<'a> {
         if flags.normalise.is_some() && !colours.contains(&name) {
             return Err(usage(format!("--normalise: {} has no images of three colours: remove it", name.name())));
         }
-        let source = Source { name, flags, model, output: output(model)?, purpose };
+        let source = Source { name, flags, model, output: output(model)?, purpose, tensors_loss: Cell::new(None) };
         source.check_loss()?;
         Ok(source)
     }
@@ -188,6 +191,7 @@ impl<'a> Source<'a> {
             DataName::Rte => text(Task::Rte, self.flags, self.model, part),
             DataName::Cola => text(Task::Cola, self.flags, self.model, part),
             DataName::Text => self.own_text(part),
+            DataName::Tensors => self.own_tensors(part),
             name => open_images(name, self.flags, &self.model.input, part, self.purpose),
         }
     }
@@ -242,10 +246,23 @@ impl<'a> Source<'a> {
         Ok(Arc::new(text))
     }
 
+    /// The tensors of `--data-dir`, for a model whose output they can be compared with.
+    fn own_tensors(&self, part: Split) -> anyhow::Result<Arc<dyn Dataset + Sync>> {
+        let Some(path) = &self.flags.data_dir else {
+            return Err(usage("--data tensors: add --data-dir PATH, a safetensors file or a directory of .npy files"));
+        };
+        let wrong = |error: DataError| usage(format!("--data tensors: {error}"));
+        let tensors = TensorFiles::open(path, &self.model.input, part).map_err(wrong)?;
+        self.tensors_loss.set(Some(tensors.loss_for(&self.output).map_err(wrong)?));
+        Ok(Arc::new(tensors))
+    }
+
     fn loss(&self) -> Loss {
-        match self.flags.loss {
+        match (self.tensors_loss.get(), self.flags.loss) {
+            (Some(Loss::MeanSquared), Some(LossName::BinaryCrossEntropy)) => Loss::BinaryCrossEntropy,
+            (Some(loss), _) => loss,
             _ if self.has_classes() => Loss::CrossEntropy,
-            Some(LossName::BinaryCrossEntropy) => Loss::BinaryCrossEntropy,
+            (None, Some(LossName::BinaryCrossEntropy)) => Loss::BinaryCrossEntropy,
             _ => Loss::MeanSquared,
         }
     }
@@ -293,7 +310,7 @@ fn open_images(
             }
             images.data_set(files)
         }
-        DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text => {
+        DataName::Synthetic | DataName::Rte | DataName::Cola | DataName::Text | DataName::Tensors => {
             Err(usage(format!("--data {}: this data set has no images", name.name())))
         }
     }

@@ -43,6 +43,9 @@ Start here:
 Exit status: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."
 )]
 struct Args {
+    /// Let exported models use this operator of libtorch on this machine too, such as erfinv.default; repeatable
+    #[arg(long, global = true, value_name = "NAME", help_heading = "Exported models")]
+    allow_op: Vec<String>,
     #[command(subcommand)]
     command: Command,
 }
@@ -91,11 +94,14 @@ fn main() {
         .mut_subcommand("predict", |predict| predict.mut_args(args::for_inference("predict")));
     let command = args::explain_numbers(command);
     let parsed = command.try_get_matches().and_then(|matches| Args::from_arg_matches(&matches));
-    let args = parsed.unwrap_or_else(|error| {
+    let Args { allow_op, command } = parsed.unwrap_or_else(|error| {
         let _ = error.print();
         mpi::exit(error.exit_code())
     });
-    exit::end(match args.command {
+    if let Err(error) = distgpipe::zoo::allow_operators(&allow_op) {
+        exit::end(Err(exit::usage(format!("--allow-op: {error}"))));
+    }
+    exit::end(match command {
         Command::Demo(args) => cmd::demo::run(&args),
         Command::Train(flags) => cmd::train::run(*flags),
         Command::Evaluate(args) => cmd::evaluate::run(&args),

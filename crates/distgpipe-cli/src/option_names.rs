@@ -40,6 +40,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("CodecPolicy::forward", "--codec"),
     ("CodecPolicy::links", "--codec-link"),
     ("CodecPolicy::warm_up_steps", "--codec-warm-up"),
+    ("ExportedOptions::untie", "--untie"),
     ("LoaderOptions::batch_rows", "--batch"),
     ("LoaderOptions::seed", "--seed"),
     ("LoaderOptions::threads", "--loader-threads"),
@@ -66,6 +67,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("TrainOptions::restarts", "--restarts"),
     ("TrainOptions::steps_max", "--steps"),
     ("Workers::Servers::labels_leave", "--labels-leave"),
+    ("zoo::allow_operators", "--allow-op"),
 ];
 
 /// The text with each option of the library, in backticks, replaced by its flag.
@@ -101,6 +103,7 @@ mod tests {
         let command = crate::Args::command();
         let flags: BTreeSet<String> = command
             .get_subcommands()
+            .chain([&command])
             .flat_map(|command| command.get_arguments().filter_map(|flag| flag.get_long()))
             .map(|flag| format!("--{flag}"))
             .collect();

@@ -4,6 +4,7 @@ mod command;
 mod servers;
 
 use command::{directory, ended, refused, tensors};
+use distgpipe::tch::{Device, Kind, Tensor};
 use servers::{Servers, TOKEN};
 use std::path::{Path, PathBuf};
 
@@ -92,6 +93,39 @@ fn layers_may_change_when_a_run_resumes_or_is_evaluated_and_the_model_may_not() 
     }
     refused(2, &[&weights[..], &["--layers", "modules", "--partitions", "9"]].concat());
     ended(0, &[&weights[..], &["--layers", "all", "--partitions", "9"]].concat());
+}
+
+/// The first and the last layer of GPT-2 share a matrix: the client has both. The tokens come from a file of tensors.
+#[test]
+fn tied_weights_are_trained_by_one_worker_or_untied() {
+    let folder = directory("exported-tied");
+    let model = exported().replace("digits.pt2", "gpt2.pt2");
+    let file = folder.join("tokens.safetensors");
+    let tokens = Tensor::arange(40 * 9, (Kind::Int, Device::Cpu)).remainder(37).view([40, 9]);
+    let pair = [("input", tokens.narrow(1, 0, 8)), ("target", tokens.narrow(1, 1, 8))];
+    let pair = pair.map(|(name, part)| (name, part.contiguous()));
+    Tensor::write_safetensors(&pair, &file).unwrap();
+    let data = ["train", "--model", &model, "--data", "tensors", "--data-dir", text(&file), "--batch", "4"];
+    let run =
+        ["--chunks", "2", "--steps", "3", "--no-evaluate", "--optimizer", "adamw", "--clip-norm", "1", "--seed", "3"];
+    let saved = |name: &str| folder.join(format!("{name}.safetensors"));
+    let (whole, split) = (saved("whole"), saved("split"));
+    ended(0, &[&data[..], &run, &["--save", text(&whole)]].concat());
+    let cut = ["--cut", "first=1,last=1", "--workers", "processes", "--save", text(&split)];
+    ended(0, &[&data[..], &run, &cut].concat());
+    assert!(state(&split) == state(&whole), "other bits than without a cut");
+    let names: Vec<String> = state(&whole).into_iter().map(|(name, _)| name).collect();
+    assert!(names.iter().any(|name| name == "model.lm_head.weight"), "both names are saved: {names:?}");
+    let apart = refused(2, &[&data[..], &run, &["--partitions", "2"]].concat());
+    assert!(apart.contains("--place") && apart.contains("--untie") && apart.contains("wte.weight"), "{apart}");
+    ended(0, &[&data[..], &run, &["--partitions", "2", "--untie"]].concat());
+    let (table, _) = ended(0, &["models", &model]);
+    assert!(table.contains("wte.weight is tied: layers"), "{table}");
+    let mut numbers = pair;
+    numbers[1].1 = &numbers[1].1 + 10;
+    Tensor::write_safetensors(&numbers, &file).unwrap();
+    let beyond = refused(2, &data);
+    assert!(beyond.contains("expected class numbers from 0 to 39"), "{beyond}");
 }
 
 /// A GPT from PyTorch, cut in the middle, learns the text of a file byte by byte.

@@ -243,6 +243,67 @@ fn a_client_that_comes_when_the_last_one_has_just_ended_is_accepted() {
     }
 }
 
+/// A network for the digits from PyTorch, and the same with an operator that is not on the list in place of one ReLU.
+fn exported(folder: &Path) -> [String; 2] {
+    let plain = Path::new(env!("CARGO_MANIFEST_DIR")).join("../distgpipe/tests/golden/pt2/digits.pt2");
+    let mut content = std::fs::read(&plain).expect("a file of this repository");
+    let [from, to] = [b"torch.ops.aten.relu.default", b"torch.ops.aten.sinc.default"];
+    let at = content.windows(from.len()).position(|bytes| bytes == from).expect("a ReLU");
+    content[at..at + to.len()].copy_from_slice(to);
+    let other = folder.join("sinc.pt2");
+    std::fs::write(&other, content).expect("a folder of this test");
+    [path(&plain).to_owned(), path(&other).to_owned()]
+}
+
+#[test]
+fn the_owner_of_a_server_chooses_the_models_and_operators_that_it_runs() {
+    let run = [
+        "--cut",
+        "first=2,last=1",
+        "--steps",
+        "2",
+        "--limit",
+        "32",
+        "--batch",
+        "16",
+        "--no-evaluate",
+        "--device",
+        "cpu",
+    ];
+    let train = |server: &Serve, model: &str, more: &[&str]| {
+        let flags = [&["train", "--model", model], &run[..], &["--chunks", "2", "--server", "box"], more].concat();
+        let output = server.client(&flags, None);
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let both = Serve::start("serve-models-both", &["--models", "builtin,exported"]);
+    let [plain, sinc] = exported(&both.folder);
+    assert_eq!(train(&both, &plain, &[]).0, Some(0));
+    let (_, client) = train(&both, &sinc, &[]);
+    assert!(client.contains("`aten.sinc.default` in `"), "the client's own list: {client}");
+    let (status, said) = train(&both, &sinc, &["--allow-op", "aten.sinc.default"]);
+    assert!(status == Some(1) && said.contains("this machine does not allow: aten.sinc.default"), "{said}");
+    assert!(said.contains("--allow-op"), "{said}");
+    drop(both);
+    let open = Serve::start("serve-models-exported", &["--models", "exported", "--allow-op", "sinc.default"]);
+    let (status, said) = train(&open, &sinc, &["--allow-op", "sinc.default"]);
+    assert_eq!(status, Some(0), "{said}");
+    let (status, said) = train(&open, "mobilenet_v2", &["--data", "synthetic", "--set", "image=32"]);
+    assert!(status == Some(1) && said.contains("this server runs exported models only"), "{said}");
+    drop(open);
+    let closed = Serve::start("serve-models-builtin", &["--models", "builtin"]);
+    let (status, said) = train(&closed, &plain, &[]);
+    assert!(status == Some(1) && said.contains("this server runs built-in models only"), "{said}");
+    for (name, said) in [
+        ("from_file.default", "its argument `filename` is neither a tensor nor a number"),
+        ("aten.no_such.default", "no_such"),
+        ("nonsense", "expected an operator of aten and its overload"),
+        ("torchvision::nms.default", "expected an operator of aten and its overload"),
+    ] {
+        let refusal = refused(2, &["serve", "--allow-op", name]);
+        assert!(refusal.contains("--allow-op: ") && refusal.contains(said), "{name}: {refusal}");
+    }
+}
+
 /// Behind a router that lets nothing in, the server connects, and the roles are unchanged.
 #[test]
 fn a_server_that_cannot_be_reached_connects_to_the_client() {

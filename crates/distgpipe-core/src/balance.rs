@@ -12,7 +12,7 @@
 //! Costs that are measured have errors. [`Comparison`] decides whether repeated measurements show which of two cuts is
 //! faster.
 //!
-//! Not counted: the time that codecs take, the headers of messages, and memory that is used only within one layer's
+//! A parameter that several layers share counts in each of them. Not counted: the time that codecs take, the headers of messages, and memory that is used only within one layer's
 //! backward pass.
 
 mod comparison;
@@ -79,6 +79,14 @@ pub enum BalanceError {
         bytes_per_s: f64,
         /// The latency of the link.
         latency_s: f64,
+    },
+    /// No cut that was tried has layers that share a tensor on one worker.
+    #[error("expected a cut with which layers that share a tensor are on one worker, got none in {tried}: place the partitions of these layers on one worker")]
+    Apart {
+        /// The best cut that was found.
+        balance: Balance,
+        /// The number of cuts that were tried.
+        tried: usize,
     },
     /// Every cut that was tried needs more memory than the limit.
     #[error("expected a cut with which no worker needs more than {limit_bytes} bytes, got none: the best of {tried} ({balance}) needs {needs_bytes} bytes on worker {worker}; allow that much, or use more workers, smaller micro-batches or recomputation")]
@@ -165,6 +173,8 @@ pub struct Problem {
     pub layers: Vec<LayerCost>,
     /// The skip connections of the model.
     pub skips: Vec<SkipSpan>,
+    /// Groups of layers that must be on one worker, because they share a tensor.
+    pub together: Vec<Vec<usize>>,
     /// Bytes of the model's input for one micro-batch.
     pub input_bytes: u64,
     /// The sizes of tensors in memory.
@@ -286,6 +296,9 @@ impl Problem {
             self.skips.iter().find(|skip| skip.stash >= skip.pop || skip.pop >= layers)
         {
             return Err(BalanceError::BadSkip { stash, pop, layers });
+        }
+        if let Some(&got) = self.together.iter().flatten().find(|&&layer| layer >= layers) {
+            return Err(BalanceError::Sizes { what: "layers", expected: got + 1, got: layers });
         }
         match self.link {
             Some(Link { bytes_per_s, latency_s })

@@ -5,12 +5,14 @@
 //! | [`safetensors`] | the header of a safetensors file |
 //! | [`zip`] | the directory of the archive that `torch.save` writes |
 //! | [`pickle`] | the list of tensors in that archive |
+//! | [`npy`] | the header of a NumPy file |
 //!
 //! The files are untrusted. No code in them is executed, no content causes a panic, and the memory is bounded by a
 //! small multiple of the input's length; a pickle, where one byte can become a value of a hundred, takes at most a
 //! gigabyte. The results are consistent with the length of the file, so callers need not check that again. The caller
 //! opens the file and reads the tensors.
 
+pub mod npy;
 pub mod pickle;
 pub mod safetensors;
 pub mod zip;

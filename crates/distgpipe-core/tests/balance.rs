@@ -203,6 +203,7 @@ fn problems(layers: std::ops::Range<usize>, places: &str) -> impl Strategy<Value
                     })
                     .collect(),
                 skips: spans.map(|(stash, pop)| SkipSpan { stash, pop }).collect(),
+                together: Vec::new(),
                 input_bytes: 700,
                 in_memory: forward.clone(),
                 sent: Sent { forward, backward, links: [(first, half)].into() },
@@ -291,6 +292,7 @@ fn measured(text: &str) -> Problem {
     Problem {
         layers: measured.layers.iter().map(layer).collect(),
         skips: Vec::new(),
+        together: Vec::new(),
         input_bytes: bytes(&measured.input),
         in_memory: sizes.clone(),
         sent: Sent { forward: sizes.clone(), backward: sizes, ..Sent::default() },
@@ -397,6 +399,28 @@ fn a_descent_whose_time_is_spent_scores_no_more_starts() {
     let found = entangled(12, 1000).search_by(Method::Descent).unwrap();
     assert!((2..40).contains(&found.tried), "{}", found.tried);
     assert!(found.estimate.step_s <= found.even_estimate.step_s);
+}
+
+/// Layers that share a tensor, such as the two ends of a language model.
+#[test]
+fn layers_that_share_a_tensor_stay_on_one_worker() {
+    let sharing = |together: &[usize], place: &str| Problem {
+        together: vec![together.to_vec()],
+        placement: place.parse().unwrap(),
+        ..waisted()
+    };
+    for method in [Method::Exhaustive, Method::Descent] {
+        let cut = |problem: Problem| problem.search_by(method).map(|found| found.balance.to_string());
+        assert_eq!(cut(sharing(&[0, 19], "a,b,a")), cut(sharing(&[], "a,b,a")), "the ends are on one worker anyway");
+        // Free, the cut is 10,10.
+        assert_eq!(cut(sharing(&[5, 9, 12], "a,b")).unwrap(), "13,7");
+        assert_eq!(cut(sharing(&[8, 16], "a,b")).unwrap(), "8,12");
+        let error = sharing(&[0, 19], "a,b").search_by(method).unwrap_err();
+        assert!(matches!(error, BalanceError::Apart { .. }), "{error}");
+        assert!(error.to_string().contains("place the partitions of these layers on one worker"), "{error}");
+    }
+    let beyond = sharing(&[0, 20], "a,b").search().unwrap_err();
+    assert!(matches!(beyond, BalanceError::Sizes { .. }), "{beyond}");
 }
 
 #[test]

@@ -202,7 +202,18 @@ fn an_untied_parameter_has_the_name_of_the_module_that_uses_it() {
         ..GraphParts::default()
     });
     let graph = graph.unwrap();
-    assert_eq!(graph.ties(), [(head.clone(), 2)], "the two cuts between its three uses");
+    assert!(graph.used_again().is_empty(), "no cut is lost to it");
+    let users = |layers: &[Layer]| layers.iter().filter(|layer| layer.states == [0]).count();
+    assert_eq!(users(&graph.layers(Boundaries::All).unwrap()), 3, "each layer that uses it has it");
+    let mut parts: GraphParts = graph.clone().into();
+    parts.states[0].tied.clear();
+    let called_again = Graph::try_from(parts).unwrap();
+    assert_eq!(
+        called_again.used_again(),
+        [(head.clone(), 2)],
+        "under one name, it rules out the cuts between its uses"
+    );
+    assert_eq!(users(&called_again.layers(Boundaries::All).unwrap()), 1);
     let untied = graph.untied().unwrap();
     let name = |node: &Node| untied.states[untied.state_of(node.tensor("weight").unwrap()).unwrap()].name.clone();
     assert_eq!(untied.nodes[..3].iter().map(name).collect::<Vec<_>>(), [embedding, head.clone(), head]);
@@ -268,6 +279,31 @@ fn arguments_that_switch_training_have_their_types() {
     assert!(with("batch_norm.default", "momentum", Arg::Float(Number(0.5))).is_ok());
 }
 
+/// A graph says which operators outside of the list it uses, and whoever runs it decides.
+#[test]
+fn operators_outside_of_the_list_are_named() {
+    let file = altered("torch.ops.aten.flatten.using_ints", "torch.ops.aten.sinc.default______");
+    assert!(graph(&file).unwrap_err().to_string().contains("`aten.sinc.default______` in the model"));
+    let name = "sinc.default______".to_owned();
+    let allowed = [name.clone(), "relu.default".to_owned(), "never_used.default".to_owned()];
+    let read = archive::graph_with(file.len() as u64, &mut reader(&file), &allowed).unwrap();
+    assert_eq!(read.extra, [name], "those that it uses, and no others");
+    let with = |extra: &[&str]| {
+        let mut parts: GraphParts = read.clone().into();
+        parts.extra = extra.iter().map(|&name| name.to_owned()).collect();
+        Graph::try_from(parts).map(|graph| graph.layers(Boundaries::All).unwrap().len())
+    };
+    assert!(with(&["sinc.default______"]).is_ok());
+    for wrong in [
+        &[][..],
+        &["sinc.default______", "relu.default"],
+        &["sinc.default______"; 2],
+        &["a::b.c", "sinc.default______"],
+    ] {
+        assert!(with(wrong).is_err(), "{wrong:?}");
+    }
+}
+
 /// Whatever graph passes the checks can be cut without a panic.
 fn cut(parts: GraphParts) {
     if let Ok(graph) = Graph::try_from(parts) {
@@ -276,7 +312,7 @@ fn cut(parts: GraphParts) {
                 assert!(!layers.is_empty());
             }
         }
-        let _ = graph.ties();
+        let _ = graph.used_again();
     }
 }
 

@@ -7,6 +7,7 @@
 //! - [`glue`]: GLUE's RTE and CoLA, tokenized by [`tokens`]
 //! - [`synthetic`]: generated data for any model's input, for training or benchmarks
 //! - [`tensors`]: tensors in memory
+//! - [`tensor_files`]: tensors in safetensors or NumPy files
 //! - [`text`]: files of text for language models, one token after the other
 //!
 //! A data set returns the rows it is asked for; the [`Loader`] decides which rows make which batch. [`image`] has the
@@ -25,6 +26,7 @@ mod loader;
 mod pass;
 mod subset;
 pub mod synthetic;
+pub mod tensor_files;
 pub mod tensors;
 pub mod text;
 #[cfg_attr(not(feature = "tokenizers"), path = "data/tokens_off.rs")]
@@ -39,6 +41,7 @@ pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
 pub use pass::LoadPass;
 pub use subset::Subset;
 pub use synthetic::Synthetic;
+pub use tensor_files::TensorFiles;
 pub use tensors::TensorDataset;
 pub use text::Text;
 pub use tokens::Tokens;
@@ -46,6 +49,7 @@ pub use tokens::Tokens;
 use crate::driver::pipeline::Batch;
 use crate::failure::Fault;
 use crate::model::layer::SampleShape;
+use crate::train::weights::WeightsError;
 use md5::{Digest, Md5};
 use std::fmt;
 use std::path::PathBuf;
@@ -153,9 +157,18 @@ pub enum DataError {
     /// The epoch was dropped while a batch was being loaded.
     #[error("the epoch was dropped while a batch was being loaded")]
     Cancelled,
+    /// A file of tensors cannot be read.
+    #[error(transparent)]
+    Tensors(Box<WeightsError>),
     /// libtorch or the operating system returned an error.
     #[error(transparent)]
     Failed(#[from] Fault),
+}
+
+impl From<WeightsError> for DataError {
+    fn from(error: WeightsError) -> Self {
+        DataError::Tensors(Box::new(error))
+    }
 }
 
 impl From<tch::TchError> for DataError {

@@ -4,14 +4,16 @@ pub mod blocks;
 pub mod exported;
 pub mod layer;
 pub mod loss;
+pub mod ties;
 pub mod zoo;
 
-use crate::model::layer::{Layer, Role, SampleShape, ShapeError, SkipShapes};
+use crate::model::layer::{Layer, Role, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::loss::{Loss, LossFunction};
 use crate::model::zoo::ModelError;
 use crate::runtime::optimizer::{Optim, UpdateRule};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -75,7 +77,8 @@ pub struct Model {
     pub spec: Option<ModelSpec>,
     /// The file whose weights a pipeline of this model starts from, instead of the initial values of the tensors' specs.
     pub weights: Option<PathBuf>,
-    /// Other names of tied tensors, as (name in files, name in the model). Files are written with both.
+    /// Other names of [tied](ties) tensors, as (name in files, name in the model). Files are written with both. Several layers
+    /// may use a tensor whose name in the model is listed here; they share it, and must be on one worker.
     pub tied: Vec<(String, String)>,
     /// A loss function of your own, which replaces the pipeline's built-in one.
     pub loss: Option<Arc<dyn LossFunction>>,
@@ -90,7 +93,7 @@ pub struct LayerSummary {
     pub name: String,
     /// The shapes of its output tensors for one sample.
     pub output: Vec<SampleShape>,
-    /// The number of trained values.
+    /// The number of trained values, tied ones included.
     pub parameters: u64,
     /// Multiply-adds for one sample.
     pub multiply_adds: u64,
@@ -144,19 +147,26 @@ impl Model {
                 Ok(LayerSummary {
                     name: layer.name().to_owned(),
                     output: shapes.clone(),
-                    parameters: parameters(layer.as_ref()),
+                    parameters: parameters(&layer.tensors()),
                     multiply_adds,
                 })
             })
             .collect()
     }
 
-    /// The number of trained values.
+    /// The number of trained values. Tied ones count once.
     pub fn parameters(&self) -> u64 {
-        self.layers.iter().map(|l| parameters(l.as_ref())).sum()
+        parameters(&self.tensors())
+    }
+
+    /// Every tensor once, in the order of the layers that use it first.
+    pub(crate) fn tensors(&self) -> Vec<TensorSpec> {
+        let mut named = HashSet::new();
+        let all = self.layers.iter().flat_map(|layer| layer.tensors());
+        all.filter(|spec| named.insert(spec.name.clone())).collect()
     }
 }
 
-fn parameters(layer: &dyn Layer) -> u64 {
-    layer.tensors().iter().filter(|t| t.role == Role::Parameter).map(|t| t.elements()).sum()
+fn parameters(tensors: &[TensorSpec]) -> u64 {
+    tensors.iter().filter(|t| t.role == Role::Parameter).map(|t| t.elements()).sum()
 }

@@ -28,6 +28,8 @@ pub enum DataName {
     Cola,
     /// Your own text for a language model: --data-dir names a file, or a directory of .txt files
     Text,
+    /// Your own tensors: --data-dir names a safetensors file, or a directory of .npy files, with `input` and `target`
+    Tensors,
 }
 
 impl DataName {

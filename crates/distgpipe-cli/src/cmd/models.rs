@@ -209,9 +209,16 @@ fn show(name: &str, args: &ModelsArgs) -> anyhow::Result<()> {
         listed(&settings).map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" "),
     ));
     let graph = model.spec.as_ref().filter(|_| name.ends_with(".pt2")).map(|spec| spec.settings::<zoo::Exported>());
-    for (tied, cuts) in graph.transpose()?.iter().flat_map(|exported| exported.graph.ties()) {
+    for (name, cuts) in graph.transpose()?.iter().flat_map(|exported| exported.graph.used_again()) {
+        let cuts = units::plural(cuts, "cut");
+        text.push_str(&format!("{name} is used in several places, which no cut may separate: it rules out {cuts}\n"));
+    }
+    for tie in model.ties() {
+        let names: Vec<&str> = tie.layers.iter().map(|&layer| model.layers[layer].name()).collect();
         text.push_str(&format!(
-            "{tied} is tied: its uses cannot be on two workers, which rules out {cuts} cuts; see --untie\n"
+            "{} is tied: layers {} use it and must be on one worker, or see --untie\n",
+            tie.tensor,
+            names.join(", ")
         ));
     }
     if args.profile {

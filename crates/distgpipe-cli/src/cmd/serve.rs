@@ -7,7 +7,7 @@ use crate::server_store::config_directory;
 use anyhow::Context;
 use distgpipe::comm::server_identity::ServerIdentity;
 use distgpipe::driver::gateway::{Gateway, GatewayOptions};
-use distgpipe::driver::job_limits::JobLimits;
+use distgpipe::driver::job_limits::{AllowedModels, JobLimits};
 use distgpipe::driver::log_queue::LogQueue;
 use distgpipe::engine::{self, utc_now, Devices};
 use distgpipe::{JoinString, Timeouts, Workers};
@@ -17,6 +17,15 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+
+/// A kind of models that a server runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum ModelKind {
+    /// Models of the zoo
+    Builtin,
+    /// Graphs that clients exported from PyTorch
+    Exported,
+}
 
 /// Flags of `distgpipe serve`.
 #[derive(Debug, clap::Args)]
@@ -62,6 +71,10 @@ pub struct ServeArgs {
     /// Another server that jobs here may be connected to, in pipelines over several servers; repeatable
     #[arg(long, value_name = "HOST[:PORT]")]
     allow: Vec<String>,
+    /// Models that jobs may have: builtin, exported, or both as `builtin,exported`; --allow-op adds operators to those that
+    /// exported models may use
+    #[arg(long, value_name = "KINDS", value_delimiter = ',', default_value = "builtin,exported")]
+    models: Vec<ModelKind>,
     /// File with the key and the secret of this server [default: $XDG_CONFIG_HOME/distgpipe/server]
     #[arg(long, value_name = "FILE")]
     identity: Option<PathBuf>,
@@ -145,6 +158,11 @@ fn options(args: &ServeArgs, identity: ServerIdentity, listen: SocketAddr) -> an
         idle_s: args.idle,
         timeouts: Timeouts { silence_s: args.peer_timeout, ..Timeouts::default() },
         devices: args.device.clone(),
+        models: match [ModelKind::Builtin, ModelKind::Exported].map(|kind| args.models.contains(&kind)) {
+            [true, false] => AllowedModels::BuiltIn,
+            [false, true] => AllowedModels::Exported,
+            _ => AllowedModels::All,
+        },
         ..JobLimits::default()
     };
     let Workers::Processes(program) = Workers::processes() else { anyhow::bail!("no program for jobs") };

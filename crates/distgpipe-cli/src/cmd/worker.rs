@@ -50,7 +50,8 @@ pub fn run(args: WorkerArgs) -> anyhow::Result<()> {
         signals::leave_first_to_driver()?;
     }
     let worker =
-        WorkerFlags { listen, expose, token_file, once, child, limits }.start(zoo::build).map_err(cli_error)?;
+        WorkerFlags { listen, expose, token_file, once, child, limits, ..WorkerFlags::default() }.start(zoo::build);
+    let worker = worker.map_err(cli_error)?;
     if let Some(token) = worker.new_token() {
         let address = worker.address().map_err(cli_error)?;
         report::note(&format!("connect with: {TOKEN_VARIABLE}={token} distgpipe train --workers {address} …"));

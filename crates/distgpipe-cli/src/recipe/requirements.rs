@@ -28,7 +28,7 @@ pub fn needs(recipe: &Recipe) -> String {
             Some(DataName::ImageFolder) => Some("ImageNet"),
             Some(DataName::Rte) => Some("RTE"),
             Some(DataName::Cola) => Some("CoLA"),
-            Some(DataName::Digits | DataName::Synthetic | DataName::Text) | None => None,
+            Some(DataName::Digits | DataName::Synthetic | DataName::Text | DataName::Tensors) | None => None,
         }
         .map(str::to_owned),
     );

@@ -6,6 +6,7 @@
 
 use super::search::{balance_of, cuts_of, CandidatePlan, Edges, Score, Search};
 use super::{Balance, BalanceError, Objective, Problem, Sizes};
+use crate::placement::Placement;
 use crate::schedule::compiled_plan::{CompiledPlan, Held, StepCosts};
 use crate::schedule::{simulate, Pass};
 use crate::PartitionId;
@@ -105,6 +106,17 @@ impl Spans<'_> {
         self.cuts.get(p).copied().unwrap_or(self.layers)
     }
 
+    /// 0 if these layers are on one worker, else how far the cuts between them are from lying before or after all of them.
+    fn layers_apart(&self, placement: &Placement, layers: &[usize]) -> usize {
+        let worker = |&layer: &usize| placement.worker_of(self.partition_of(layer));
+        let (Some(first), Some(last)) = (layers.iter().min(), layers.iter().max()) else { return 0 };
+        if layers.iter().all(|layer| worker(layer) == worker(first)) {
+            return 0;
+        }
+        let between = self.cuts.iter().filter(|&cut| (first + 1..=*last).contains(cut));
+        between.map(|cut| (cut - first).min(last + 1 - cut)).sum()
+    }
+
     /// The total over a partition's layers, from prefix sums.
     fn sum(&self, sums: &[f64], p: usize) -> f64 {
         sums[self.end(p)] - sums[self.start(p)]
@@ -134,7 +146,8 @@ impl Search<'_> {
             Objective::Time => (makespan, memory),
             Objective::Memory => (memory, makespan),
         };
-        Ok(Parts { score: Score { over_bytes, objective, other }, edges, costs, sent, holds, by_worker })
+        let apart = problem.together.iter().map(|layers| spans.layers_apart(&problem.placement, layers)).sum();
+        Ok(Parts { score: Score { apart, over_bytes, objective, other }, edges, costs, sent, holds, by_worker })
     }
 
     /// The times of computations and messages, given the bytes of each edge of the compiled plan.

@@ -26,6 +26,8 @@ pub(super) fn balance_of(cuts: &[usize], layers: usize) -> Result<Balance, Parti
 /// The rating of a cut; smaller is better. The fields are compared in order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Score {
+    /// How far layers that share a tensor are from being on one worker, so that the search can bring them there.
+    pub apart: usize,
     /// Bytes above the limit, so that the search can improve cuts that do not fit.
     pub over_bytes: f64,
     pub objective: f64,
@@ -36,7 +38,8 @@ pub(super) struct Score {
 impl Score {
     pub fn cmp(&self, other: &Self) -> Ordering {
         let by = |a: f64, b: f64| a.total_cmp(&b);
-        by(self.over_bytes, other.over_bytes)
+        (self.apart.cmp(&other.apart))
+            .then_with(|| by(self.over_bytes, other.over_bytes))
             .then_with(|| by(self.objective, other.objective))
             .then_with(|| by(self.other, other.other))
     }
@@ -118,7 +121,8 @@ impl<'a> Search<'a> {
 
     /// The approximate work of rating a cut, in instructions.
     fn steps_a_cut(&self) -> u64 {
-        (self.plan_steps + 4 * self.problem.skips.len() + 8 * self.partitions()) as u64
+        let placed = self.problem.skips.len() + self.problem.together.iter().map(Vec::len).sum::<usize>();
+        (self.plan_steps + 4 * placed + 8 * self.partitions()) as u64
     }
 
     /// The work of trying all of this many cuts, with at most this many plans, in instructions.
@@ -155,6 +159,9 @@ impl<'a> Search<'a> {
         }
         let (score, cuts) = self.best.clone().expect("both methods try at least the even cut");
         let balance = balance_of(&cuts, layers)?;
+        if score.apart > 0 {
+            return Err(BalanceError::Apart { balance, tried: self.tried });
+        }
         let estimate = self.estimate(&balance)?;
         if let Some(limit_bytes) = self.problem.memory_limit_bytes.filter(|_| score.over_bytes > 0.0) {
             let worst = estimate.workers.iter().max_by_key(|worker| worker.memory_bytes);
@@ -164,7 +171,7 @@ impl<'a> Search<'a> {
         }
         let even = Balance::even(layers, partitions)?;
         let even_estimate = self.estimate(&even)?;
-        let runner_up = self.runner_up.take().filter(|(score, _)| score.over_bytes == 0.0);
+        let runner_up = self.runner_up.take().filter(|(score, _)| score.apart == 0 && score.over_bytes == 0.0);
         Ok(Found {
             balance,
             estimate,

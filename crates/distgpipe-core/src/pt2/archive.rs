@@ -229,6 +229,15 @@ pub type PlacedTensor = (StoredTensor, u64);
 
 /// The graph of an archive of `file_bytes` bytes.
 pub fn graph<E: From<Pt2Error>>(file_bytes: u64, read: &mut ReadRange<'_, E>) -> Result<Graph, E> {
+    graph_with(file_bytes, read, &[])
+}
+
+/// The same, of a model that may use these operators besides those of the list.
+pub fn graph_with<E: From<Pt2Error>>(
+    file_bytes: u64,
+    read: &mut ReadRange<'_, E>,
+    extra: &[String],
+) -> Result<Graph, E> {
     let mut opened = Opened::new(file_bytes, read)?;
     let weights = opened.tensors(Folder::Weights)?.into_iter().map(|(tensor, _)| tensor).collect();
     let listed = opened.tensors(Folder::Constants)?;
@@ -240,7 +249,7 @@ pub fn graph<E: From<Pt2Error>>(file_bytes: u64, read: &mut ReadRange<'_, E>) ->
         constants.push((tensor, bytes));
     }
     let graph = opened.part(GRAPH, GRAPH_BYTES_MAX)?;
-    Ok(model_json::read(&Contents { graph, weights, constants })?)
+    Ok(model_json::read(&Contents { graph, weights, constants }, extra)?)
 }
 
 /// The parameters and buffers of an archive, with their positions in the file.

@@ -13,6 +13,7 @@ pub(super) const COUNTER: &str = "batches";
 const NODES_MAX: usize = 1 << 16;
 const VALUES_MAX: usize = 1 << 20;
 const RANK_MAX: usize = 16;
+const EXTRA_MAX: usize = 64;
 const ELEMENTS_MAX: i64 = 1 << 40;
 /// The longest name of a state or path of a module.
 const NAME_BYTES_MAX: usize = 1024;
@@ -127,7 +128,14 @@ fn check_constants(parts: &GraphParts) -> Result<(), Pt2Error> {
 
 /// Names every operator that is not on the list at once.
 fn check_operators(parts: &GraphParts) -> Result<(), Pt2Error> {
-    let unknown = parts.nodes.iter().filter(|node| operators::effect(&node.op).is_none());
+    let extra: HashSet<&String> = parts.extra.iter().collect();
+    let fine = |op: &String| operators::is_name(op) && operators::effect(op).is_none();
+    if parts.extra.len() > EXTRA_MAX || extra.len() != parts.extra.len() || !parts.extra.iter().all(fine) {
+        let expected = "at most 64 extra operators, each once and not on the list";
+        return Err(Pt2Error::model("the graph", expected, parts.extra.join(", "), EXPORT_AGAIN));
+    }
+    let known = |op: &String| operators::effect(op).is_some() || extra.contains(op);
+    let unknown = parts.nodes.iter().filter(|node| !known(&node.op));
     let mut named = BTreeSet::new();
     let mut refused = Vec::new();
     for node in unknown {
@@ -155,7 +163,7 @@ fn check_node(parts: &GraphParts, node: &Node, first_result: ValueId) -> Result<
         return wrong("each argument once", format!("{} arguments", node.args.len()));
     }
     let effect = operators::effect(&node.op);
-    if !matches!(effect, Some(Effect::Fresh | Effect::Seeded)) {
+    if !matches!(effect, Some(Effect::Fresh | Effect::Seeded) | None) {
         let first = node.args.first().map(|(name, _)| &name[..]);
         if !matches!(first, Some("self" | "input" | "tensors")) || first_tensors(node).is_empty() {
             return wrong("a tensor as first argument", format!("{first:?}"));

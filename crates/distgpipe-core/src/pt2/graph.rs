@@ -248,12 +248,15 @@ pub struct GraphParts {
     pub nodes: Vec<Node>,
     /// Types and dimensions of all values.
     pub values: Vec<ValueInfo>,
+    /// The operators outside of [the list](super::operators) that the nodes use.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub extra: Vec<String>,
     /// The output of the model.
     pub output: ValueId,
 }
 
-/// A graph that has been checked: every value is defined before its use, every operator is on the list, and nothing is
-/// written that must not be.
+/// A graph that has been checked: every value is defined before its use, every operator is on the list or named as an extra one,
+/// and nothing is written that must not be.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "GraphParts", into = "GraphParts")]
 pub struct Graph {

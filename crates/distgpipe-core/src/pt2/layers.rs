@@ -2,7 +2,8 @@
 //!
 //! A boundary is legal if every value that crosses it has one row per sample, nothing that crosses it is changed in place
 //! later, and no parameter or buffer is used on both sides. Values that depend on nothing but the number of rows do not
-//! cross: every layer that needs one computes it.
+//! cross: every layer that needs one computes it. Nor do tied parameters, those with several names in the module: every layer
+//! that uses one has it, and the runtime keeps such layers on one worker.
 //!
 //! ```text
 //!   node    0    1    2    3    4    5      x is used in the next layer and two layers later:
@@ -45,7 +46,8 @@ pub struct Layer {
     pub also: Vec<String>,
     /// The nodes in the order in which they run, with those that the layer repeats.
     pub nodes: Vec<usize>,
-    /// The parameters and buffers that it uses, and those that no layer uses, in the first layer.
+    /// The parameters and buffers that it uses, and those that no layer uses, in the first layer. Tied parameters may be in
+    /// several layers.
     pub states: Vec<usize>,
     /// The values that come from the layer before.
     pub inputs: Vec<ValueId>,
@@ -83,14 +85,14 @@ impl Graph {
         Err(Pt2Error::model("the model", expected, got, "use the result of a module in the next one"))
     }
 
-    /// The parameters that are used on both sides of a boundary where a module ends, with the number of such boundaries
-    /// that would be legal but for them. These are tied weights.
-    pub fn ties(&self) -> Vec<(String, usize)> {
+    /// The parameters and buffers with one name that are used on both sides of a boundary, such as those of a module that is
+    /// called again, with the number of boundaries that would be legal but for them.
+    pub fn used_again(&self) -> Vec<(String, usize)> {
         let analysis = Analysis::new(self);
         let mut hindered: BTreeMap<usize, usize> = BTreeMap::new();
         // The sum of the numbers of the states across a cut: the number of the state where there is only one.
         let mut changes = vec![0_i64; analysis.kept.len() + 2];
-        for (state, uses) in analysis.state_uses.iter().enumerate() {
+        for (state, uses) in analysis.state_uses.iter().enumerate().filter(|(state, _)| !analysis.is_tied(*state)) {
             if let Some((first, last)) = *uses {
                 changes[first + 1] += state as i64;
                 changes[last + 1] -= state as i64;
@@ -127,7 +129,7 @@ struct Analysis<'a> {
     floats: Vec<usize>,
     /// For each position, whether a value crosses that cannot.
     blocked: Vec<bool>,
-    /// For each position, how many states are used on both sides.
+    /// For each position, how many states are used on both sides, other than tied parameters.
     states_across: Vec<usize>,
 }
 
@@ -165,6 +167,12 @@ impl<'a> Analysis<'a> {
 
     fn is_free(&self, value: ValueId) -> bool {
         self.free[self.classes[value as usize] as usize]
+    }
+
+    /// Whether several layers may use a state.
+    fn is_tied(&self, state: usize) -> bool {
+        let state = &self.parts.states[state];
+        state.trained && !state.tied.is_empty()
     }
 
     fn find_uses(&mut self) {
@@ -222,8 +230,10 @@ impl<'a> Analysis<'a> {
                 add(&mut blocked, from, to.min(written));
             }
         }
-        for &(first, last) in self.state_uses.iter().flatten() {
-            add(&mut states, first + 1, last);
+        for (state, uses) in self.state_uses.iter().enumerate() {
+            if let Some((first, last)) = uses.filter(|_| !self.is_tied(state)) {
+                add(&mut states, first + 1, last);
+            }
         }
         let sums = |counts: Vec<i64>| {
             counts.into_iter().scan(0, |sum, change| {
@@ -309,7 +319,18 @@ impl<'a> Analysis<'a> {
         for (state, uses) in self.state_uses.iter().enumerate() {
             layers[uses.map_or(0, |(first, _)| layer_at(cuts, first))].states.push(state);
         }
+        self.add_tied_states(layers);
         Ok(())
+    }
+
+    /// Adds tied parameters to the layers that use them again.
+    fn add_tied_states(&self, layers: &mut [Layer]) {
+        for layer in layers {
+            let values = layer.nodes.iter().flat_map(|&node| self.parts.nodes[node].tensors());
+            let states = values.filter_map(|value| self.parts.state_of(value)).filter(|&state| self.is_tied(state));
+            let used: BTreeSet<usize> = states.chain(layer.states.iter().copied()).collect();
+            layer.states = used.into_iter().collect();
+        }
     }
 
     /// For each class, the free nodes that make or write values of it, ascending.

@@ -7,11 +7,11 @@
 use super::archive::{Contents, StoredTensor, GRAPH};
 use super::expression;
 use super::graph::{Arg, Constant, Format, GraphParts, Node, Number, Size, State, ValueId, ValueInfo};
-use super::{Graph, Pt2Error, EXPORT_AGAIN, TORCH_VERSION};
+use super::{operators, Graph, Pt2Error, EXPORT_AGAIN, TORCH_VERSION};
 use crate::weights::TensorType;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::Deserialize;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// The version of the format that is read.
 const SCHEMA_MAJOR: u32 = 8;
@@ -229,7 +229,7 @@ pub(super) fn parse<T: DeserializeOwned>(part: &str, bytes: &[u8]) -> Result<T, 
 }
 
 /// Reads and checks the graph.
-pub(super) fn read(contents: &Contents) -> Result<Graph, Pt2Error> {
+pub(super) fn read(contents: &Contents, extra: &[String]) -> Result<Graph, Pt2Error> {
     let program: Program = parse(GRAPH, &contents.graph)?;
     if program.schema_version.major != SCHEMA_MAJOR || !program.torch_version.starts_with(TORCH_VERSION) {
         let got = format!("PyTorch {}, format {}", program.torch_version, program.schema_version.major);
@@ -245,6 +245,9 @@ pub(super) fn read(contents: &Contents) -> Result<Graph, Pt2Error> {
     conversion.add_nodes(&graph, &mut names, false, 0)?;
     conversion.parts.output = conversion.output(&graph, &signature, &names)?;
     conversion.take_over_counters()?;
+    let used: HashSet<&String> = conversion.parts.nodes.iter().map(|node| &node.op).collect();
+    let extra = extra.iter().filter(|&op| used.contains(op) && operators::effect(op).is_none());
+    conversion.parts.extra = extra.cloned().collect();
     Graph::try_from(conversion.parts)
 }
 
@@ -708,7 +711,7 @@ mod tests {
             "input_specs": [{ "user_input": { "arg": tensor("x") } }],
             "output_specs": [{ "user_output": { "arg": tensor("d") } }],
         });
-        let read = read(&contents(graph(nodes, &["x"], "d"), signature, Vec::new())).unwrap();
+        let read = read(&contents(graph(nodes, &["x"], "d"), signature, Vec::new()), &[]).unwrap();
         assert_eq!(read.nodes.iter().map(|node| node.no_grad).collect::<Vec<_>>(), [true, false, false]);
     }
 
@@ -738,7 +741,7 @@ mod tests {
             "output_specs": [{ "user_output": { "arg": tensor("a") } }],
         });
         let nodes = vec![call("torch.ops.aten.relu.default", vec![tensor("x")], "a")];
-        let read = read(&contents(graph(nodes, &["x"], "a"), signature, weights)).unwrap();
+        let read = read(&contents(graph(nodes, &["x"], "a"), signature, weights), &[]).unwrap();
         let states: Vec<(&str, &[String])> = read.states.iter().map(|s| (&s.name[..], &s.tied[..])).collect();
         assert_eq!(states, [("w", &["same".to_owned()][..]), ("turned", &[]), ("bits", &[])]);
     }

@@ -2,6 +2,9 @@
 //!
 //! libtorch registers more than three thousand operators, some of which read files. The list has those that models use
 //! and that compute tensors from tensors. It narrows what a received model can do; it is no sandbox.
+//!
+//! A graph may name further operators in [`extra`](super::graph::GraphParts::extra). Whoever builds it decides whether to run
+//! them. They are taken for operators whose results have memory of their own and that may draw random numbers.
 
 /// What an operator does to the memory of its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +33,12 @@ pub fn effect(op: &str) -> Option<Effect> {
     lists.into_iter().find(|(list, _)| list.binary_search(&op).is_ok()).map(|(_, effect)| effect)
 }
 
+/// Whether a text has the form of an operator and its overload, such as `conv2d.default`.
+pub fn is_name(text: &str) -> bool {
+    let word = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+    text.len() <= 128 && text.split_once('.').is_some_and(|(name, overload)| word(name) && word(overload))
+}
+
 /// Every operator of the list.
 pub fn all() -> impl Iterator<Item = &'static str> {
     [FRESH, VIEWS, PERHAPS_VIEWS, IN_PLACE, SEEDED].into_iter().flatten().copied()
@@ -37,7 +46,7 @@ pub fn all() -> impl Iterator<Item = &'static str> {
 
 /// Whether the operator draws random numbers, so that it must run exactly once and on one worker.
 pub fn is_random(op: &str) -> bool {
-    effect(op) == Some(Effect::Seeded)
+    effect(op).is_none_or(|effect| effect == Effect::Seeded)
         || matches!(
             op,
             "alpha_dropout.default"

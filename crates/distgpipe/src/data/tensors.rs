@@ -62,6 +62,18 @@ impl TensorDataset {
     }
 }
 
+impl TensorDataset {
+    /// The tensors of the model's inputs.
+    pub(super) fn inputs(&self) -> &[Tensor] {
+        &self.inputs
+    }
+
+    /// The targets of all rows.
+    pub(super) fn target(&self) -> &Tensor {
+        &self.target
+    }
+}
+
 /// The number of classes in targets that are class numbers. Negative ones mark rows without a class.
 fn class_count(target: &Tensor) -> Result<Option<usize>, DataError> {
     if target.kind() != Kind::Int64 || target.dim() != 1 || target.numel() == 0 {

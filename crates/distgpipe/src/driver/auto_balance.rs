@@ -133,6 +133,7 @@ pub fn problem(model: &Model, profile: &[LayerProfile], rows: usize, run: RunSha
     Ok(Problem {
         layers: profile.iter().enumerate().map(layer).collect(),
         skips: tensors.skips.iter().map(|(span, _)| *span).collect(),
+        together: model.ties().into_iter().map(|tie| tie.layers).collect(),
         input_bytes: inputs.iter().map(|input| input.bytes).sum(),
         in_memory: tensors.sizes(|tensor| tensor.bytes),
         sent: tensors.sent(&run)?,

@@ -14,6 +14,7 @@ use crate::engine::{self, Device, Devices, Precision, ThreadCountError};
 use crate::failure::{Failure, Fault};
 use crate::model::layer::{Role, ShapeError, TensorSpec};
 use crate::model::loss::Loss;
+use crate::model::ties::TieError;
 use crate::model::Model;
 use crate::runtime::optimizer::Optim;
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
@@ -24,7 +25,7 @@ use distgpipe_core::placement::{Placement, PlacementError};
 use distgpipe_core::schedule::{check, CheckError, Mode, Plan, Recompute, Request, Schedule, ScheduleError};
 use distgpipe_core::skip::{SkipError, SkipLayout, SkipUse};
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -44,6 +45,9 @@ pub enum BuildError {
     /// The placement's text is not valid.
     #[error("placement: {0}")]
     Placement(#[from] PlacementError),
+    /// Layers that share a tensor are on different workers.
+    #[error(transparent)]
+    Tied(#[from] Box<TieError>),
     /// The schedule has no plan for these settings.
     #[error("schedule: {0}")]
     Schedule(#[from] ScheduleError),
@@ -408,6 +412,7 @@ impl Builder {
         if plan.partitions() != balance.partitions() {
             return Err(BuildError::PartitionCount { placement: plan.partitions(), balance: balance.partitions() });
         }
+        self.model.check_ties(&balance, plan.placement()).map_err(Box::new)?;
         self.job.codecs.check(&plan)?;
         self.job.balance = balance.clone();
         self.job.plan = plan.to_string();
@@ -459,7 +464,7 @@ impl Builder {
         self.model.summary()?;
         self.check_names()?;
         let groups = ParameterGroups::new(&self.job.groups, &self.job.frozen)?;
-        let tensors = self.model.layers.iter().flat_map(|layer| layer.tensors());
+        let tensors = self.model.tensors().into_iter();
         let parameters: Vec<String> =
             tensors.filter(|spec| spec.role == Role::Parameter).map(|spec| spec.name).collect();
         groups.check(&parameters, self.model.update_rule.is_some())?;
@@ -475,15 +480,22 @@ impl Builder {
         self.model.layers.iter().take_while(|layer| !layer.tensors().iter().any(trains)).count()
     }
 
-    /// Tensors and layers are addressed by name, so names must be unique.
+    /// Tensors and layers are addressed by name, so names must be unique. Only layers that tie a tensor share its name, and
+    /// they must agree on what it is.
     fn check_names(&self) -> Result<(), BuildError> {
-        let mut names = BTreeSet::new();
+        let (mut layers, mut tensors) = (BTreeSet::new(), BTreeMap::new());
+        let tied: BTreeSet<&String> = self.model.tied.iter().map(|(_, name)| name).collect();
         for layer in &self.model.layers {
-            let layer_name = format!("layer {}", layer.name());
-            let tensors = layer.tensors().into_iter().map(|spec| format!("tensor {}", spec.name));
-            for name in std::iter::once(layer_name).chain(tensors) {
-                if let Some(name) = names.replace(name) {
-                    return Err(BuildError::DuplicateName { name });
+            if !layers.insert(layer.name()) {
+                return Err(BuildError::DuplicateName { name: format!("layer {}", layer.name()) });
+            }
+            for spec in layer.tensors() {
+                let Some((user, before)) = tensors.insert(spec.name.clone(), (layer.name(), spec.clone())) else {
+                    continue;
+                };
+                let same = (before.dims, before.kind, before.role) == (spec.dims, spec.kind, Role::Parameter);
+                if !same || user == layer.name() || !tied.contains(&spec.name) {
+                    return Err(BuildError::DuplicateName { name: format!("tensor {}", spec.name) });
                 }
             }
         }
@@ -576,7 +588,11 @@ impl Builder {
         }
         let (problem, start) = (options.problem(&self.model, profile, run)?, Instant::now());
         let mut go_on = |_| options.search_limit.is_none_or(|limit| start.elapsed() < limit);
-        Ok(problem.search_while(&mut go_on).map_err(Box::new)?)
+        let found = problem.search_while(&mut go_on);
+        if let Err(BalanceError::Apart { balance, .. }) = &found {
+            self.model.check_ties(balance, &problem.placement).map_err(Box::new)?;
+        }
+        Ok(found.map_err(Box::new)?)
     }
 
     /// The given plan, checked, or that of the schedule.

@@ -5,6 +5,7 @@ use crate::comm::timeouts::Timeouts;
 use crate::comm::topology::Topology;
 use crate::engine::{self, Devices, ResourceLimits};
 use crate::failure::Fault;
+use crate::model::exported;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -26,6 +27,40 @@ pub struct JobLimits {
     pub gateway: Option<String>,
     /// The devices that jobs run on. Those that the job asks for do not count.
     pub devices: Devices,
+    /// Which models jobs may have.
+    pub models: AllowedModels,
+}
+
+/// Which models a server runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AllowedModels {
+    /// Those of the zoo, and graphs of operators that the server allows.
+    #[default]
+    All,
+    /// Those of the zoo.
+    BuiltIn,
+    /// Graphs of operators that the server allows.
+    Exported,
+}
+
+impl AllowedModels {
+    /// Refuses a model of the other kind.
+    fn check(self, name: &str) -> Result<(), Fault> {
+        let exported = name == exported::NAME;
+        let wrong = match self {
+            AllowedModels::BuiltIn if exported => {
+                "this server runs built-in models only, got an exported one: use one of its \
+                 models, or a server that allows exported ones"
+            }
+            AllowedModels::Exported if !exported => {
+                "this server runs exported models only, got a built-in one: export the \
+                 model with PyTorch, or use a server that allows built-in ones"
+            }
+            _ => return Ok(()),
+        };
+        Err(Fault::invalid_job("the model", wrong))
+    }
 }
 
 impl Default for JobLimits {
@@ -39,6 +74,7 @@ impl Default for JobLimits {
             timeouts: Timeouts::default(),
             gateway: None,
             devices: Devices::default(),
+            models: AllowedModels::default(),
         }
     }
 }
@@ -61,6 +97,7 @@ impl JobLimits {
             return Err(Fault::invalid_job("the fault scenario", "a server injects no faults: leave it out"));
         }
         self.check_threads(job.threads)?;
+        self.models.check(job.model.as_ref().map_or("", |spec| &spec.name))?;
         // A client that waits for a shorter time leaves no process waiting for it.
         let reconnect_s = self.timeouts.reconnect_s.min(job.timeouts.reconnect_s);
         job.timeouts = Timeouts { reconnect_s, ..self.timeouts };
@@ -102,6 +139,15 @@ mod tests {
     use crate::runtime::optimizer::Optim;
     use distgpipe_core::partition::Balance;
     use distgpipe_core::WorkerId;
+
+    #[test]
+    fn a_server_may_run_one_kind_of_models_only() {
+        let refused = |allowed: AllowedModels, name: &str| allowed.check(name).err().map(|fault| fault.to_string());
+        assert_eq!(refused(AllowedModels::All, "mlp").or(refused(AllowedModels::All, exported::NAME)), None);
+        assert_eq!(refused(AllowedModels::BuiltIn, "mlp").or(refused(AllowedModels::Exported, exported::NAME)), None);
+        assert!(refused(AllowedModels::BuiltIn, exported::NAME).unwrap().contains("built-in models only"));
+        assert!(refused(AllowedModels::Exported, "mlp").unwrap().contains("exported models only"));
+    }
 
     #[test]
     fn the_owner_and_not_the_client_chooses_the_time_outs_and_the_device() {

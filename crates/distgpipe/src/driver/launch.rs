@@ -21,9 +21,10 @@ use crate::comm::transport::tcp::{join_until, Connection, Reconnect, Resume};
 use crate::comm::transport::{Outgoing, Queue};
 use crate::driver::endpoint::{keep_data_here, Endpoint};
 use crate::driver::wiring::{Links, LocalWorker, Remote, Restoring};
-use crate::driver::worker_mode::{CHILD, SERVER_VARIABLE, TOKEN_VARIABLE, WORKER};
+use crate::driver::worker_mode::{ALLOW_OP, CHILD, SERVER_VARIABLE, TOKEN_VARIABLE, WORKER};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
+use crate::model::exported::allowed_operators;
 use crate::model::Model;
 use distgpipe_core::wire::{Kind, Role};
 use distgpipe_core::WorkerId;
@@ -538,8 +539,10 @@ pub(super) fn start_process(
     limit: Duration,
     children: &mut Vec<Child>,
 ) -> Result<String, Fault> {
+    let allowed = allowed_operators().into_iter().flat_map(|operator| [ALLOW_OP.to_owned(), operator]);
     let mut child = Command::new(&program.program)
         .args(&program.arguments)
+        .args(allowed)
         .env(WORKER_PROCESS_VARIABLE, "1")
         // A worker has no use for the secrets of whoever starts it.
         .env_remove(TOKEN_VARIABLE)

@@ -8,7 +8,7 @@ use crate::failure::{Failure, Fault};
 use crate::model::layer::{PassMode, SampleShape};
 use crate::model::Model;
 use crate::runtime::micro_batch_pass::for_convolutions;
-use crate::runtime::partition::{Partition, PartitionOptions};
+use crate::runtime::partition::{Partition, PartitionOptions, WorkerTensors};
 use crate::runtime::portal::Parcel;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::skip::{SkipLayout, SkipUse};
@@ -173,13 +173,14 @@ impl<'a> Profiler<'a> {
             precision: options.precision,
         };
         let mut input = model.input.clone();
-        let mut partitions = Vec::new();
+        let (mut partitions, mut tensors) = (Vec::new(), WorkerTensors::default());
         for (layer, summary) in model.summary().map_err(Fault::invalid_model)?.into_iter().enumerate() {
             if !go_on(ProfileProgress::Layer { round: 0, layer }) {
                 return Ok(None);
             }
             let takes = std::mem::replace(&mut input, summary.output);
-            partitions.push(Partition::build_for(model, PartitionId::new(layer), takes, &partition_options)?);
+            let id = PartitionId::new(layer);
+            partitions.push(Partition::build_for(&mut tensors, model, id, takes, &partition_options)?);
         }
         Ok(Some(Profiler { model, partitions, device, meter, channels_last: options.channels_last }))
     }
@@ -279,7 +280,7 @@ fn measure_one(
         synchronize(device);
     }
     let backward_s = start.elapsed().as_secs_f64();
-    partition.trained().for_each(|(_, parameter)| engine::clear_grad(parameter));
+    partition.clear_gradients();
     partition.norms().discard();
     let detached = |(to, tensors): &Parcel| Ok((*to, tensors.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?));
     let parcels = parcels.iter().map(detached).collect::<Result<_, Fault>>()?;

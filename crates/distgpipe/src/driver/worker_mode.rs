@@ -17,6 +17,7 @@ use crate::driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolic
 use crate::engine::{exit_at_once, spawn, tune_allocator, utc_now};
 use crate::failure::{Failure, Fault};
 use crate::files::open_stream;
+use crate::model::exported::allow_operators;
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
 use std::ffi::OsString;
@@ -41,6 +42,9 @@ pub const SERVER_VARIABLE: &str = "DISTGPIPE_SERVER";
 /// The flag of a child that a server started, with the limits of its job as JSON.
 pub const LIMITS: &str = "--limits";
 
+/// The flag of a worker that lets exported models use one more operator.
+pub(super) const ALLOW_OP: &str = "--allow-op";
+
 /// How long the thread of a child may take to end after its run.
 const CHILD_STUCK_AFTER: Duration = Duration::from_secs(3);
 
@@ -49,7 +53,7 @@ const TOKEN_BYTES_MAX: u64 = 4096;
 
 /// The flags of a worker, for people.
 const USAGE: &str = "\
-usage: PROGRAM worker [--listen ADDR] [--expose] [--token-file FILE] [--once]
+usage: PROGRAM worker [--listen ADDR] [--expose] [--token-file FILE] [--once] [--allow-op NAME]
 
 Waits for a driver that has the token, and runs the partitions it assigns. Prints `listening ADDRESS` once it accepts connections.
 
@@ -58,6 +62,7 @@ Waits for a driver that has the token, and runs the partitions it assigns. Print
   --token-file FILE  file whose first line is the token [default: the environment variable DISTGPIPE_TOKEN, or a new token, which
                      is printed]
   --once             exit after the first job
+  --allow-op NAME    let exported models use this operator too, such as erfinv.default; repeatable
 ";
 
 /// Turns this process into a worker if it was started as one, and returns at once if it was not. Call it first in `main`:
@@ -163,6 +168,8 @@ pub struct WorkerFlags {
     pub child: bool,
     /// The limits of the job, if a server started the worker for a stranger.
     pub limits: Option<JobLimits>,
+    /// Further operators that exported models may use; see [`allow_operators`].
+    pub allow_ops: Vec<String>,
 }
 
 impl Default for WorkerFlags {
@@ -174,6 +181,7 @@ impl Default for WorkerFlags {
             once: false,
             child: false,
             limits: None,
+            allow_ops: Vec::new(),
         }
     }
 }
@@ -198,6 +206,7 @@ impl WorkerFlags {
                 "--expose" if inline.is_none() => flags.expose = true,
                 "--once" if inline.is_none() => flags.once = true,
                 CHILD if inline.is_none() => flags.child = true,
+                ALLOW_OP => flags.allow_ops.push(value()?),
                 LIMITS => flags.limits = Some(limits_of(&value()?)?),
                 "--help" | "-h" => return Ok(None),
                 _ => return Err(usage(format!("expected flags of a worker, got `{argument}`\n\n{USAGE}"))),
@@ -215,6 +224,7 @@ impl WorkerFlags {
             Some(limits) => limits.enter()?,
             None => declare_worker_process(),
         }
+        allow_operators(&self.allow_ops).map_err(|e| usage(format!("{ALLOW_OP}: {e}")))?;
         let given = if self.child { Some(token_from_parent()?) } else { given_token(self.token_file.as_deref())? };
         let token = given.map_or_else(Token::random, Ok)?;
         let listen = self.address()?;
@@ -424,8 +434,10 @@ mod tests {
             once: true,
             child: false,
             limits: None,
+            allow_ops: vec!["erfinv.default".to_owned()],
         };
-        assert_eq!(parse(&["--listen", "0.0.0.0:7000", "--expose", "--token-file=token.txt", "--once"]), Ok(Some(all)));
+        let given = ["--listen", "0.0.0.0:7000", "--expose", "--token-file=token.txt", "--once"];
+        assert_eq!(parse(&[&given[..], &["--allow-op", "erfinv.default"]].concat()), Ok(Some(all)));
         assert_eq!(parse(&["--once", "--help"]), Ok(None));
         for (wrong, named) in
             [(&["--listen"][..], "--listen: "), (&["--port", "7"], "`--port`"), (&["--once=x"], "`--once=x`")]

@@ -246,6 +246,47 @@ int dg_operator_aliases(const dg_operator *op) {
   return found;
 }
 
+// Null if the operator does nothing but compute new tensors from tensors and numbers, as far as its schema says; else why not.
+char *dg_operator_refusal(const dg_operator *op) {
+  const auto &schema = op->handle.schema();
+  char *refusal = nullptr;
+  char *failure = guarded([&] {
+    auto refuse = [&](const std::string &why) { refusal = message(why.c_str()); };
+    if (schema.name().find("batch_norm") != std::string::npos)
+      return refuse("it may change running statistics, which its schema does not say");
+    for (const auto &argument : schema.arguments()) {
+      if (argument.alias_info())
+        return refuse("it changes `" + argument.name() + "`, or returns a view of it");
+      c10::TypePtr type = argument.type();
+      while (type->kind() == c10::TypeKind::OptionalType || type->kind() == c10::TypeKind::ListType)
+        type = type->containedType(0);
+      switch (type->kind()) {
+      case c10::TypeKind::TensorType:
+      case c10::TypeKind::IntType:
+      case c10::TypeKind::SymIntType:
+      case c10::TypeKind::FloatType:
+      case c10::TypeKind::BoolType:
+      case c10::TypeKind::NumberType:
+      case c10::TypeKind::DeviceObjType:
+        break;
+      default:
+        return refuse("its argument `" + argument.name() + "` is neither a tensor nor a number but of the type " +
+                      argument.type()->str());
+      }
+    }
+    if (schema.returns().empty())
+      return refuse("it returns nothing");
+    for (const auto &result : schema.returns()) {
+      c10::TypePtr type = result.type();
+      if (type->kind() == c10::TypeKind::ListType)
+        type = type->containedType(0);
+      if (result.alias_info() || type->kind() != c10::TypeKind::TensorType)
+        return refuse("it returns a view, or something that is no tensor");
+    }
+  });
+  return failure ? failure : refusal;
+}
+
 // Calls an operator. `results` has room for `expected` tensors; on failure none is left there.
 char *dg_operator_call(const dg_operator *op, const dg_argument *given, size_t given_count, int cuda, at::Tensor **results,
                        size_t expected) {

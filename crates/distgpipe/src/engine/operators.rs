@@ -47,6 +47,7 @@ extern "C" {
     fn dg_operator_find(name: *const c_char, overload: *const c_char, result: *mut *mut RawOperator) -> *mut c_char;
     fn dg_operator_free(operator: *mut RawOperator);
     fn dg_operator_position(operator: *const RawOperator, name: *const c_char) -> c_int;
+    fn dg_operator_refusal(operator: *const RawOperator) -> *mut c_char;
     #[cfg(test)]
     fn dg_operator_aliases(operator: *const RawOperator) -> c_int;
     fn dg_operator_call(
@@ -123,6 +124,13 @@ impl Operator {
         // SAFETY: both texts end with NUL; on success the shim stores a pointer from `new`, which `drop` frees.
         outcome(unsafe { dg_operator_find(name.as_ptr(), overload.as_ptr(), &mut raw) })?;
         Ok(Operator { raw })
+    }
+
+    /// Fails, with the reason, if the operator does anything but compute new tensors from tensors and numbers, as far as its
+    /// schema says. One that takes a text, such as the name of a file, always does.
+    pub fn check_computes(&self) -> Result<(), String> {
+        // SAFETY: a live operator, only read; the shim returns null or a message from malloc.
+        outcome(unsafe { dg_operator_refusal(self.raw) })
     }
 
     /// The position of a parameter.
@@ -236,6 +244,27 @@ mod tests {
         }
         assert!(Operator::find("no_such_operator.default").unwrap_err().contains("no_such_operator"));
         assert!(Operator::find("conv2d").is_err());
+    }
+
+    #[test]
+    fn operators_that_do_more_than_compute_are_told_from_others() {
+        for (name, said) in [
+            ("from_file.default", "its argument `filename`"),
+            ("relu_.default", "it changes `self`"),
+            ("set_.source_Storage", "it changes `self`"),
+            ("transpose.int", "a view"),
+            ("native_batch_norm.default", "running statistics"),
+            ("normal.Tensor_float", "its argument `generator`"),
+            ("pad.default", "its argument `mode`"),
+            ("item.default", "no tensor"),
+            ("equal.default", "no tensor"),
+        ] {
+            let refused = Operator::find(name).unwrap().check_computes().unwrap_err();
+            assert!(refused.contains(said), "{name}: {refused}");
+        }
+        for name in ["erfinv.default", "renorm.default", "logcumsumexp.default", "histc.default", "matmul.default"] {
+            Operator::find(name).unwrap().check_computes().unwrap();
+        }
     }
 
     #[test]

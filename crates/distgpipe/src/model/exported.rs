@@ -13,17 +13,53 @@
 mod layer;
 mod step;
 
+use crate::engine::Operator;
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
 use crate::train::weights::{self, WeightsError};
-use distgpipe_core::pt2::{Boundaries, Graph};
+use distgpipe_core::pt2::{operators, Boundaries, Graph};
 use layer::ExportedLayer;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 /// The name of exported models in specs.
 pub const NAME: &str = "exported";
+
+/// The operators outside of the list that exported models may use in this process.
+static ALLOWED: RwLock<BTreeSet<String>> = RwLock::new(BTreeSet::new());
+
+/// Lets exported models use further operators in this process, from now on: exact overloads of the namespace `aten`, such as
+/// `erfinv.default`. Models that come from others may use them too. An operator is refused, whoever asks for it, if its schema
+/// has it change an argument, return a view, or take anything but tensors and numbers: one that takes a text could open a file.
+///
+/// # Errors
+/// Names an operator that libtorch does not have, or that is refused, and why. None is allowed then.
+pub fn allow_operators<S: AsRef<str>>(names: &[S]) -> Result<(), ModelError> {
+    let bare = |name: &S| {
+        let name = name.as_ref();
+        let name = name.strip_prefix("torch.ops.").unwrap_or(name);
+        name.strip_prefix("aten.").or(name.strip_prefix("aten::")).unwrap_or(name).to_owned()
+    };
+    let names: Vec<String> = names.iter().map(bare).filter(|name| operators::effect(name).is_none()).collect();
+    for name in &names {
+        let refused = |why: String| ModelError::exported(format!("operator {name}: {why}"));
+        if !operators::is_name(name) {
+            return Err(refused("expected an operator of aten and its overload, such as erfinv.default".to_owned()));
+        }
+        let operator = Operator::find(name).map_err(refused)?;
+        let remedy = "exported models may use only operators that compute new tensors from tensors and numbers";
+        operator.check_computes().map_err(|why| refused(format!("{why}; {remedy}")))?;
+    }
+    ALLOWED.write().unwrap_or_else(PoisonError::into_inner).extend(names);
+    Ok(())
+}
+
+/// The operators of [`allow_operators`].
+pub(crate) fn allowed_operators() -> Vec<String> {
+    ALLOWED.read().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+}
 
 /// The settings of an exported model: its graph, and where layers end.
 ///
@@ -82,8 +118,18 @@ impl Exported {
     /// Builds the list of layers.
     ///
     /// # Errors
-    /// If libtorch lacks an operator or an argument that the graph uses.
+    /// If libtorch lacks an operator or an argument that the graph uses, or the graph uses operators outside of the list that
+    /// this process does not [allow](allow_operators).
     pub fn model(&self) -> Result<Model, ModelError> {
+        let allowed = allowed_operators();
+        let refused: Vec<&String> = self.graph.extra.iter().filter(|op| !allowed.contains(op)).collect();
+        if !refused.is_empty() {
+            let names: Vec<String> = refused.iter().map(|op| format!("aten.{op}")).collect();
+            return Err(ModelError::exported(format!(
+                "the model uses operators that this machine does not allow: {}; its owner can allow them with `zoo::allow_operators`",
+                names.join(", ")
+            )));
+        }
         let plans = self.graph.layers(self.layers).map_err(|error| ModelError::exported(error.to_string()))?;
         // Layers that use the same constant share its bytes.
         let constants = (0..self.graph.constants.len()).map(|constant| self.graph.constant_bytes(constant));

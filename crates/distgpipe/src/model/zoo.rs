@@ -21,7 +21,7 @@ pub mod roberta;
 pub mod unet;
 pub mod vgg;
 
-pub use crate::model::exported::{Exported, ExportedOptions};
+pub use crate::model::exported::{allow_operators, Exported, ExportedOptions};
 pub use amoebanet_d::AmoebaNetD;
 pub use mlp::Mlp;
 pub use mobilenet_v2::MobileNetV2;

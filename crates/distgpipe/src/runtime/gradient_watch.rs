@@ -69,16 +69,16 @@ impl From<tch::TchError> for WaitError {
 }
 
 /// Both ends, for a step of one worker. `parameters` are those of the worker in the order of their numbers, with the partition
-/// whose backward passes finish them.
+/// whose backward passes finish them; `None` for one that is final at the end only.
 pub fn watch(
     plan: &Plan,
     role: WorkerId,
-    parameters: &[(PartitionId, Tensor)],
+    parameters: &[(Option<PartitionId>, Tensor)],
     abort: AbortFlag,
 ) -> (GradientWatch, ReadyGradients) {
     let mut partitions = BTreeMap::new();
     for action in plan.actions(role).iter().filter(|action| action.op == Op::Backward) {
-        let own = parameters.iter().enumerate().filter(|(_, (partition, _))| *partition == action.partition);
+        let own = parameters.iter().enumerate().filter(|(_, (partition, _))| *partition == Some(action.partition));
         let (numbers, parameters) = own.map(|(number, (_, tensor))| (number, tensor.shallow_clone())).unzip();
         // The last backward pass of a partition replaces those before it.
         partitions.insert(action.partition, WatchedPartition { last: action.micro_batch, numbers, parameters });
@@ -193,7 +193,7 @@ mod tests {
     fn only_the_last_micro_batch_of_a_partition_finishes_its_gradients() {
         let request = Request::new("client,server,client".parse().unwrap(), 3);
         let plan = Schedule::OneFOneB.plan(&request).unwrap();
-        let of = |partition| (PartitionId::new(partition), parameter());
+        let of = |partition| (Some(PartitionId::new(partition)), parameter());
         let parameters = [of(0), of(0), of(2)];
         let (watch, mut ready) = watch(&plan, WorkerId::new(0), &parameters, AbortFlag::default());
         for m in 0..3 {
@@ -216,7 +216,7 @@ mod tests {
     fn a_wait_ends_with_the_stage_and_with_the_run() {
         let request = Request::new("one".parse().unwrap(), 1);
         let plan = Schedule::GPipe.plan(&request).unwrap();
-        let parameters = [(PartitionId::new(0), parameter())];
+        let parameters = [(Some(PartitionId::new(0)), parameter())];
         let (watching, mut ready) = watch(&plan, WorkerId::new(0), &parameters, AbortFlag::default());
         drop(watching);
         assert!(matches!(ready.wait_for(&[0]), Err(WaitError::Abandoned)));

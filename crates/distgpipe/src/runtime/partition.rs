@@ -9,7 +9,7 @@ use crate::runtime::portal::{MissingSkip, Parcel, Portals};
 use distgpipe_core::partition::Balance;
 use distgpipe_core::skip::SkipLayout;
 use distgpipe_core::{MicroBatchId, PartitionId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use tch::Tensor;
 
@@ -19,7 +19,14 @@ struct BuiltLayer {
     layer: Arc<dyn Layer>,
     specs: Vec<TensorSpec>,
     tensors: Vec<Tensor>,
+    /// Whether an earlier layer of this worker has each tensor.
+    shared: Vec<bool>,
 }
+
+/// The tensors that a worker has built, by name. A layer that [ties](crate::model::ties) one of them gets a leaf of its own on
+/// the same memory.
+#[derive(Default)]
+pub struct WorkerTensors(HashMap<String, Tensor>);
 
 /// Consecutive layers with their tensors, and the edges to other partitions.
 pub struct Partition {
@@ -66,19 +73,47 @@ fn require_memory(model: &Model, id: PartitionId, options: &PartitionOptions<'_>
     engine::require_memory(&what, needs_bytes, "use a smaller model, or more partitions on other hosts")
 }
 
+impl WorkerTensors {
+    /// The leaf of a layer for this tensor.
+    fn tensor(&mut self, spec: &TensorSpec, options: &PartitionOptions<'_>) -> Result<Tensor, Fault> {
+        let leaf =
+            |tensor: &Tensor| Ok::<_, Fault>(tensor.f_detach()?.f_set_requires_grad(spec.role == Role::Parameter)?);
+        if let Some(tensor) = self.0.get(&spec.name) {
+            return leaf(tensor);
+        }
+        let mut tensor = spec.build(options.seed, options.device)?;
+        if options.channels_last && spec.dims.len() == 4 {
+            tensor = leaf(&engine::with_layout(&tensor.f_detach()?, Layout::ChannelsLast)?)?;
+        }
+        self.0.insert(spec.name.clone(), tensor.shallow_clone());
+        Ok(tensor)
+    }
+}
+
 impl Partition {
     /// Builds the tensors of one partition of a model, and of no other.
     pub fn build(model: &Model, id: PartitionId, options: &PartitionOptions<'_>) -> Result<Self, Fault> {
+        Self::build_on(&mut WorkerTensors::default(), model, id, options)
+    }
+
+    /// The same, on a worker that has built other partitions.
+    pub fn build_on(
+        worker: &mut WorkerTensors,
+        model: &Model,
+        id: PartitionId,
+        options: &PartitionOptions<'_>,
+    ) -> Result<Self, Fault> {
         let mut summary = model.summary().map_err(Fault::invalid_model)?;
         let input = match options.balance.range(id).start.checked_sub(1) {
             Some(before) => std::mem::take(&mut summary[before].output),
             None => model.input.clone(),
         };
-        Self::build_for(model, id, input, options)
+        Self::build_for(worker, model, id, input, options)
     }
 
     /// The same, where the input of the partition's first layer is known: finding it takes a pass over the model.
     pub(crate) fn build_for(
+        worker: &mut WorkerTensors,
         model: &Model,
         id: PartitionId,
         input: Vec<SampleShape>,
@@ -88,16 +123,10 @@ impl Partition {
         let layers = options.balance.range(id).map(|index| {
             let layer = model.layers[index].clone();
             let specs = layer.tensors();
-            let tensors = specs.iter().map(|spec| {
-                let tensor = spec.build(options.seed, options.device)?;
-                if !options.channels_last || spec.dims.len() != 4 {
-                    return Ok(tensor);
-                }
-                let tensor = engine::with_layout(&tensor.f_detach()?, Layout::ChannelsLast)?;
-                Ok(tensor.f_set_requires_grad(spec.role == Role::Parameter)?)
-            });
+            let shared = specs.iter().map(|spec| worker.0.contains_key(&spec.name)).collect();
+            let tensors = specs.iter().map(|spec| worker.tensor(spec, options));
             let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
-            Ok(BuiltLayer { index, layer, specs, tensors })
+            Ok(BuiltLayer { index, layer, specs, tensors, shared })
         });
         let partitions = options.balance.partitions();
         Ok(Partition {
@@ -114,7 +143,7 @@ impl Partition {
 
     /// Excludes parameters from training: they get no gradient, and no graph is kept for what only they would need.
     pub fn freeze(&mut self, frozen: impl Fn(&str) -> bool) -> Result<(), Fault> {
-        for (spec, tensor) in self.layers.iter().flat_map(|built| built.specs.iter().zip(&built.tensors)) {
+        for (spec, tensor, _) in self.all_tensors() {
             if spec.role == Role::Parameter && frozen(&spec.name) {
                 let _ = tensor.f_set_requires_grad(false)?;
             }
@@ -209,9 +238,24 @@ impl Partition {
         self.layers.last().map_or("", |built| built.layer.name())
     }
 
-    /// Its tensors with their specs, in the order of layers.
+    fn all_tensors(&self) -> impl Iterator<Item = (&TensorSpec, &Tensor, bool)> {
+        let zipped = self.layers.iter().flat_map(|built| built.specs.iter().zip(&built.tensors).zip(&built.shared));
+        zipped.map(|((spec, tensor), &shared)| (spec, tensor, shared))
+    }
+
+    /// Its tensors with their specs, in the order of layers, without those that an earlier layer of the worker has.
     pub fn tensors(&self) -> impl Iterator<Item = (&TensorSpec, &Tensor)> {
-        self.layers.iter().flat_map(|built| built.specs.iter().zip(&built.tensors))
+        self.all_tensors().filter(|(_, _, shared)| !shared).map(|(spec, tensor, _)| (spec, tensor))
+    }
+
+    /// The leaves on tensors that an earlier layer of the worker has, in the order of layers.
+    pub fn shared(&self) -> impl Iterator<Item = (&TensorSpec, &Tensor)> {
+        self.all_tensors().filter(|(_, _, shared)| *shared).map(|(spec, tensor, _)| (spec, tensor))
+    }
+
+    /// Drops the gradients of all its leaves.
+    pub fn clear_gradients(&self) {
+        self.all_tensors().for_each(|(_, tensor, _)| engine::clear_grad(tensor));
     }
 
     /// The parameters that are trained, in the order of [`tensors`](Self::tensors): all but the frozen ones.

@@ -19,7 +19,7 @@ use crate::model::Model;
 use crate::runtime::all_reduce::RingAllReduce;
 use crate::runtime::optimizer::Optimizer;
 use crate::runtime::parameter_groups::{ParameterGroups, ParameterSettings};
-use crate::runtime::partition::{Partition, PartitionOptions};
+use crate::runtime::partition::{Partition, PartitionOptions, WorkerTensors};
 use crate::runtime::stage::Stage;
 use crate::runtime::trace::Recorder;
 use distgpipe_core::schedule::Plan;
@@ -240,6 +240,8 @@ fn build_partitions(
     seed: Stream,
 ) -> Result<BTreeMap<PartitionId, Partition>, Fault> {
     job.balance.check(model.layers.len()).map_err(|e| Fault::invalid_job("the balance", e))?;
+    // Otherwise several workers would train copies of a tied tensor, each its own.
+    model.check_ties(&job.balance, topology.plan().placement()).map_err(|e| Fault::invalid_job("the placement", e))?;
     let uses: Vec<SkipUse> = model.layers.iter().map(|l| l.skips()).collect();
     let skips = SkipLayout::new(&uses, &job.balance).map_err(Fault::invalid_model)?;
     let options = PartitionOptions {
@@ -251,5 +253,6 @@ fn build_partitions(
         precision: job.precision,
     };
     let placed = topology.plan().placement().partitions_of(topology.role_of(job.worker));
-    placed.into_iter().map(|p| Ok((p, Partition::build(model, p, &options)?))).collect()
+    let mut tensors = WorkerTensors::default();
+    placed.into_iter().map(|p| Ok((p, Partition::build_on(&mut tensors, model, p, &options)?))).collect()
 }

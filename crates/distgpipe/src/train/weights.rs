@@ -5,6 +5,7 @@
 //! | [`safetensors`] | safetensors, read and written |
 //! | [`pth`] | the archive that `torch.save` writes, read only; nothing in it is executed |
 //! | `pt2` | the archive that `torch.export.save` writes, read only; nothing pickled in it is opened |
+//! | `npy` | a NumPy array, read only, as data and not as weights |
 //! | `fit`, `names` | the comparison of a file with the model; what tensors are called in files |
 //! | `model_file` | [`Pipeline::save`](crate::Pipeline::save) and [`Pipeline::load`](crate::Pipeline::load) |
 //!
@@ -14,12 +15,14 @@
 mod fit;
 mod model_file;
 mod names;
+mod npy;
 mod pt2;
 pub mod pth;
 pub mod safetensors;
 
 pub use fit::{fit, fit_opened, FittedWeights, MissingTensors};
 pub use model_file::save;
+pub use npy::read_npy;
 pub use pt2::{is_compared, read_graph};
 pub use safetensors::SafetensorsWriter;
 

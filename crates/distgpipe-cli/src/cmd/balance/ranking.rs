@@ -241,6 +241,7 @@ mod tests {
         let sizes = Sizes { outputs: vec![0; layers], skips: Vec::new() };
         Problem {
             layers: vec![LayerCost::default(); layers],
+            together: Vec::new(),
             skips: Vec::new(),
             input_bytes: 0,
             in_memory: sizes.clone(),

@@ -61,6 +61,11 @@ fn kind(config: &InferenceConfig) -> anyhow::Result<DataName> {
             "--data synthetic: the model was trained on generated data, and no image or sentence is like it: use the weights of a \
              model that was trained on real data",
         )),
+        (_, Some(name @ (DataName::Text | DataName::Tensors))) => Err(usage(format!(
+            "--data {}: predict classifies images and sentences only: measure this model with `distgpipe evaluate`, or load its \
+             weights into PyTorch",
+            name.name()
+        ))),
         (_, Some(name)) => Ok(name),
         (_, None) if token_length(&config.model.input).is_some() => Ok(DataName::Cola),
         (_, None) => Ok(DataName::ImageFolder),

@@ -8,7 +8,7 @@ use crate::failure::Fault;
 use crate::model::layer::{Role, TensorSpec};
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use tch::Tensor;
 
 /// The most bytes in one transfer to or from a worker. A larger tensor is transferred alone.
@@ -212,6 +212,9 @@ impl Pipeline {
         let layers = partitions.flat_map(|(w, p)| self.balance.range(p).map(move |index| (w, index)));
         let tensors = layers
             .flat_map(|(worker, index)| self.model.layers[index].tensors().into_iter().map(move |spec| (worker, spec)));
+        // A tied tensor is on one worker, which has it in the first layer that uses it.
+        let mut named = HashSet::new();
+        let tensors = tensors.filter(|(_, spec)| named.insert(spec.name.clone()));
         if which != TensorSet::Optimizer {
             return tensors.collect();
         }

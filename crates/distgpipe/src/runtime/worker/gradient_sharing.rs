@@ -3,6 +3,8 @@
 //! Each replica's gradient covers its part of the batch, so the sum over all replicas is the gradient of the batch. A thread of
 //! its own sums the gradients bucket by bucket while the last backward passes still run: last layers first, as they become
 //! final. The buckets and their order are fixed, so the bits do not depend on the timing.
+//!
+//! Layers of one worker that share a parameter add their gradients up before that.
 
 use super::{failed, panic_message, BuiltWorker};
 use crate::comm::abort::AbortFlag;
@@ -15,6 +17,8 @@ use crate::runtime::clipping::AfterBackward;
 use crate::runtime::gradient_watch::{watch, GradientWatch, ReadyGradients, WaitError};
 use crate::runtime::partition::Partition;
 use crate::runtime::trace::{now_ns, BackgroundRecorder, Phase};
+use distgpipe_core::PartitionId;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use tch::Tensor;
@@ -35,6 +39,26 @@ struct SharedGradients {
 }
 
 impl BuiltWorker {
+    /// Adds the gradients of [tied](crate::model::ties) parameters, in the order of layers: the first leaf gets the sum.
+    pub(super) fn add_shared_gradients(&mut self) -> Result<(), Fault> {
+        let partitions = || self.stage.partitions.values();
+        let mut shared = partitions().flat_map(Partition::shared).peekable();
+        if shared.peek().is_none() {
+            return Ok(());
+        }
+        let first: HashMap<&str, &Tensor> =
+            partitions().flat_map(Partition::tensors).map(|(spec, tensor)| (&spec.name[..], tensor)).collect();
+        for (spec, leaf) in shared {
+            let (Some(gradient), Some(first)) = (engine::grad(leaf), first.get(&spec.name[..])) else { continue };
+            match engine::grad(first) {
+                Some(mut sum) => drop(tch::no_grad(|| sum.f_add_(&gradient))?),
+                None => set_gradient(first, &gradient)?,
+            }
+            engine::clear_grad(leaf);
+        }
+        Ok(())
+    }
+
     /// Starts to sum the gradients of a step over the replicas. `None` without replicas, and for a step whose gradients later
     /// batches are added to: the last of those batches shares them.
     pub(super) fn start_all_reduce(&mut self, step: &StepCommand) -> Result<Option<RunningAllReduce>, Fault> {
@@ -42,8 +66,14 @@ impl BuiltWorker {
             return Ok(None);
         }
         let Some(mut ring) = self.ring.take() else { return Ok(None) };
-        let owned = self.stage.partitions.iter().flat_map(|(id, partition)| partition.trained().map(|(_, t)| (*id, t)));
-        let parameters: Vec<_> = owned.map(|(id, parameter)| (id, parameter.shallow_clone())).collect();
+        // The gradient of a tied parameter is final when those of all its leaves have been added up.
+        let partitions = &self.stage.partitions;
+        let tied: HashSet<&str> =
+            partitions.values().flat_map(Partition::shared).map(|(spec, _)| &spec.name[..]).collect();
+        let trained = partitions.iter().flat_map(|(id, partition)| partition.trained().map(move |named| (*id, named)));
+        let parameters: Vec<(Option<PartitionId>, Tensor)> = trained
+            .map(|(id, (spec, tensor))| ((!tied.contains(&spec.name[..])).then_some(id), tensor.shallow_clone()))
+            .collect();
         let (topology, abort) = (&self.stage.topology, self.stage.abort.clone());
         let role = topology.role_of(self.stage.id);
         let (watch, mut ready) = watch(topology.plan(), role, &parameters, abort.clone());

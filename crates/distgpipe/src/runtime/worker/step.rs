@@ -96,6 +96,10 @@ impl BuiltWorker {
         } else {
             self.stage.partitions.values_mut().for_each(|p| p.norms().discard());
         }
+        // Gradients that later batches are added to are added up once, after the last of those batches.
+        if step.purpose == Purpose::Gradients || step.after != AfterBackward::Keep {
+            self.add_shared_gradients().map_err(failed(&name, "adding up the gradients of tied parameters"))?;
+        }
         if let Some(sharing) = sharing {
             self.finish_all_reduce(step, sharing)?;
         }
@@ -157,7 +161,7 @@ impl BuiltWorker {
     }
 
     fn clear_gradients(&mut self) {
-        self.parameters().for_each(engine::clear_grad);
+        self.stage.partitions.values().for_each(Partition::clear_gradients);
     }
 
     /// The parameters that this worker trains.

@@ -2,6 +2,7 @@
 //! gives it the bytes.
 
 use super::{Entry, OpenFile, TensorSource, WeightsError};
+use crate::model::exported::allowed_operators;
 use distgpipe_core::pt2::archive::{self, PlacedTensor};
 use distgpipe_core::pt2::{Graph, Pt2Error, State};
 use distgpipe_core::weights::zip;
@@ -15,8 +16,8 @@ use tch::Tensor;
 /// # Errors
 /// If the file cannot be read, or its model cannot be trained in a pipeline.
 pub fn read_graph(path: &Path) -> Result<Graph, WeightsError> {
-    let mut file = OpenFile::open(path)?;
-    with_reader(&mut file, |bytes, read| archive::graph(bytes, read))
+    let (mut file, extra) = (OpenFile::open(path)?, allowed_operators());
+    with_reader(&mut file, |bytes, read| archive::graph_with(bytes, read, &extra))
 }
 
 /// Whether `python3 -m distgpipe_export` wrote the file, which compares an export with its module; other exports may compute
@@ -68,7 +69,8 @@ pub(super) struct Pt2File {
 
 impl Pt2File {
     pub(super) fn new(mut file: OpenFile) -> Result<Self, WeightsError> {
-        let graph = with_reader(&mut file, |bytes, read| archive::graph(bytes, read))?;
+        let extra = allowed_operators();
+        let graph = with_reader(&mut file, |bytes, read| archive::graph_with(bytes, read, &extra))?;
         let listed = with_reader(&mut file, |bytes, read| archive::weights(bytes, read))?;
         let names =
             |state: &'_ State| std::iter::once(state.name.clone()).chain(state.tied.clone()).collect::<Vec<_>>();
