@@ -124,6 +124,10 @@ pub fn no_cut(flag: &str, error: BalanceError) -> anyhow::Error {
             units::count(tried as u64),
             units::bytes(needs_bytes as f64),
         )),
+        BalanceError::Apart { .. } => usage(
+            "--place: no cut keeps layers that share a tensor on one worker: `distgpipe models` names them; place their partitions on \
+             one worker, as in --place client,server,client, or train independent copies with --untie",
+        ),
         other => usage(format!("{flag}: {other}")),
     }
 }

@@ -121,6 +121,13 @@ fn tied_weights_are_trained_by_one_worker_or_untied() {
     ended(0, &[&data[..], &run, &["--partitions", "2", "--untie"]].concat());
     let (table, _) = ended(0, &["models", &model]);
     assert!(table.contains("wte.weight is tied: layers"), "{table}");
+    let balance = ["balance", &model, "--time-limit", "0.5", "--rows", "2"];
+    let (found, _) = ended(0, &[&balance[..], &["--place", "client,server,client", "--partitions", "3"]].concat());
+    assert!(found.contains("--balance"), "{found}");
+    let none = refused(2, &[&balance[..], &["--partitions", "2"]].concat());
+    assert!(none.contains("no cut keeps layers that share a tensor on one worker"), "{none}");
+    let given = refused(2, &[&balance[..], &["--cut", "after=model.transformer.h.0"]].concat());
+    assert!(given.contains("--place") && given.contains("client,server,client"), "{given}");
     let mut numbers = pair;
     numbers[1].1 = &numbers[1].1 + 10;
     Tensor::write_safetensors(&numbers, &file).unwrap();

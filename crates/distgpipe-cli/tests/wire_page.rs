@@ -2,7 +2,7 @@
 //! `scripts/wire_client.py`, which was written from the page, trains with a real worker.
 
 use distgpipe::comm::protocol::{Command, Job};
-use distgpipe::comm::transport::tcp::limits;
+use distgpipe::comm::transport::limits;
 use distgpipe_core::codec::ALL;
 use distgpipe_core::wire::{
     AbortNotice, DType, Hello, Kind, Layout, Refuse, Role, Welcome, ELEMENTS_MAX, HEADER_BYTES, VERSION,

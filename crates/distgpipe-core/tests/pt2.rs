@@ -317,7 +317,7 @@ fn cut(parts: GraphParts) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(1500), ..ProptestConfig::default() })]
 
     #[test]
     fn mutated_archives_never_panic(changes in prop::collection::vec((0..SMALL.len(), any::<u8>()), 1..8)) {

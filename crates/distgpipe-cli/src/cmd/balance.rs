@@ -136,6 +136,9 @@ pub fn run(args: &BalanceArgs) -> anyhow::Result<()> {
     let balance_options = balance_options.read()?;
     let given = given_cut(args, &model)?;
     let placement = placement(args, &model, given.as_ref())?;
+    if let Some(cut) = &given {
+        model.check_ties(cut, &placement).map_err(|e| usage(format!("--balance: {e}")))?;
+    }
     let limit = Duration::try_from_secs_f64(args.time_limit).ok().filter(|limit| !limit.is_zero());
     let limit = limit
         .ok_or_else(|| usage(format!("--time-limit {}: expected seconds above 0 and below 1e19", args.time_limit)))?;

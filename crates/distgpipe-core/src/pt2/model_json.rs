@@ -715,6 +715,31 @@ mod tests {
         assert_eq!(read.nodes.iter().map(|node| node.no_grad).collect::<Vec<_>>(), [true, false, false]);
     }
 
+    /// As PyTorch writes them: a sequence of any length, a selection by values, and `torch.cond`.
+    #[test]
+    fn other_dynamic_sizes_and_higher_order_operators_are_refused_in_words() {
+        const RELU: &str = "torch.ops.aten.relu.default";
+        let refused = |size: Option<&str>, target: &str| {
+            let mut graph = graph(vec![call(target, vec![tensor("x")], "a")], &["x"], "a");
+            if let Some(size) = size {
+                graph["tensor_values"]["a"]["sizes"][1] = json!({ "as_expr": { "expr_str": size } });
+            }
+            let signature = json!({
+                "input_specs": [{ "user_input": { "arg": tensor("x") } }],
+                "output_specs": [{ "user_output": { "arg": tensor("a") } }],
+            });
+            read(&contents(graph, signature, Vec::new()), &[]).err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        assert_eq!(refused(None, RELU), "");
+        for size in ["Symbol('s27', positive=True, integer=True)", "Symbol('u0', integer=True)"] {
+            let said = refused(Some(size), RELU);
+            assert!(said.contains("expected sizes that are fixed or a multiple of the batch"), "{said}");
+            assert!(said.contains("first dimension of every input dynamic, and no other"), "{said}");
+        }
+        let said = refused(None, "torch.ops.higher_order.cond");
+        assert!(said.contains("torch.ops.higher_order.cond in the model itself: use others there"), "{said}");
+    }
+
     /// A square matrix and its transpose share their place in the file, and are no names of one tensor.
     #[test]
     fn tied_tensors_have_the_same_strides_and_element_type() {

@@ -1,0 +1,16 @@
+"""Vision transformers for CIFAR-10: `vit`, ImageNet's ViT-B/16 with a new classifier, and `small`, from random weights."""
+
+import torch
+import torchvision
+
+
+def vit():
+    model = torchvision.models.vit_b_16(weights="DEFAULT")
+    model.heads.head = torch.nn.Linear(768, 10)
+    return model
+
+
+def small():
+    torch.manual_seed(0)
+    return torchvision.models.VisionTransformer(
+        image_size=32, patch_size=4, num_layers=4, num_heads=4, hidden_dim=96, mlp_dim=192, dropout=0.1, num_classes=10)
