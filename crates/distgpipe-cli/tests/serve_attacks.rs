@@ -182,13 +182,13 @@ fn a_client_with_the_secret_hurts_only_its_own_job() {
     };
     let mut goodbye = Header { sequence: 1, ..Header::new(FrameKind::Goodbye) };
     goodbye.seal(&[]);
+    let job = String::from_utf8_lossy(&sent[1].1).replace(r#""cross_entropy""#, r#""\u001b[2J""#);
     let mut malformed = Header::new(FrameKind::Job);
-    malformed.seal(b"{\"worker\": \"\x1b[2J\"}");
-    let mut malformed = malformed.encode().to_vec();
-    malformed.extend(b"{\"worker\": \"\x1b[2J\"}");
+    malformed.seal(job.as_bytes());
+    let malformed = [&malformed.encode()[..], job.as_bytes()].concat();
     let huge = "a tensor from a peer takes 2.1 GB of memory";
     let attacks = [
-        (1, malformed, "cannot decode the job"),
+        (1, malformed, r"cannot decode the job: unknown variant `\u{1b}[2J`"),
         (2, announced(FrameKind::Activation, CodecId::Raw, 0), huge),
         (2, announced(FrameKind::State, CodecId::Raw, 0), huge),
         // Ten bytes that are to decode to gigabytes.
@@ -209,8 +209,11 @@ fn a_client_with_the_secret_hurts_only_its_own_job() {
             panic!("attack {i}: no cause; {:#?}", server.seen);
         };
         assert!(notice.contains(expected) && !notice.contains('\x1b'), "attack {i}: {notice}");
-        let mb = peak_mb(server.process_of_run(i + 1));
-        assert!(mb < honest_mb + 100, "attack {i}: {mb} MB, and an honest job {honest_mb} MB");
+        // A process that has connections waits a moment for their ends; the one without a job is gone.
+        if honest_frames > 1 {
+            let mb = peak_mb(server.process_of_run(i + 1));
+            assert!(mb < honest_mb + 100, "attack {i}: {mb} MB, and an honest job {honest_mb} MB");
+        }
     }
     drop(honest(&server.address));
 }

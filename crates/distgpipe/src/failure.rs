@@ -38,19 +38,20 @@ pub enum Fault {
         source: BoxError,
     },
     /// The model cannot be built, or its layers do not fit together.
-    #[error("the model is not valid: {0}")]
+    #[error("the model is not valid: {}", printable_lines(.0))]
     InvalidModel(#[source] BoxError),
     /// A remote worker cannot build the model of its job, because it does not know its name.
     #[error(
-        "expected a model that this worker knows, got `{got}`: layers of your own need a worker of your own program: call \
-         `distgpipe::worker_mode(models)` first in its `main`, with a function that builds `{got}`, and start `PROGRAM worker` here"
+        "expected a model that this worker knows, got `{name}`: layers of your own need a worker of your own program: call \
+         `distgpipe::worker_mode(models)` first in its `main`, with a function that builds `{name}`, and start `PROGRAM worker` here",
+        name = printable(.got)
     )]
     UnknownModel {
         /// The name of the model.
         got: String,
     },
     /// The settings of the run contradict each other, or are out of range. A remote worker checks those it receives.
-    #[error("{setting} is not valid: {source}")]
+    #[error("{setting} is not valid: {}", printable_lines(.source))]
     InvalidJob {
         /// The setting, such as `the plan` or `replicas`.
         setting: &'static str,
@@ -143,7 +144,7 @@ pub enum Fault {
     #[error("invalid frame: {0}")]
     Wire(#[from] WireError),
     /// A peer sent a valid frame whose content cannot be decoded.
-    #[error("cannot decode {what}: {source}")]
+    #[error("cannot decode {what}: {}", printable(&.source.to_string()))]
     Malformed {
         /// The content, such as `a report`.
         what: &'static str,
@@ -151,7 +152,7 @@ pub enum Fault {
         source: BoxError,
     },
     /// A peer sent a well-formed message that has no place here.
-    #[error("expected {expected}, got {got}")]
+    #[error("expected {}, got {}", printable(.expected), printable(.got))]
     Protocol {
         /// The messages that would be valid here.
         expected: String,
@@ -403,9 +404,33 @@ pub(crate) fn printable(text: &str) -> String {
     })
 }
 
+/// As [`printable`], for an error of several lines, such as that of a plan.
+fn printable_lines(error: &BoxError) -> String {
+    error.to_string().lines().map(printable).collect::<Vec<_>>().join("\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A decoder repeats what it could not decode: the log of a worker once had it as it was.
+    #[test]
+    fn text_of_a_peer_in_an_error_has_its_control_characters_escaped() {
+        let text = "\u{1b}[2J\u{202e}";
+        let unknown = serde_json::from_str::<crate::model::loss::Loss>("\"\\u001b[2J\"").unwrap_err();
+        assert!(unknown.to_string().contains('\u{1b}'), "{unknown}");
+        for fault in [
+            Fault::malformed("the job", unknown),
+            Fault::protocol(text, text),
+            Fault::invalid_job("the plan", text),
+            Fault::invalid_model(text),
+            Fault::UnknownModel { got: text.to_owned() },
+        ] {
+            let said = fault.to_string();
+            assert!(!said.contains(['\u{1b}', '\u{202e}']) && said.contains("\\u{1b}[2J"), "{said}");
+        }
+        assert_eq!(Fault::invalid_job("the plan", "a\n  b").to_string(), "the plan is not valid: a\n  b");
+    }
 
     #[test]
     fn a_failure_reads_as_a_sentence() {

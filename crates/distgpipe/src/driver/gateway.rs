@@ -168,9 +168,8 @@ impl Gateway {
             let pause = if waiting.is_empty() { POLL } else { WAITING_PAUSE };
             match acceptor.next(pause, &run_key) {
                 Some(Arrival::Peer(peer)) => {
-                    let patient = waiting.len() < WAITING_MAX;
-                    waiting
-                        .extend(self.route(&mut acceptor, RoutedPeer { peer: *peer, since: Instant::now(), patient }));
+                    let (since, patient) = (Instant::now(), waiting.len() < WAITING_MAX);
+                    waiting.extend(self.route(&mut acceptor, RoutedPeer { peer: *peer, since, patient }));
                 }
                 Some(Arrival::Rejected { from, fault }) => {
                     let failure = Failure::new(from.to_string(), "connecting", fault);
@@ -238,7 +237,7 @@ impl Gateway {
         }
     }
 
-    /// Gives a peer to the process of its run, or refuses it. Returns a driver that waits for a place: nobody else waits with it.
+    /// Gives a peer to the process of its run, or refuses it. Returns a driver that is to wait for a place, and does not wait itself.
     fn route(&self, acceptor: &mut Acceptor, routed: RoutedPeer) -> Option<RoutedPeer> {
         let RoutedPeer { peer, since, patient } = routed;
         let ArrivedPeer { from, ref hello, proved, .. } = peer;
