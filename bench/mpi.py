@@ -24,7 +24,8 @@ from run import machine
 
 HERE = Path(__file__).resolve().parent
 TARGET = HERE.parent / "target" / "release"
-MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n"]
+# Not bound to cores, as the processes over TCP are not.
+MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n"]
 TRAIN = (
     "train --model mobilenet_v2 --set dropout=0.0 --balance 9,11 --chunks 4 --schedule 1f1b --data synthetic --epochs 1 --batch 32 "
     "--optimizer sgd --momentum 0 --lr 0.005 --threads 1 --device cpu --no-evaluate"
