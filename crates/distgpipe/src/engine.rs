@@ -20,7 +20,7 @@ pub use clock::{boot_time, utc_now};
 pub(crate) use clock::{cpu_time_of, thread_cpu_time};
 pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
-pub(crate) use ffi::{bytes_mut, floats_mut};
+pub(crate) use ffi::{bytes_mut, floats_mut, TensorBytes};
 pub use ffi::{Layout, WatchedParameters};
 pub use memory::{
     attach_thread, available_bytes, peak_bytes, release_memory, require_memory, reserved_bytes, start, tune_allocator,

@@ -14,6 +14,7 @@ mod executor;
 
 pub use decoder::Decoder;
 pub(crate) use dtype::dtype_of;
+pub(crate) use encoder::EncodedBytes;
 pub use encoder::Encoder;
 
 use crate::comm::codec_policy::CodecPolicy;

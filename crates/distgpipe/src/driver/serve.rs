@@ -277,7 +277,12 @@ impl Server {
             engine::spawn("link test", move || bandwidth::answer(driver, &test, timeouts, &Durations::default()));
         let answered = answering.map_err(Fault::from).and_then(|thread| {
             while !thread.is_finished() {
-                let next = busy.answer_next(POLL, || thread.is_finished(), false, report);
+                // The test may be over, and this the driver that waited for its end.
+                let over = || {
+                    std::thread::sleep(3 * POLL);
+                    thread.is_finished()
+                };
+                let next = busy.answer_next(POLL, over, false, report);
                 if let Some((_, mut stream)) = next {
                     handshake::refuse(&mut stream, handshake::NOT_IN_RUN.to_owned(), HANDSHAKE_LIMIT);
                 }

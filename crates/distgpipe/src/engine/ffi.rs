@@ -253,6 +253,25 @@ pub fn bytes(tensor: &Tensor) -> Option<&[u8]> {
     (length > 0).then(|| unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }).or(Some(&[]))
 }
 
+/// The bytes of a dense CPU tensor, which several threads may read. It keeps the tensor's memory.
+pub(crate) struct TensorBytes(Tensor);
+
+impl TensorBytes {
+    /// `None` for a tensor that is not dense, or not in host memory.
+    pub fn new(tensor: &Tensor) -> Option<Self> {
+        bytes(tensor)?;
+        Some(TensorBytes(tensor.shallow_clone()))
+    }
+
+    pub fn as_slice(&self) -> &[u8] {
+        bytes(&self.0).unwrap_or_default()
+    }
+}
+
+// SAFETY: through a shared reference, threads only read the tensor's description and its bytes. Handles on one tensor may be in
+// several threads, because libtorch counts them atomically.
+unsafe impl Sync for TensorBytes {}
+
 /// The bytes of a dense CPU tensor, to write to.
 pub fn bytes_mut(tensor: &mut Tensor) -> Option<&mut [u8]> {
     let length = dense_bytes(tensor)?;

@@ -42,8 +42,8 @@ impl Decoder {
         self.codecs.as_ref().filter(|_| computed).map_or(tch::Device::Cpu, |codecs| codecs.link_codecs.device)
     }
 
-    /// Reads and decodes the tensor of a frame whose header has been checked. `fill` reads the body from the connection, and
-    /// verifies it.
+    /// Reads and decodes the tensor of a frame whose header has been checked. `fill` reads the body from the connection and compares
+    /// it with its checksum.
     pub fn read(
         &mut self,
         header: &Header,

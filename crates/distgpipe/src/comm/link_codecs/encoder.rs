@@ -4,13 +4,37 @@ use super::dtype::dtype_of;
 use super::{CodecCache, LinkCodecs};
 use crate::comm::message::Message;
 use crate::comm::traffic::{Counters, EncodingCost, PartitionEdge};
-use crate::engine::{self, Layout};
+use crate::engine::{self, Layout, TensorBytes};
 use crate::failure::Fault;
 use crate::runtime::trace::{now_ns, Phase};
 use distgpipe_core::codec::raw::Raw;
 use distgpipe_core::codec::{Codec, CodecContext, CodecError, CodecId, TensorView};
 use distgpipe_core::wire::{self, Shape, TensorMeta, HEADER_BYTES};
 use tch::Tensor;
+
+/// The bytes of an encoded tensor.
+pub(crate) enum EncodedBytes {
+    Owned(Vec<u8>),
+    /// Those of the tensor itself.
+    Tensor(TensorBytes),
+}
+
+impl EncodedBytes {
+    pub fn as_slice(&self) -> &[u8] {
+        match self {
+            EncodedBytes::Owned(bytes) => bytes,
+            EncodedBytes::Tensor(bytes) => bytes.as_slice(),
+        }
+    }
+}
+
+fn bytes_of(tensor: &Tensor) -> Result<&[u8], Fault> {
+    engine::bytes(tensor).ok_or_else(|| not_dense(tensor))
+}
+
+fn not_dense(tensor: &Tensor) -> Fault {
+    Fault::internal("a dense tensor in host memory", format!("{tensor:?}"))
+}
 
 /// Encodes the tensors that one direction of a link sends.
 pub struct Encoder {
@@ -33,10 +57,41 @@ impl Encoder {
         tensor: &Tensor,
         then: impl FnOnce(TensorMeta, &[u8]) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
+        match self.encode_tensor(message, index, tensor)? {
+            (meta, Some(host)) => then(meta, bytes_of(&host)?),
+            (meta, None) => then(meta, &self.body),
+        }
+    }
+
+    /// Encodes tensor `index` of a message into bytes of their own. A raw tensor between partitions is not copied: nothing changes
+    /// it in place any more.
+    pub(crate) fn encoded(
+        &mut self,
+        message: &Message,
+        index: usize,
+        tensor: &Tensor,
+    ) -> Result<(TensorMeta, EncodedBytes), Fault> {
+        let (meta, host) = self.encode_tensor(message, index, tensor)?;
+        let bytes = match host {
+            None => EncodedBytes::Owned(std::mem::take(&mut self.body)),
+            Some(host) if message.tag.edge().is_some() => {
+                EncodedBytes::Tensor(TensorBytes::new(&host).ok_or_else(|| not_dense(&host))?)
+            }
+            Some(host) => EncodedBytes::Owned(bytes_of(&host)?.to_vec()),
+        };
+        Ok((meta, bytes))
+    }
+
+    /// Encodes a tensor into `body`. If its encoding is its bytes in memory, it returns the tensor on this host instead.
+    fn encode_tensor(
+        &mut self,
+        message: &Message,
+        index: usize,
+        tensor: &Tensor,
+    ) -> Result<(TensorMeta, Option<Tensor>), Fault> {
         let start = now_ns();
         let tensor = engine::on_host(tensor)?;
-        let bytes = engine::bytes(&tensor)
-            .ok_or_else(|| Fault::internal("a dense tensor in host memory", format!("{tensor:?}")))?;
+        let bytes = bytes_of(&tensor)?;
         let dims: Vec<usize> = tensor.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
         let shape = Shape::new(&dims).map_err(Fault::invalid_model)?;
         let layout = match engine::layout(&tensor) {
@@ -47,7 +102,8 @@ impl Encoder {
         let encoded = self.encode(message, index, view)?;
         let meta = TensorMeta { dtype: view.dtype, layout, shape, codec: encoded.unwrap_or(CodecId::Raw) };
         // Most raw tensors are sent from where they are, without a copy.
-        let body = if encoded.is_none() && Raw.is_identity(view.dtype) { bytes } else { &self.body };
+        let in_memory = encoded.is_none() && Raw.is_identity(view.dtype);
+        let body = if in_memory { bytes } else { &self.body };
         if let Some(edge) = message.tag.edge() {
             let cost = EncodingCost {
                 raw_bytes: bytes.len() as u64,
@@ -59,7 +115,7 @@ impl Encoder {
                 self.codecs.link_codecs.background.record(message.tag.step, Phase::Encode, &message.tag, start);
             }
         }
-        then(meta, body)
+        Ok((meta, in_memory.then_some(tensor)))
     }
 
     /// Fills `body`, unless the raw encoding of the tensor is its bytes in memory. Returns the codec; `None` for raw.

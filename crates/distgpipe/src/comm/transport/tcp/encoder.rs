@@ -1,6 +1,6 @@
 //! The encoding thread of a connection. Encoding may take long, so heartbeats do not wait for it: the writer sends them.
 
-use super::frames::Framer;
+use super::frames::{FrameBytes, Framer};
 use super::outbox::{KeptFrame, Outbox};
 use crate::comm::abort::AbortFlag;
 use crate::comm::message::Message;
@@ -55,7 +55,7 @@ impl EncoderThread {
         let (sequence, acknowledged) = self.outbox.next_numbers();
         let mut goodbye = Header { sequence, acknowledged, ..Header::new(Kind::Goodbye) };
         goodbye.seal(&[]);
-        self.outbox.push_last(KeptFrame::new(goodbye.encode().to_vec(), None));
+        self.outbox.push_last(KeptFrame::new(FrameBytes::header(&goodbye), None));
         Ok(())
     }
 }

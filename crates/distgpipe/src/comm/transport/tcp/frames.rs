@@ -2,11 +2,11 @@
 
 use super::deadline::{Deadline, Waiting};
 use super::incoming::FrameSource;
-use crate::comm::link_codecs::{Decoder, Encoder};
+use crate::comm::link_codecs::{Decoder, EncodedBytes, Encoder};
 use crate::comm::message::{Message, Tag};
 use crate::comm::suspension::IdleTimer;
 use crate::failure::Fault;
-use distgpipe_core::wire::{Header, Limits, HEADER_BYTES};
+use distgpipe_core::wire::{BodyHasher, Header, Limits, HEADER_BYTES};
 use std::io::{self, Read, Write};
 use tch::Tensor;
 
@@ -74,17 +74,30 @@ pub(super) fn read_body(
         let too_long = |_| Fault::protocol("a body that fits into memory", format!("{} bytes", header.body_bytes));
         let length = usize::try_from(header.body_bytes).map_err(too_long)?;
         let mut body = vec![0; length];
-        read_exact(stream, &mut body, deadline)?;
-        stream.end_frame();
-        header.verify(&body)?;
+        read_verified(stream, &header, &mut body, deadline)?;
         return Ok(Frame { header, body, tensor: None });
     };
-    let tensor = decoder.read(&header, &meta, |body| {
-        read_exact(stream, body, deadline)?;
-        stream.end_frame();
-        Ok(header.verify(body)?)
-    })?;
+    let tensor = decoder.read(&header, &meta, |body| read_verified(stream, &header, body, deadline))?;
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
+}
+
+/// A body is read in pieces of this size, so that the processor still has each in its cache for the checksum.
+const PIECE_BYTES: usize = 256 << 10;
+
+/// Reads the body that belongs to a header, and compares it with its checksum.
+fn read_verified(
+    stream: &mut impl FrameSource,
+    header: &Header,
+    body: &mut [u8],
+    deadline: &Deadline<'_>,
+) -> Result<(), Fault> {
+    let mut hash = BodyHasher::new(header);
+    for piece in body.chunks_mut(PIECE_BYTES) {
+        read_exact(stream, piece, deadline)?;
+        hash.update(piece);
+    }
+    stream.end_frame();
+    Ok(hash.verify()?)
 }
 
 /// Reads the body of a frame that has arrived before, and discards it.
@@ -146,50 +159,110 @@ impl Framer {
         Framer { limits, encoder }
     }
 
-    /// The bytes of the frame of tensor `slot`, or of the text, with this sequence number and acknowledgement.
-    pub fn encode(&mut self, message: &Message, slot: usize, numbers: (u64, u64)) -> Result<Vec<u8>, Fault> {
-        let limits = self.limits;
-        self.with_frame(message, slot, |mut header, body| {
-            (header.sequence, header.acknowledged) = numbers;
-            sealed(&mut header, body, &limits)
-        })
+    /// The frame of tensor `slot`, or of the text, with this sequence number and acknowledgement.
+    pub fn encode(
+        &mut self,
+        message: &Message,
+        slot: usize,
+        (sequence, acknowledged): (u64, u64),
+    ) -> Result<FrameBytes, Fault> {
+        let (header, content) = header_of(message, slot)?;
+        let mut header = Header { sequence, acknowledged, ..header };
+        let tensor = match content {
+            Content::Bytes(bytes) => return sealed(&mut header, bytes, &self.limits),
+            Content::Tensor(tensor) => tensor,
+        };
+        let (meta, body) = self.encoder.encoded(message, slot, tensor)?;
+        header.tensor = Some(meta);
+        if body.as_slice().len() <= COPIED_BYTES_MAX {
+            return sealed(&mut header, body.as_slice(), &self.limits);
+        }
+        header.seal(body.as_slice());
+        header.check(&self.limits)?;
+        Ok(FrameBytes { head: header.encode().to_vec(), body: Some(body) })
     }
 
     /// Passes the header of such a frame, which is not sealed, and its body to `then`.
+    #[cfg(feature = "mpi")]
     pub fn with_frame<T>(
         &mut self,
         message: &Message,
         slot: usize,
         then: impl FnOnce(Header, &[u8]) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
-        let Tag { kind, step, micro_batch, from, to } = message.tag;
-        let number = |n: usize| {
-            u16::try_from(n)
-                .map_err(|_| Fault::invalid_model(format!("{n} tensors in one message, at most 65535 are possible")))
-        };
-        let mut header = Header { step, micro_batch, from, to, ..Header::new(kind) };
-        let Some(tensor) = message.tensors.get(slot) else {
-            return then(header, &message.text);
-        };
-        (header.slot, header.slots) = (number(slot)?, number(message.tensors.len())?);
-        let Some(tensor) = tensor else {
-            return then(header, &[]);
-        };
-        self.encoder.with_encoded(message, slot, tensor, |meta, body| {
-            header.tensor = Some(meta);
-            then(header, body)
-        })
+        let (header, content) = header_of(message, slot)?;
+        match content {
+            Content::Bytes(bytes) => then(header, bytes),
+            Content::Tensor(tensor) => self
+                .encoder
+                .with_encoded(message, slot, tensor, |meta, body| then(Header { tensor: Some(meta), ..header }, body)),
+        }
+    }
+}
+
+/// What the body of a frame is made of.
+enum Content<'a> {
+    Bytes(&'a [u8]),
+    Tensor(&'a Tensor),
+}
+
+/// The header of the frame of tensor `slot`, or of the text, without what its encoding adds.
+fn header_of(message: &Message, slot: usize) -> Result<(Header, Content<'_>), Fault> {
+    let Tag { kind, step, micro_batch, from, to } = message.tag;
+    let number = |n: usize| {
+        u16::try_from(n)
+            .map_err(|_| Fault::invalid_model(format!("{n} tensors in one message, at most 65535 are possible")))
+    };
+    let mut header = Header { step, micro_batch, from, to, ..Header::new(kind) };
+    let Some(tensor) = message.tensors.get(slot) else {
+        return Ok((header, Content::Bytes(&message.text)));
+    };
+    (header.slot, header.slots) = (number(slot)?, number(message.tensors.len())?);
+    Ok((header, tensor.as_ref().map_or(Content::Bytes(&[]), Content::Tensor)))
+}
+
+/// A body up to this size is copied behind its header, so that one write sends both.
+const COPIED_BYTES_MAX: usize = 64 << 10;
+
+/// An encoded frame. A large body stays where it is.
+pub(in crate::comm::transport) struct FrameBytes {
+    head: Vec<u8>,
+    body: Option<EncodedBytes>,
+}
+
+impl FrameBytes {
+    /// A frame without a body.
+    pub fn header(header: &Header) -> Self {
+        FrameBytes { head: header.encode().to_vec(), body: None }
+    }
+
+    /// The bytes, in order.
+    pub fn parts(&self) -> [&[u8]; 2] {
+        [&self.head, self.body.as_ref().map_or(&[], EncodedBytes::as_slice)]
+    }
+
+    pub fn len(&self) -> usize {
+        self.parts().iter().map(|part| part.len()).sum()
+    }
+
+    /// Flips a bit, for tests. The tensor that was sent stays as it is.
+    pub fn flip(&mut self, bit: usize) {
+        self.head = self.parts().concat();
+        self.body = None;
+        if let Some(byte) = self.head.get_mut(bit / 8) {
+            *byte ^= 1 << (bit % 8);
+        }
     }
 }
 
 /// The header, sealed and checked, and the body.
-pub(in crate::comm::transport) fn sealed(header: &mut Header, body: &[u8], limits: &Limits) -> Result<Vec<u8>, Fault> {
+fn sealed(header: &mut Header, body: &[u8], limits: &Limits) -> Result<FrameBytes, Fault> {
     header.seal(body);
     header.check(limits)?;
-    let mut frame = Vec::with_capacity(HEADER_BYTES + body.len());
-    frame.extend_from_slice(&header.encode());
-    frame.extend_from_slice(body);
-    Ok(frame)
+    let mut head = Vec::with_capacity(HEADER_BYTES + body.len());
+    head.extend_from_slice(&header.encode());
+    head.extend_from_slice(body);
+    Ok(FrameBytes { head, body: None })
 }
 
 /// Fills `into` from a socket with a short read time-out.

@@ -7,6 +7,7 @@
 //! Acknowledgements also keep the receiver's memory bounded. Its reader never waits for room in a mailbox, because it must
 //! hear the heartbeats; instead it acknowledges nothing while a mailbox is full, until the sender waits.
 
+use super::frames::FrameBytes;
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::traffic::MessageSize;
 use crate::comm::transport::byte_stream::ByteStream;
@@ -27,7 +28,7 @@ const ACKNOWLEDGE_BYTES: u64 = 1 << 20;
 /// An encoded frame.
 pub(super) struct KeptFrame {
     /// The header and the body.
-    pub bytes: Vec<u8>,
+    pub bytes: FrameBytes,
     /// In the last frame of a message: the size of the message.
     pub message: Option<MessageSize>,
     /// Whether it has been written before.
@@ -35,7 +36,7 @@ pub(super) struct KeptFrame {
 }
 
 impl KeptFrame {
-    pub fn new(bytes: Vec<u8>, message: Option<MessageSize>) -> Self {
+    pub fn new(bytes: FrameBytes, message: Option<MessageSize>) -> Self {
         KeptFrame { bytes, message, written: AtomicBool::new(false) }
     }
 }
@@ -133,7 +134,7 @@ impl Outbox {
         }
         if let Some(draw) = state.damage.take() {
             let bit = usize::try_from(draw % (frame.bytes.len() as u64 * 8)).unwrap_or(0);
-            frame.bytes[bit / 8] ^= 1 << (bit % 8);
+            frame.bytes.flip(bit);
         }
         state.window.push(frame.bytes.len() as u64);
         state.frames.push_back(Arc::new(frame));

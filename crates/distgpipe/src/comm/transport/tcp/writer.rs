@@ -45,7 +45,7 @@ impl Writer {
             let (socket, written) = match self.outbox.next_task(last_sent, HEARTBEAT)? {
                 Task::End => return Ok(()),
                 Task::Send(task) => {
-                    let written = self.write(&task.socket, &task.frame.bytes);
+                    let written = self.write(&task.socket, &task.frame.bytes.parts());
                     if written.is_ok() {
                         self.count(&task.frame);
                     }
@@ -90,12 +90,12 @@ impl Writer {
         let mut header = Header { acknowledged, ..Header::new(Kind::Ping) };
         header.seal(&body);
         let bytes = [&header.encode()[..], &body].concat();
-        self.write(socket, &bytes)?;
+        self.write(socket, &[&bytes])?;
         self.count_bytes(bytes.len());
         Ok(())
     }
 
-    fn write(&mut self, socket: &Socket, bytes: &[u8]) -> Result<(), Fault> {
+    fn write(&mut self, socket: &Socket, parts: &[&[u8]]) -> Result<(), Fault> {
         let deadline = Deadline::new(&self.abort, self.silence).with_grace(FINISH_FRAME);
         if self.stream.as_ref().is_none_or(|(epoch, _)| *epoch != socket.epoch) {
             let stream = socket.stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e))?;
@@ -103,7 +103,9 @@ impl Writer {
         }
         let Some((_, stream)) = &mut self.stream else { return Err(Fault::Lost) };
         self.mid_frame = true;
-        write_all(stream, bytes, &deadline)?;
+        for part in parts {
+            write_all(stream, part, &deadline)?;
+        }
         self.mid_frame = false;
         Ok(())
     }
