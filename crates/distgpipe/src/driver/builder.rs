@@ -412,7 +412,7 @@ impl Builder {
         if plan.partitions() != balance.partitions() {
             return Err(BuildError::PartitionCount { placement: plan.partitions(), balance: balance.partitions() });
         }
-        self.model.check_ties(&balance, plan.placement()).map_err(Box::new)?;
+        self.model.check_ties(&balance, plan.placement())?;
         self.job.codecs.check(&plan)?;
         self.job.balance = balance.clone();
         self.job.plan = plan.to_string();
@@ -590,7 +590,7 @@ impl Builder {
         let mut go_on = |_| options.search_limit.is_none_or(|limit| start.elapsed() < limit);
         let found = problem.search_while(&mut go_on);
         if let Err(BalanceError::Apart { balance, .. }) = &found {
-            self.model.check_ties(balance, &problem.placement).map_err(Box::new)?;
+            self.model.check_ties(balance, &problem.placement)?;
         }
         Ok(found.map_err(Box::new)?)
     }

@@ -61,14 +61,14 @@ impl Model {
     ///
     /// # Errors
     /// Names a tensor whose layers are on several workers, and the cuts and placements that are possible.
-    pub fn check_ties(&self, balance: &Balance, placement: &Placement) -> Result<(), TieError> {
+    pub fn check_ties(&self, balance: &Balance, placement: &Placement) -> Result<(), Box<TieError>> {
         let worker = |layer: usize| placement.worker_of(balance.partition_of(layer));
         for Tie { tensor, layers } in self.ties() {
             let first = layers[0];
             let Some(&other) = layers.iter().find(|&&layer| worker(layer) != worker(first)) else { continue };
             let named = |layer: usize| (self.layers[layer].name().to_owned(), placement.name(worker(layer)).to_owned());
             let remedy = self.remedy(&layers, balance, placement);
-            return Err(TieError { tensor, first: named(first), other: named(other), remedy });
+            return Err(Box::new(TieError { tensor, first: named(first), other: named(other), remedy }));
         }
         Ok(())
     }
@@ -87,8 +87,8 @@ impl Model {
         if moved.iter().any(|worker| *worker != moved[0]) {
             remedies.push(format!("place their partitions on one worker, as in `Builder::place` {}", moved.join(",")));
         } else if last > first + 1 {
-            let others = placement.worker_ids().filter(|&worker| worker != owner).map(|worker| placement.name(worker));
-            let (owner, other) = (placement.name(owner), others.last().unwrap_or("server"));
+            let other = placement.worker_ids().find(|&worker| worker != owner);
+            let (owner, other) = (placement.name(owner), other.map_or("server", |worker| placement.name(worker)));
             remedies.push(format!("cut into three partitions with `Builder::place` {owner},{other},{owner}"));
         }
         match (first > 0, last + 1 < self.layers.len()) {
