@@ -105,22 +105,20 @@ impl Workers {
         self.by_host(members).get(&None).copied().unwrap_or(1)
     }
 
-    /// Whether the workers are reached without an address: as threads, or as ranks of the driver's MPI program.
-    fn have_no_addresses(&self) -> bool {
-        match self {
-            #[cfg(feature = "mpi")]
-            Workers::Mpi(_) => true,
-            other => matches!(other, Workers::Threads),
-        }
+    /// Whether the workers are ranks of the driver's MPI program.
+    #[cfg(feature = "mpi")]
+    pub(super) fn are_ranks(&self) -> bool {
+        matches!(self, Workers::Mpi(_))
+    }
+
+    #[cfg(not(feature = "mpi"))]
+    pub(super) fn are_ranks(&self) -> bool {
+        false
     }
 
     /// Whether other processes than this one open their devices, perhaps on other hosts.
     pub fn open_devices_elsewhere(&self) -> bool {
-        match self {
-            #[cfg(feature = "mpi")]
-            Workers::Mpi(_) => true,
-            other => matches!(other, Workers::Remote { .. } | Workers::Servers { .. }),
-        }
+        matches!(self, Workers::Remote { .. } | Workers::Servers { .. }) || self.are_ranks()
     }
 
     /// The number of workers by host; `None` is the driver's.
@@ -342,7 +340,7 @@ impl WorkerSet {
         };
         keep_data_here(workers, topology).map_err(failed_in("starting workers"))?;
         let endpoints = self.endpoints(workers, topology, &remote, job.timeouts.connect())?;
-        if !workers.have_no_addresses() && endpoints.len() != remote.len() {
+        if !workers.are_ranks() && endpoints.len() != remote.len() {
             let wrong = format!(
                 "expected {} addresses or servers in `Builder::workers` (worker 0 is this process), got {}",
                 remote.len(),
@@ -351,8 +349,7 @@ impl WorkerSet {
             return Err(failed_in("starting workers")(Fault::invalid_job("the list of workers", wrong)));
         }
         let mut job = job.clone();
-        #[cfg(feature = "mpi")]
-        if matches!(workers, Workers::Mpi(_)) {
+        if workers.are_ranks() {
             // There is no other connection to a rank that is not heard any more.
             job.timeouts.reconnect_s = 0.0;
         }

@@ -169,12 +169,8 @@ impl Pipeline {
 
     /// Whether the workers are processes, which can be lost and [started again](Self::restart).
     pub fn can_restart(&self) -> bool {
-        match self.placed {
-            // The ranks of an MPI program start and end together.
-            #[cfg(feature = "mpi")]
-            Workers::Mpi(_) => false,
-            ref others => !matches!(others, Workers::Threads),
-        }
+        // The ranks of an MPI program start and end together.
+        !matches!(self.placed, Workers::Threads) && !self.placed.are_ranks()
     }
 
     /// Ends all workers and starts new ones: worker processes of this host are started again, and those that listen elsewhere

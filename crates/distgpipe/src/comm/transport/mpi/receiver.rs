@@ -82,8 +82,9 @@ impl Receiver {
             for tag in [self.tags.header, self.tags.body] {
                 if let Ok(Some(message)) = self.mpi.next(None, tag) {
                     drained = true;
-                    let Ok(bytes) = message.take() else { return };
-                    let _ = bytes;
+                    if message.take().is_err() {
+                        return;
+                    }
                 }
             }
             if !drained {
