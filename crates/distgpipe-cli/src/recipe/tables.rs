@@ -152,7 +152,7 @@ mod tests {
         }
     }
 
-    /// Two people typed the figures: one into the tables, one into the recipes.
+    /// The figures of the recipes were typed, those of the tables copied from the documents.
     #[test]
     fn tables_and_recipes_quote_the_same_figures() {
         let number = |text: &str| {
@@ -169,7 +169,6 @@ mod tests {
                     let same = recipe.published.figure(metric).and_then(|figure| number(&figure)) == Some(quoted);
                     // Where documents disagree, the recipe has one figure and quotes the other.
                     let other = recipe.published.also.iter().any(|text| text.contains(cell.as_str()));
-                    // Accuracies of pipeline rows are errors in one table.
                     assert!(same || other, "{}, {}: {column} is {cell}", table.name, recipe.name);
                     compared += 1;
                 }
