@@ -42,14 +42,10 @@ use tch::Tensor;
 
 /// Runs the backward pass from `outputs` with their upstream gradients. Gradients accumulate in the leaves.
 ///
-/// An output without an upstream gradient must be a scalar, as in PyTorch.
-pub fn backward(outputs: &[(Tensor, Option<Tensor>)]) -> Result<(), Fault> {
-    ffi::backward(outputs, None).map_err(Fault::engine)
-}
-
-/// The same, and tells of each watched parameter when its gradient is complete.
-pub fn backward_watched(outputs: &[(Tensor, Option<Tensor>)], watched: &WatchedParameters<'_>) -> Result<(), Fault> {
-    ffi::backward(outputs, Some(watched)).map_err(Fault::engine)
+/// An output without an upstream gradient must be a scalar, as in PyTorch. `watched` hears of each of its parameters whose
+/// gradient is complete.
+pub fn backward(outputs: &[(Tensor, Option<Tensor>)], watched: Option<&WatchedParameters<'_>>) -> Result<(), Fault> {
+    ffi::backward(outputs, watched).map_err(Fault::engine)
 }
 
 /// The gradient that has accumulated in a leaf, if any.

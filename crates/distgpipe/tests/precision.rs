@@ -160,7 +160,7 @@ fn a_gradient_of_another_type_than_its_activation_is_rejected() {
         let forward = Forward { partition: &mut partition, micro_batch, stream: Stream::new(0), arrived, goal: None };
         let (_, flight) = forward.train(false, |_| true).unwrap();
         let gradient = Tensor::ones([2, 4], (kind, Device::Cpu));
-        flight.backward(vec![vec![Some(gradient)]]).map(|_| ()).map_err(|fault| fault.to_string())
+        flight.backward(vec![vec![Some(gradient)]], None).map(|_| ()).map_err(|fault| fault.to_string())
     };
     assert_eq!(backward(Kind::BFloat16), Ok(()));
     let refused = backward(Kind::Float).unwrap_err();

@@ -276,7 +276,7 @@ fn measure_one(
     let roots = roots.map(|t| Ok((t.shallow_clone(), Some(t.f_ones_like()?)))).collect::<Result<Vec<_>, Fault>>()?;
     let start = Instant::now();
     if !roots.is_empty() {
-        engine::backward(&roots)?;
+        engine::backward(&roots, None)?;
         synchronize(device);
     }
     let backward_s = start.elapsed().as_secs_f64();

@@ -174,7 +174,7 @@ mod tests {
             let gradient = engine::grad(&handles.lock().unwrap()[index]).unwrap();
             told.lock().unwrap().push((index, f64::try_from(gradient.sum(Kind::Double)).unwrap()));
         };
-        engine::backward_watched(&[(output, None)], &WatchedParameters { parameters: &parameters, ready: &ready })
+        engine::backward(&[(output, None)], Some(&WatchedParameters { parameters: &parameters, ready: &ready }))
             .unwrap();
         let mut told = told.into_inner().unwrap();
         told.sort_by_key(|(index, _)| *index);
@@ -186,7 +186,7 @@ mod tests {
             assert!((sum - exact).abs() < 1e-5, "{sum} {exact}");
         }
         // The next pass tells nobody.
-        engine::backward(&[(parameters[0].sum(Kind::Float), None)]).unwrap();
+        engine::backward(&[(parameters[0].sum(Kind::Float), None)], None).unwrap();
     }
 
     #[test]

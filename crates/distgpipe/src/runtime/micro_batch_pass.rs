@@ -140,7 +140,7 @@ impl InFlight {
     pub fn backward(
         self,
         gradients: Vec<Vec<Option<Tensor>>>,
-        watched: &WatchedParameters<'_>,
+        watched: Option<&WatchedParameters<'_>>,
     ) -> Result<Vec<GradientParcel>, Fault> {
         let SavedActivations::Graph(graph) = self.held else {
             return Err(Fault::internal("a recomputation before the backward pass", "none"));
@@ -151,7 +151,7 @@ impl InFlight {
         };
         roots.retain(|(tensor, _)| tensor.requires_grad());
         if !roots.is_empty() {
-            engine::backward_watched(&roots, watched)?;
+            engine::backward(&roots, watched)?;
         }
         let back = self.arrived.into_iter().map(|(from, tensors)| (from, tensors.iter().map(engine::grad).collect()));
         Ok(back.collect())

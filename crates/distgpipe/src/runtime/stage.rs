@@ -303,11 +303,11 @@ impl StepRun<'_> {
             Some((watch, partition)) => {
                 let ready = watch.parameter_is_final(partition);
                 let watched = WatchedParameters { parameters: &partition.parameters, ready: &ready };
-                let parcels = in_flight.backward(gradients, &watched)?;
+                let parcels = in_flight.backward(gradients, Some(&watched))?;
                 watch.partition_is_final(partition);
                 parcels
             }
-            None => in_flight.backward(gradients, &WatchedParameters { parameters: &[], ready: &|_| () })?,
+            None => in_flight.backward(gradients, None)?,
         };
         for (to, tensors) in parcels {
             if p.index() > 0 && plan.has_backward(to) {

@@ -145,7 +145,7 @@ impl Rounding {
                         (sent.shallow_clone(), Some(self.carry(&carried, &came.grad())))
                     })
                     .collect();
-                engine::backward(&gradients).unwrap();
+                engine::backward(&gradients, None).unwrap();
             }
         }
         let tensors = self.partitions.iter().flat_map(Partition::tensors);

@@ -202,7 +202,7 @@ impl ReplicaSum<'_> {
 /// Gives a parameter that has no gradient this one.
 fn set_gradient(parameter: &Tensor, value: &Tensor) -> Result<(), Fault> {
     // A backward pass over zeros makes libtorch allocate the gradient.
-    engine::backward(&[(parameter.f_zeros_like()?.f_mul(parameter)?.f_sum(parameter.kind())?, None)])?;
+    engine::backward(&[(parameter.f_zeros_like()?.f_mul(parameter)?.f_sum(parameter.kind())?, None)], None)?;
     let mut gradient = engine::grad(parameter)
         .ok_or_else(|| Fault::internal("a gradient after the backward pass over a parameter", "none"))?;
     tch::no_grad(|| gradient.f_copy_(value))?;
