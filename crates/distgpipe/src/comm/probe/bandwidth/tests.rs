@@ -30,8 +30,8 @@ fn refused(durations: Durations, act: impl FnOnce(&mut End)) -> String {
     let (mut end, answering) = ends(durations);
     act(&mut end);
     let refused = answering.join().unwrap().unwrap_err().to_string();
-    // The peer learns it too.
-    assert!(end.next_event(LIMIT).is_err());
+    // The peer learns it too, perhaps after a report on what was in order.
+    while end.next_event(LIMIT).is_ok() {}
     refused
 }
 
