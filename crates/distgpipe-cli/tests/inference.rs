@@ -171,6 +171,36 @@ fn images_are_classified_as_the_test_loader_and_the_library_do() {
 }
 
 /// A black and white PNG of 8 × 8 pixels.
+/// A model sees the colours that it was trained on, also where nobody repeats the flag.
+#[test]
+fn images_are_normalised_as_in_training() {
+    let root = directory("inference/normalised");
+    images(&root);
+    let weights = root.join("model.safetensors");
+    let set = ["--set", "input=[3,32,32]", "--set", "hidden=[16]", "--set", "classes=2"];
+    let data = ["--model", "mlp", "--data", "image-folder", "--data-dir", text(&root)];
+    let colours = ["--normalise", "0.5,0.4,0.3/0.5,0.6,0.7"];
+    let run = ["--batch", "4", "--chunks", "2", "--epochs", "8", "--lr", "0.005", "--save", text(&weights), "--json"];
+    let trained = json(&[&["train"], &set[..], &data, &colours, &run].concat());
+
+    let source = ImageFiles::folder(&root, Split::Test).expect("images");
+    let model = model("mlp", serde_json::json!({"input": [3, 32, 32], "hidden": [16], "classes": 2}));
+    let test = ImageSet::for_input(source, &model.input, Split::Test, Layout::ChannelsLast).expect("a square image");
+    let test = test.normalised_by([0.5, 0.4, 0.3], [0.5, 0.6, 0.7]).expect("deviations above 0");
+    let expected = expected(model, &weights, &test);
+    let folders = ["cat", "dog"].map(|class| root.join("test").join(class));
+    let predict = ["predict", "--weights", text(&weights), "--json", text(&folders[0]), text(&folders[1])];
+    let outcomes = json(&[&predict[..], &CPU].concat());
+    for (outcome, expected) in outcomes.as_array().expect("a list").iter().zip(&expected) {
+        assert_near(&probabilities(outcome), expected, &outcome.to_string());
+    }
+    let evaluate = [&["evaluate", "--weights", text(&weights), "--json"], &CPU[..]].concat();
+    let last = trained["epochs"].as_array().and_then(|epochs| epochs.last()).expect("epochs");
+    assert_eq!(json(&evaluate)["loss"], last["test_loss"]);
+    let said = refused(2, &[&evaluate[..], &["--normalise", "imagenet"]].concat());
+    assert!(said.contains("the model was trained on colours with mean [0.5"), "{said}");
+}
+
 fn write_png(path: &Path, side: u32, pixels: &[u8]) {
     let file = std::io::BufWriter::new(std::fs::File::create(path).expect("created"));
     let mut encoder = png::Encoder::new(file, side, side);

@@ -8,7 +8,7 @@
 //! ```
 
 use super::measured::Measured;
-use super::table_view::TableView;
+use super::table_view::{Page, TableView};
 use super::tables;
 
 const START: &str = "<!-- recipe table";
@@ -27,7 +27,7 @@ pub fn updated(text: &str, measured: &Measured) -> anyhow::Result<String> {
         made.push('\n');
         made += &match name {
             "s" => all(measured)?,
-            name => TableView::new(tables::find(name.trim())?, measured)?.markdown(false),
+            name => TableView::new(tables::find(name.trim())?, measured)?.markdown(Page::Single),
         };
         made += &format!("\n{END}\n");
         if !lines.by_ref().any(|line| line == END) {
@@ -49,7 +49,7 @@ fn all(measured: &Measured) -> anyhow::Result<String> {
             document = &table.document;
             part += &format!("## {document}\n\n");
         }
-        let view = TableView::new(table, measured)?.markdown(true);
+        let view = TableView::new(table, measured)?.markdown(Page::All);
         part +=
             &format!("### {}\n\n`distgpipe recipe table {}`\n\n{view}", table.title.trim_end_matches('.'), table.name);
         parts.push(part);

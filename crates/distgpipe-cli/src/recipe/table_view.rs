@@ -49,65 +49,77 @@ struct Source {
     deviations: Vec<(String, Vec<String>)>,
 }
 
+/// Where a table is printed in Markdown.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Page {
+    /// Alone.
+    Single,
+    /// With all other tables, in the directory of the recipes, to which it links.
+    All,
+}
+
+/// Which columns are shown.
+struct Shown {
+    /// The columns of the published table.
+    columns: Vec<usize>,
+    /// For each column of the published table, whether one of ours follows it.
+    ours: Vec<bool>,
+}
+
+impl Shown {
+    /// The cells of a row: published ones, and ours where there is a column for them.
+    fn cells(&self, published: impl Fn(usize) -> String, ours: impl Fn(usize) -> Option<String>) -> Vec<String> {
+        let mut cells = Vec::new();
+        for &i in &self.columns {
+            cells.push(published(i));
+            cells.extend(self.ours[i].then(|| ours(i).unwrap_or_else(|| NONE.to_owned())));
+        }
+        cells
+    }
+}
+
 impl<'a> TableView<'a> {
     /// Puts our figures beside the published ones.
     pub fn new(table: &'a PublishedTable, measured: &Measured) -> anyhow::Result<Self> {
-        let mut rows = Vec::new();
-        for row in &table.rows {
-            rows.push(Measuring { table, measured, row }.figures()?);
-        }
-        let own = measured.table(table.name.as_str());
+        let rows = table.rows.iter().map(|row| Measuring { table, measured, row }.figures());
+        let figures: Vec<Vec<Option<String>>> = rows.collect::<Result<_, _>>()?;
+        let own = measured.table(&table.name);
         let extra: Vec<&MeasuredRow> =
             own.iter().flat_map(|file| &file.rows).filter(|row| row.label.is_some()).collect();
-        let label = |column: &String| !table.figures.contains_key(column);
-        // Columns whose cells are all the same go above the table, unless nothing else tells the rows apart.
-        let same = |i: usize| rows.len() > 1 && table.rows.iter().all(|row| row.cells[i] == table.rows[0].cells[i]);
-        let common: Vec<usize> = (0..table.columns.len()).filter(|&i| label(&table.columns[i]) && same(i)).collect();
-        let ours: Vec<bool> = (0..table.columns.len())
-            .map(|i| {
-                rows.iter().any(|cells| cells[i].is_some())
-                    || extra.iter().any(|row| self_figure(table, i, row).is_some())
-            })
-            .collect();
-        let shown: Vec<usize> = (0..table.columns.len()).filter(|i| !common.contains(i)).collect();
-        let mut columns = Vec::new();
-        for &i in &shown {
-            columns.push(table.columns[i].clone());
-            columns.extend(ours[i].then(|| "ours".to_owned()));
-        }
-        let mut view_rows = Vec::new();
-        for (row, figures) in table.rows.iter().zip(rows) {
-            let mut cells = Vec::new();
-            for &i in &shown {
-                cells.push(row.cells[i].clone());
-                cells.extend(ours[i].then(|| figures[i].clone().unwrap_or_else(|| NONE.to_owned())));
-            }
-            // Parameters are counted without running anything.
-            let missing = table
-                .columns
-                .iter()
-                .zip(&figures)
-                .all(|(column, figure)| figure.is_none() || table.figures.get(column) == Some(&Metric::Parameters))
-                && row.model.is_none();
-            view_rows.push(ViewRow {
-                cells,
-                not_measured: if missing { Some(reason(row)?) } else { None },
+        let all = 0..table.columns.len();
+        // Labels that are the same in all rows go above the table.
+        let same = |i: &usize| {
+            !table.figures.contains_key(&table.columns[*i])
+                && table.rows.len() > 1
+                && table.rows.iter().all(|row| row.cells[*i] == table.rows[0].cells[*i])
+        };
+        let has_ours = |i: usize| {
+            figures.iter().any(|row| row[i].is_some()) || extra.iter().any(|row| extra_figure(table, i, row).is_some())
+        };
+        let shown =
+            Shown { columns: all.clone().filter(|i| !same(i)).collect(), ours: all.clone().map(has_ours).collect() };
+        let mut rows = Vec::new();
+        for (row, figures) in table.rows.iter().zip(&figures) {
+            rows.push(ViewRow {
+                cells: shown.cells(|i| row.cells[i].clone(), |i| figures[i].clone()),
+                not_measured: if is_measured(table, row, figures) { None } else { Some(reason(row)?) },
                 recipe: row.recipes().next().map(str::to_owned),
             });
         }
         for row in &extra {
-            let mut cells = Vec::new();
-            for (at, &i) in shown.iter().enumerate() {
-                cells.push(match (at, &row.label) {
-                    (0, Some(label)) => format!("not published: {label}"),
-                    _ => NONE.to_owned(),
-                });
-                cells.extend(ours[i].then(|| self_figure(table, i, row).unwrap_or_else(|| NONE.to_owned())));
-            }
-            view_rows.push(ViewRow { cells, not_measured: None, recipe: None });
+            let label = row.label.as_ref().map(|label| format!("not published: {label}"));
+            let first = shown.columns.first().copied();
+            let published = |i| label.clone().filter(|_| first == Some(i)).unwrap_or_else(|| NONE.to_owned());
+            let cells = shown.cells(published, |i| extra_figure(table, i, row));
+            rows.push(ViewRow { cells, not_measured: None, recipe: None });
         }
-        let common = common.iter().map(|&i| (table.columns[i].clone(), table.rows[0].cells[i].clone())).collect();
-        Ok(TableView { table, common, columns, rows: view_rows, sources: sources(table, measured, &extra) })
+        Ok(TableView {
+            table,
+            common: all.filter(same).map(|i| (table.columns[i].clone(), table.rows[0].cells[i].clone())).collect(),
+            columns: shown.cells(|i| table.columns[i].clone(), |_| Some("ours".to_owned())),
+            rows,
+            sources: sources(table, measured, &extra),
+        })
     }
 
     /// The table as text, with its title, and what differs.
@@ -128,8 +140,9 @@ impl<'a> TableView<'a> {
         format!("{}\n\n{}{note}{sources}", self.heading(), table.render())
     }
 
-    /// The table in Markdown, with links to the recipes if these are in the same directory.
-    pub fn markdown(&self, with_recipes: bool) -> String {
+    /// The table in Markdown.
+    pub fn markdown(&self, page: Page) -> String {
+        let with_recipes = page == Page::All;
         let any_missing = self.rows.iter().any(|row| row.not_measured.is_some());
         let escaped = |text: &str| text.replace('|', "\\|").replace("[paper][]", "paper");
         let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
@@ -207,8 +220,15 @@ fn wrapped(text: &str) -> String {
     made
 }
 
+/// Whether a row has a figure of ours that somebody measured. Parameters are counted, which is all there is to a row with a model.
+fn is_measured(table: &PublishedTable, row: &TableRow, figures: &[Option<String>]) -> bool {
+    let mut columns = table.columns.iter().zip(figures);
+    let counted = |column: &String| table.figures.get(column) == Some(&Metric::Parameters);
+    row.model.is_some() || columns.any(|(column, figure)| figure.is_some() && !counted(column))
+}
+
 /// The figure of a row that the published table does not have.
-fn self_figure(table: &PublishedTable, column: usize, row: &MeasuredRow) -> Option<String> {
+fn extra_figure(table: &PublishedTable, column: usize, row: &MeasuredRow) -> Option<String> {
     let metric = *table.figures.get(&table.columns[column])?;
     Some(row.figure(metric)?.text(metric))
 }
