@@ -143,11 +143,12 @@ fn time(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     };
     let (seconds, what) = match metric {
         Metric::BatchTime => (ran.flags.batch.unwrap_or(0) as f64 / rate, ""),
-        Metric::TransferTime => {
-            let phases = [Phase::Loading, Phase::Send, Phase::ReceiveWait];
-            (spent(&phases), ", input and gradients, including waiting for other workers")
+        // As the published tables count them.
+        Metric::TransferTime => (spent(&[Phase::Loading]), ", waiting for the loader and copying to the device"),
+        _ => {
+            let phases = [Phase::Backward, Phase::GradientWait, Phase::Optimizer];
+            (spent(&phases), ", with the exchange of gradients and the optimizer")
         }
-        _ => (spent(&[Phase::Backward]), ""),
     };
     // On a GPU, phases measure the launch of kernels; only the time of a whole batch includes their execution.
     let launched = metric != Metric::BatchTime && first.reserved_bytes.is_some();
