@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 suites=(
     'codec_*' golden_codecs # distgpipe-core
     golden transparency training_with_codecs precision deferred_batch_norm replicas updates own_loss_and_optimizer # distgpipe
-    trainer freezing parameter_groups # distgpipe
+    trainer freezing parameter_groups exported # distgpipe, exported in distgpipe-cli too
     codecs checkpoints weights # both other crates
     cli recipe train_codecs train_precision # distgpipe-cli
 )

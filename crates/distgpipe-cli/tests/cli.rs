@@ -356,8 +356,8 @@ fn a_file_of_flags_is_the_same_as_flags_and_a_log_repeats_its_run() {
     let tested: Vec<&Value> = tests.iter().map(|test| &test["test_loss"]).collect();
     assert_eq!(tested, [&flags["epochs"][0]["test_loss"], &flags["epochs"][1]["test_loss"]]);
     let chrome: Vec<Value> = serde_json::from_str(&lines("trace.json")).expect("JSON");
-    // Each span, and a name for the process and for each of two workers and of what their links encode and decode.
-    assert_eq!(chrome.len(), spans.len() + 7);
+    // Each span, and a name for the process and for the four lanes of each of two workers.
+    assert_eq!(chrome.len(), spans.len() + 9);
     assert_eq!(chrome[chrome.len() - 1]["args"]["step"], steps[steps.len() - 1]["step"]);
     assert_eq!(losses(&serde_json::from_str(&lines("summary.json")).expect("JSON")), losses(&flags));
     std::fs::write(&file, "chonks = 3").expect("written");

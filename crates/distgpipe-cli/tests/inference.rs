@@ -196,7 +196,9 @@ fn images_are_normalised_as_in_training() {
     }
     let evaluate = [&["evaluate", "--weights", text(&weights), "--json"], &CPU[..]].concat();
     let last = trained["epochs"].as_array().and_then(|epochs| epochs.last()).expect("epochs");
-    assert_eq!(json(&evaluate)["loss"], last["test_loss"]);
+    // To rounding: the run had other micro-batches.
+    let [now, then] = [&json(&evaluate)["loss"], &last["test_loss"]].map(|loss| loss.as_f64().expect("a loss"));
+    assert!((now - then).abs() < 1e-5 * then, "{now} {then}");
     let said = refused(2, &[&evaluate[..], &["--normalise", "imagenet"]].concat());
     assert!(said.contains("the model was trained on colours with mean [0.5"), "{said}");
 }
