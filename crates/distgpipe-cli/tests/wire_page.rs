@@ -133,7 +133,7 @@ fn a_client_that_was_written_from_the_page_trains_with_a_worker() {
     let expected = concat!(
         "welcome from distgpipe ",
         env!("CARGO_PKG_VERSION"),
-        "\nready\nactivation 3 5 of 60 bytes\ngradient 3 5 of 60 bytes\nreport of 7 phases\ngoodbye\n"
+        "\nready\nactivation 3 5 of 60 bytes\ngradient 3 5 of 60 bytes\nreport of 8 phases\ngoodbye\n"
     );
     let (status, said, errors) = run(&token);
     assert_eq!((status, &said[..]), (Some(0), expected), "{errors}");
