@@ -88,6 +88,7 @@ enum Command {
 fn main() {
     distgpipe::tune_allocator();
     mpi::enter();
+    server_store::refuse_secret_arguments();
     let command = Args::command()
         .mut_subcommand("train", |train| train.mut_args(args::show_defaults))
         .mut_subcommand("evaluate", |evaluate| evaluate.mut_args(args::for_inference("evaluate")))

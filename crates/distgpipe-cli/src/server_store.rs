@@ -1,6 +1,6 @@
 //! The servers that this user has joined: one file per server, which the user alone can read.
 
-use crate::exit::usage;
+use crate::exit::{self, usage};
 use crate::files::{read_text, user_directory};
 use anyhow::Context;
 use distgpipe::comm::server_identity::{write_private, JOIN_STRING_BYTES_MAX};
@@ -15,8 +15,28 @@ pub fn config_directory() -> anyhow::Result<PathBuf> {
     Ok(home.join("distgpipe"))
 }
 
+/// How every join string begins.
+const JOIN_STRING_PREFIX: &str = "distgpipe:1:";
+
+fn join_string_given() -> anyhow::Error {
+    usage(
+        "a join string is secret and does not belong on the command line, where other users of this host can read it: run \
+         `distgpipe join NAME` and paste it there; if others use this host, make a new one on the server",
+    )
+}
+
+/// Ends the program if an argument has a join string. Any other error would repeat it.
+pub fn refuse_secret_arguments() {
+    if std::env::args_os().skip(1).any(|argument| argument.to_string_lossy().contains(JOIN_STRING_PREFIX)) {
+        exit::end(Err(join_string_given()));
+    }
+}
+
 /// The file of a server.
 fn path_of(name: &str) -> anyhow::Result<PathBuf> {
+    if name.contains(JOIN_STRING_PREFIX) {
+        return Err(join_string_given());
+    }
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if name.is_empty() || name.len() > 64 || name.starts_with('.') || !name.chars().all(plain) {
         return Err(usage(format!(

@@ -185,6 +185,13 @@ fn join_strings_come_from_a_file_or_the_environment_and_wrong_ones_are_not_repea
     std::fs::write(&file, &damaged).expect("a file");
     let said = refused(2, &[&TRAIN[..], &["--server-file", path(&file)]].concat());
     assert!(said.contains("damaged") && !said.contains(server.secret()), "{said}");
+    // Errors once repeated it where it does not belong.
+    for wrong in
+        [&["join", "box", &server.join_string][..], &["join", &server.join_string], &["train", "--server", &damaged]]
+    {
+        let said = refused(2, wrong);
+        assert!(said.contains("a join string is secret") && !said.contains(server.secret()), "{said}");
+    }
 }
 
 /// Another key and another secret are told apart.
@@ -297,6 +304,8 @@ fn the_owner_of_a_server_chooses_the_models_and_operators_that_it_runs() {
         ("from_file.default", "its argument `filename` is neither a tensor nor a number"),
         ("aten.no_such.default", "no_such"),
         ("nonsense", "expected an operator of aten and its overload"),
+        ("atleast_1d.default", "it is made of other operators, and may return a view"),
+        ("_sparse_coo_tensor_unsafe.default", "it "),
         ("torchvision::nms.default", "expected an operator of aten and its overload"),
     ] {
         let refusal = refused(2, &["serve", "--allow-op", name]);

@@ -277,6 +277,14 @@ fn arguments_that_switch_training_have_their_types() {
         assert!(refused.contains(said) && refused.contains(name), "{refused}");
     }
     assert!(with("batch_norm.default", "momentum", Arg::Float(Number(0.5))).is_ok());
+    // A factory could take page-locked memory, which no limit of a server counts.
+    let pinned = |pinned: bool| {
+        let mut parts = small.clone();
+        parts.nodes[0].args.push(("pin_memory".into(), Arg::Bool(pinned)));
+        Graph::try_from(parts).err().map(|error| error.to_string())
+    };
+    assert!(pinned(true).is_some_and(|refused| refused.contains("pin_memory")));
+    assert_eq!(pinned(false), None);
 }
 
 /// A graph says which operators outside of the list it uses, and whoever runs it decides.

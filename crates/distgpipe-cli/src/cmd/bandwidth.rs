@@ -31,7 +31,7 @@ Examples:
   Measure what this host can do, without a network, and plot it:
       distgpipe bandwidth --workers 2 --plot bandwidth.svg
   Measure one size and one codec:
-      distgpipe bandwidth --server gpu-box --codec zstd(tile:4) --sizes 16MiB
+      distgpipe bandwidth --server gpu-box --codec 'zstd(tile:4)' --sizes 16MiB
 
 Tensors go through the threads, frames, checksums and codecs of a training run; at a server, also through TLS and the process that
 would run a job, so a server that runs as many jobs as it may is busy. The receiver times them, from the arrival of the first to the

@@ -62,7 +62,8 @@ pub struct ServeArgs {
     /// End a job that makes no progress for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 1800.0)]
     idle: f64,
-    /// End a job when nothing arrives from its client for this many seconds
+    /// Give the connection to a client up when nothing arrives for this many seconds; its job then waits up to 120 s for the client to
+    /// connect again
     #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
     peer_timeout: f64,
     /// Client that cannot reach this server, and that it connects to instead, where `train --listen` waits; repeatable

@@ -25,8 +25,8 @@ Examples:
       distgpipe train --partitions 2
   Split learning: this process runs the first and the last layer, another process the rest:
       distgpipe train --model mobilenet_v2 --set image=32 --cut first=1,last=1 --workers processes
-  The same with the middle on another machine, which runs `distgpipe worker`:
-      distgpipe train … --workers 10.0.0.2:7000 --token-file token.txt
+  The same with the middle on another machine, which runs `distgpipe serve`; see `distgpipe join`:
+      distgpipe train … --server gpu-box
   Cut by measured time, save memory by recomputation, and write a trace for Perfetto:
       distgpipe train --model mobilenet_v2 --auto-balance 2 --recompute always --log run1 --trace
   Find the best cut for a link of 100 Mbit/s and 2 GiB of memory per worker:

@@ -188,6 +188,10 @@ fn check_switches(node: &Node) -> Result<(), (&'static str, &'static str)> {
             return Err((name, "a truth value"));
         }
     }
+    // Page-locked memory would not count towards a server's limits.
+    if !matches!(node.arg("pin_memory"), None | Some(Arg::Bool(false) | Arg::None)) {
+        return Err(("pin_memory", "false"));
+    }
     let (required, optional): (&[&str], &[&str]) = match &node.op[..] {
         "batch_norm.default" => (&["eps", "momentum"], &[]),
         "dropout.default" | "dropout_.default" | "feature_dropout.default" | "feature_dropout_.default" => {

@@ -254,6 +254,10 @@ char *dg_operator_refusal(const dg_operator *op) {
     auto refuse = [&](const std::string &why) { refusal = message(why.c_str()); };
     if (schema.name().find("batch_norm") != std::string::npos)
       return refuse("it may change running statistics, which its schema does not say");
+    if (op->handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
+      return refuse("it is made of other operators, and may return a view, which its schema does not say");
+    if (schema.name().find("unsafe") != std::string::npos)
+      return refuse("it does not check its arguments");
     for (const auto &argument : schema.arguments()) {
       if (argument.alias_info())
         return refuse("it changes `" + argument.name() + "`, or returns a view of it");
