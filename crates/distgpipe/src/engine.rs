@@ -48,6 +48,16 @@ pub fn backward(outputs: &[(Tensor, Option<Tensor>)], watched: Option<&WatchedPa
     ffi::backward(outputs, watched).map_err(Fault::engine)
 }
 
+/// The gradient that has accumulated in a leaf, if any, in memory of its own. libtorch may give two leaves views of one tensor, and
+/// what is added to one of them later would change the other.
+pub fn own_grad(tensor: &Tensor) -> Result<Option<Tensor>, Fault> {
+    let gradient = ffi::grad(tensor);
+    match gradient {
+        Some(shared) if ffi::shares_memory(&shared) => copy(&shared).map(Some),
+        gradient => Ok(gradient),
+    }
+}
+
 /// The gradient that has accumulated in a leaf, if any.
 pub fn grad(tensor: &Tensor) -> Option<Tensor> {
     ffi::grad(tensor)
@@ -113,4 +123,25 @@ pub fn copy(tensor: &Tensor) -> Result<Tensor, Fault> {
 /// Whether the tensor has a floating-point type, so that it can have a gradient.
 pub fn is_float(tensor: &Tensor) -> bool {
     matches!(tensor.kind(), tch::Kind::Float | tch::Kind::Double | tch::Kind::Half | tch::Kind::BFloat16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    /// A layer that adds a view of a parameter to a view of its input gives both one gradient tensor. A later micro-batch that adds
+    /// to the parameter's gradient must not change what was sent back for the input.
+    #[test]
+    fn a_gradient_to_send_back_has_memory_of_its_own() {
+        let leaf = |dims: &[i64]| Tensor::ones(dims, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let (x, parameter) = (leaf(&[1, 2, 2]), leaf(&[4]));
+        let pass = || [((x.view([1, -1]) + parameter.unsqueeze(0)).sum(Kind::Float), None)];
+        backward(&pass(), None).unwrap();
+        let sent = own_grad(&x).unwrap().unwrap();
+        let before = sent.copy();
+        tch::no_grad(|| grad(&parameter).unwrap().fill_(7.0));
+        assert_eq!(sent, before);
+        assert_eq!(own_grad(&leaf(&[1])).unwrap(), None);
+    }
 }

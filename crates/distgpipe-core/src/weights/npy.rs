@@ -8,7 +8,7 @@
 use super::{FormatError, TensorType, COPY_AGAIN};
 use std::ops::Range;
 
-/// The beginning of a file that is enough for [`array`].
+/// The beginning of a file that is enough for [`array()`].
 pub const HEAD_BYTES_MAX: u64 = 12 + HEADER_BYTES_MAX as u64;
 
 /// The longest header. NumPy writes some hundred bytes.

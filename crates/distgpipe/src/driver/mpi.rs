@@ -28,6 +28,7 @@ use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -82,10 +83,16 @@ impl MpiProgram {
             return Ok(None);
         }
         let program = MpiProgram { mpi: start_mpi()? };
+        // Otherwise every rank would be a run of its own.
+        if program.size() == 1 {
+            let text = "the launcher has started several ranks, but this program's MPI library sees one: build it against the MPI \
+                        library of the launcher";
+            return Err(Fault::Mpi { doing: "starting MPI", text: text.to_owned() });
+        }
         if program.rank() == 0 {
             program.start_beats()?;
         }
-        Ok(Some(program).filter(|program| program.size() > 1))
+        Ok(Some(program))
     }
 
     fn start_beats(&self) -> Result<(), Fault> {
@@ -252,9 +259,11 @@ impl MpiProgram {
     /// [aborted](Self::abort) with status 1.
     pub fn end(&self) {
         let mpi = self.mpi;
+        let (ended, waiting) = mpsc::channel::<()>();
         let watched = engine::spawn("end of MPI", move || {
-            std::thread::sleep(END_LIMIT);
-            mpi.abort(1)
+            if waiting.recv_timeout(END_LIMIT) == Err(RecvTimeoutError::Timeout) {
+                mpi.abort(1)
+            }
         });
         let beats = BEATS.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some((over, thread)) = beats {
@@ -274,8 +283,10 @@ impl MpiProgram {
             std::thread::sleep(Duration::from_millis(1));
         }
         mpi.end();
-        // It ends with the process, which has nothing left to do with MPI.
-        drop(watched);
+        drop(ended);
+        if let Ok(watching) = watched {
+            let _ = watching.join();
+        }
     }
 
     /// Ends all ranks with this status, and this process with them.

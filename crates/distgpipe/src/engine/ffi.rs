@@ -18,6 +18,7 @@ extern "C" {
     fn dg_autocast_enter(cuda: bool, before: *mut AutocastState) -> *mut c_char;
     fn dg_autocast_leave(before: *const AutocastState);
     fn dg_grad(tensor: *const C_tensor) -> *mut C_tensor;
+    fn dg_shares_memory(tensor: *const C_tensor) -> bool;
     fn dg_clear_grad(tensor: *const C_tensor);
     fn dg_version(tensor: *const C_tensor) -> i64;
     fn dg_bernoulli(tensor: *mut C_tensor, p: f64, seed: u64) -> *mut c_char;
@@ -140,6 +141,12 @@ pub fn grad(tensor: &Tensor) -> Option<Tensor> {
         let grad = dg_grad(tensor.as_ptr());
         (!grad.is_null()).then(|| Tensor::from_ptr(grad))
     }
+}
+
+/// Whether another tensor has memory of this one. Handles of the same tensor do not count.
+pub fn shares_memory(tensor: &Tensor) -> bool {
+    // SAFETY: a live tensor, only read.
+    unsafe { dg_shares_memory(tensor.as_ptr()) }
 }
 
 pub fn clear_grad(tensor: &Tensor) {

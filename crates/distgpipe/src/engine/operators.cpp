@@ -254,10 +254,6 @@ char *dg_operator_refusal(const dg_operator *op) {
     auto refuse = [&](const std::string &why) { refusal = message(why.c_str()); };
     if (schema.name().find("batch_norm") != std::string::npos)
       return refuse("it may change running statistics, which its schema does not say");
-    if (op->handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
-      return refuse("it is made of other operators, and may return a view, which its schema does not say");
-    if (schema.name().find("unsafe") != std::string::npos)
-      return refuse("it does not check its arguments");
     for (const auto &argument : schema.arguments()) {
       if (argument.alias_info())
         return refuse("it changes `" + argument.name() + "`, or returns a view of it");
@@ -287,6 +283,10 @@ char *dg_operator_refusal(const dg_operator *op) {
       if (result.alias_info() || type->kind() != c10::TypeKind::TensorType)
         return refuse("it returns a view, or something that is no tensor");
     }
+    if (schema.name().find("unsafe") != std::string::npos)
+      return refuse("it does not check its arguments");
+    if (op->handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
+      return refuse("it is made of other operators, and may return a view, which its schema does not say");
   });
   return failure ? failure : refusal;
 }

@@ -209,6 +209,15 @@ at::Tensor *dg_grad(at::Tensor *tensor) {
   }
 }
 
+// Whether another tensor has memory of this one.
+bool dg_shares_memory(at::Tensor *tensor) {
+  try {
+    return tensor->has_storage() && tensor->storage().use_count() > 1;
+  } catch (...) {
+    return true;
+  }
+}
+
 void dg_clear_grad(at::Tensor *tensor) {
   guarded([&] { tensor->mutable_grad() = at::Tensor(); });
 }

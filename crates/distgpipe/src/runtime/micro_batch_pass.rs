@@ -153,8 +153,11 @@ impl InFlight {
         if !roots.is_empty() {
             engine::backward(&roots, watched)?;
         }
-        let back = self.arrived.into_iter().map(|(from, tensors)| (from, tensors.iter().map(engine::grad).collect()));
-        Ok(back.collect())
+        let back = self.arrived.into_iter().map(|(from, tensors)| {
+            let gradients = tensors.iter().map(engine::own_grad).collect::<Result<_, _>>()?;
+            Ok((from, gradients))
+        });
+        back.collect()
     }
 }
 
