@@ -140,7 +140,7 @@ mod tests {
         backward(&pass(), None).unwrap();
         let sent = own_grad(&x).unwrap().unwrap();
         let before = sent.copy();
-        tch::no_grad(|| grad(&parameter).unwrap().fill_(7.0));
+        let _ = tch::no_grad(|| grad(&parameter).unwrap().fill_(7.0));
         assert_eq!(sent, before);
         assert_eq!(own_grad(&leaf(&[1])).unwrap(), None);
     }
