@@ -20,7 +20,7 @@ python3 -c 'import torch; print("torch", torch.__version__)'
 "$binary" --version
 
 # A convolutional network of PyTorch's, exported, whose losses rounding changes by 1e-7 over ten steps. MobileNetV2 amplifies rounding
-# by six orders of magnitude within three steps at this size of images, also in PyTorch, so that only its first losses can be compared.
+# by several orders of magnitude within three steps at this size of images, also in PyTorch, so that only its first losses can be compared.
 model="--model crates/distgpipe/tests/golden/pt2/digits.pt2"
 mobilenet="--model mobilenet_v2 --set image=32 --set dropout=0.0"
 # Dropout draws other masks on a GPU, and cuDNN rounds the inputs of convolutions to TF32, so a CPU can be compared with neither.
