@@ -4,8 +4,9 @@
 use std::path::PathBuf;
 
 fn main() {
-    println!("cargo:rerun-if-changed=src/engine/shim.cpp");
-    println!("cargo:rerun-if-changed=src/engine/operators.cpp");
+    for source in ["shim.cpp", "operators.cpp", "cuda.cpp", "guarded.h", "cuda_declarations"] {
+        println!("cargo:rerun-if-changed=src/engine/{source}");
+    }
     println!("cargo:rerun-if-changed=build.rs");
     // Documentation needs neither libtorch nor the shim, and torch-sys does not look for libtorch either.
     if std::env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
@@ -29,10 +30,12 @@ fn main() {
         .warnings(false)
         .std("c++17")
         .flag("-D_GLIBCXX_USE_CXX11_ABI=1")
+        .include("src/engine/cuda_declarations")
         .include(root.join("include"))
         .include(root.join("include/torch/csrc/api/include"))
         .file("src/engine/shim.cpp")
         .file("src/engine/operators.cpp")
+        .file("src/engine/cuda.cpp")
         .compile("distgpipe_shim");
     println!("cargo:libtorch_lib={}", lib.display());
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());

@@ -3,6 +3,7 @@
 
 mod autocast;
 mod clock;
+pub mod cuda;
 mod device;
 mod ffi;
 mod memory;

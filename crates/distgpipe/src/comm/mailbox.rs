@@ -27,7 +27,8 @@ impl Mailbox {
     }
 
     /// Adds a message; blocks while the mailbox is full. Fails if a message with the same tag is still there.
-    pub fn put(&self, message: Message) -> Result<(), Fault> {
+    pub fn put(&self, mut message: Message) -> Result<(), Fault> {
+        message.hand_over()?;
         let mut arrived = self.lock();
         while arrived.len() >= self.capacity {
             self.abort.check()?;
@@ -38,7 +39,8 @@ impl Mailbox {
 
     /// Adds a message whether there is room or not: the sender knows from its acknowledgements when to wait. Fails as
     /// [`put`](Self::put) does.
-    pub fn put_at_once(&self, message: Message) -> Result<(), Fault> {
+    pub fn put_at_once(&self, mut message: Message) -> Result<(), Fault> {
+        message.hand_over()?;
         self.insert(&mut self.lock(), message)
     }
 
@@ -67,8 +69,10 @@ impl Mailbox {
         let mut arrived = self.lock();
         let mut watched = Instant::now();
         loop {
-            if let Some(message) = arrived.remove(tag) {
+            if let Some(mut message) = arrived.remove(tag) {
                 self.changed.notify_all();
+                drop(arrived);
+                message.take_over()?;
                 return Ok(message);
             }
             self.abort.check()?;

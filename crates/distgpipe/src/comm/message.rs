@@ -1,6 +1,8 @@
 //! What a link carries: tensors or text, under a tag that is unique within a run.
 
 use crate::comm::traffic::PartitionEdge;
+use crate::engine::cuda::{self, Event};
+use crate::failure::Fault;
 use distgpipe_core::schedule::Pass;
 use distgpipe_core::wire::{Header, Kind};
 use distgpipe_core::{MicroBatchId, PartitionId, WorkerId};
@@ -82,6 +84,8 @@ pub struct Message {
     pub text: Vec<u8>,
     /// How the sending end encodes the tensors.
     pub encoding: EncodeOptions,
+    /// When the tensors have their values, if they are on a GPU.
+    ready: Option<Event>,
 }
 
 /// How the sending end of a link encodes a message's tensors. The options themselves are not sent.
@@ -100,12 +104,32 @@ pub struct EncodeOptions {
 impl Message {
     /// A message of tensors, sent raw unless [`Message::encoding`] is set.
     pub fn tensors(tag: Tag, tensors: Vec<Option<Tensor>>) -> Self {
-        Message { tag, tensors, text: Vec::new(), encoding: EncodeOptions::default() }
+        Message { tag, tensors, text: Vec::new(), encoding: EncodeOptions::default(), ready: None }
+    }
+
+    /// The same message, encoded as these options say.
+    pub fn encoded_with(self, encoding: EncodeOptions) -> Self {
+        Message { encoding, ..self }
     }
 
     /// A message of text.
     pub fn text(tag: Tag, text: impl Into<Vec<u8>>) -> Self {
-        Message { tag, tensors: Vec::new(), text: text.into(), encoding: EncodeOptions::default() }
+        Message { text: text.into(), ..Message::tensors(tag, Vec::new()) }
+    }
+
+    /// Must be called by the thread that hands the message to another: notes what its stream has still to do to tensors on a GPU.
+    pub fn hand_over(&mut self) -> Result<(), Fault> {
+        let device = self.tensors.iter().flatten().find_map(|tensor| cuda::index(tensor.device()));
+        self.ready = device.map(Event::record).transpose()?;
+        Ok(())
+    }
+
+    /// Must be called by the thread that takes the message over: its stream waits for that of the other thread.
+    pub fn take_over(&mut self) -> Result<(), Fault> {
+        let Some(ready) = self.ready.take() else { return Ok(()) };
+        ready.wait()?;
+        let on_gpu = self.tensors.iter().flatten().filter(|tensor| cuda::index(tensor.device()).is_some());
+        on_gpu.map(cuda::keep_for_stream).collect()
     }
 
     /// Whether the message belongs to a training step and carries tensors.

@@ -1,5 +1,7 @@
-// Finds libtorch's operators by name and calls them with boxed arguments. As in shim.cpp, a function that can throw returns
-// null on success or an error message from malloc, and no exception crosses the language border.
+// Finds libtorch's operators by name and calls them with boxed arguments. Errors are reported as guarded.h
+// describes.
+
+#include "guarded.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -8,39 +10,8 @@
 #include <ATen/core/jit_type.h>
 
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <exception>
 #include <string>
 #include <vector>
-
-namespace {
-
-char *message(const char *text) {
-  const char *end = std::strchr(text, '\n');
-  size_t length = end ? static_cast<size_t>(end - text) : std::strlen(text);
-  char *copy = static_cast<char *>(std::malloc(length + 1));
-  if (copy) {
-    std::memcpy(copy, text, length);
-    copy[length] = 0;
-  }
-  return copy;
-}
-
-template <typename F> char *guarded(F &&body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const c10::Error &e) {
-    return message(e.what_without_backtrace());
-  } catch (const std::exception &e) {
-    return message(e.what());
-  } catch (...) {
-    return message("an exception that is not a std::exception");
-  }
-}
-
-} // namespace
 
 extern "C" {
 

@@ -1,5 +1,6 @@
-// libtorch functions that tch does not expose. A function that can throw returns null on success, or an error message
-// from malloc, which the Rust side frees. No exception crosses the language border.
+// libtorch functions that tch does not expose. Errors are reported as guarded.h describes.
+
+#include "guarded.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -24,29 +25,6 @@
 #endif
 
 namespace {
-
-// A copy of the first line; libtorch appends a C++ stack trace after it.
-char *message(const char *text) {
-  const char *end = std::strchr(text, '\n');
-  size_t length = end ? static_cast<size_t>(end - text) : std::strlen(text);
-  char *copy = static_cast<char *>(std::malloc(length + 1));
-  if (copy) {
-    std::memcpy(copy, text, length);
-    copy[length] = 0;
-  }
-  return copy;
-}
-
-template <typename F> char *guarded(F &&body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const std::exception &e) {
-    return message(e.what());
-  } catch (...) {
-    return message("an exception that is not a std::exception");
-  }
-}
 
 // One generator per thread and device. It is seeded at every use, so that other threads' draws do not matter.
 at::Generator generator_for(const at::Device &device, uint64_t seed) {

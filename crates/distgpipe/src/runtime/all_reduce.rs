@@ -248,7 +248,7 @@ impl Exchange<'_> {
         };
         let (sent, received) = (tag(member, next), tag(previous, member));
         let message = Message::tensors(sent, vec![Some(share.shallow_clone())]);
-        self.ring.link.send(Message { encoding: self.encoding.clone(), ..message })?;
+        self.ring.link.send(message.encoded_with(self.encoding.clone()))?;
         self.progress.update(|state| state.waits = true);
         let take = || self.ring.mailbox.take(&received);
         let mut message = match &self.ring.arrivals {

@@ -335,7 +335,7 @@ impl StepRun<'_> {
         let topology = &self.stage.topology;
         let receiver = topology.member(topology.replica_of(self.stage.id), plan.placement().worker_of(to));
         let outgoing = self.stage.outgoing.get_mut(&receiver).ok_or_else(|| missing(action))?;
-        outgoing.send(Message { encoding, ..Message::tensors(tag, tensors) })?;
+        outgoing.send(Message::tensors(tag, tensors).encoded_with(encoding))?;
         self.record(Phase::Send, action, start);
         Ok(())
     }

@@ -13,6 +13,7 @@ use crate::comm::status::{Activity, SharedStatus};
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::Outgoing;
+use crate::engine::cuda::{self, CudaStream};
 use crate::engine::{self, Meter, Stream};
 use crate::failure::{Failure, Fault};
 use crate::model::Model;
@@ -125,6 +126,10 @@ impl BuiltWorker {
             worker;
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
+        if let Some(index) = cuda::index(device) {
+            CudaStream::new(index)?.enter()?;
+            cuda::backward_on_this_thread();
+        }
         let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links)?;
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);

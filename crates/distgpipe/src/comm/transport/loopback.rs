@@ -79,6 +79,7 @@ impl Loopback {
 /// Encodes, decodes and delivers until the sending end is dropped.
 fn pump(mut options: LoopbackOptions, queued: &Receiver<Message>, abandoned: &AtomicBool) -> Result<(), Fault> {
     while let Ok(mut message) = queued.recv() {
+        message.take_over()?;
         let (payload, trains) = (message.payload_bytes(), message.trains());
         options.received.arrivals().begin(Receiving::Decoding);
         for index in 0..message.tensors.len() {

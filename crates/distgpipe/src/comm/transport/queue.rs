@@ -25,6 +25,7 @@ impl Queue {
 
 impl Outgoing for Queue {
     fn send(&mut self, mut message: Message) -> Result<(), Fault> {
+        message.hand_over()?;
         self.counters.enqueued();
         loop {
             match self.queue.try_send(message) {
@@ -49,7 +50,10 @@ pub(super) fn pump(queued: &Receiver<Message>, abort: &AbortFlag, link: &mut dyn
     loop {
         abort.check()?;
         match queued.recv_timeout(POLL) {
-            Ok(message) => link.send(message)?,
+            Ok(mut message) => {
+                message.take_over()?;
+                link.send(message)?;
+            }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
         }

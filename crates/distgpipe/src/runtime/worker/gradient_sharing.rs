@@ -10,6 +10,7 @@ use super::{failed, panic_message, BuiltWorker};
 use crate::comm::abort::AbortFlag;
 use crate::comm::protocol::{Purpose, StepCommand};
 use crate::engine;
+use crate::engine::cuda::{self, CudaStream};
 use crate::failure::{Failure, Fault};
 use crate::model::layer::Role;
 use crate::runtime::all_reduce::{buckets, scatter, Exchange, RingAllReduce, ShareProgress};
@@ -81,8 +82,13 @@ impl BuiltWorker {
         let (name, number, meter) = (self.stage.name.clone(), step.number, self.meter.number());
         let (background, of_thread) = (self.link_codecs.background.clone(), progress.clone());
         let parameters: Vec<Tensor> = parameters.into_iter().map(|(_, parameter)| parameter).collect();
+        // In the stage's own stream a gradient is final when the stage says so.
+        let stream = cuda::index(self.stage.device).map(CudaStream::current).transpose()?;
         let sharing = move || {
             engine::attach_thread(1, meter);
+            if let Some(stream) = stream {
+                stream.enter().map_err(|fault| ended(&abort, &name, fault.into()))?;
+            }
             let exchange = ring.begin(number, of_thread);
             let sum = ReplicaSum { exchange, step: number, background };
             let shared = tch::no_grad(|| sum.run(&parameters, &mut ready));

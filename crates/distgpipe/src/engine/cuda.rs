@@ -1,0 +1,311 @@
+//! CUDA streams, events and graphs: each function here is a safe wrapper of one in `cuda.cpp`.
+//!
+//! A worker on a GPU has a stream of its own, and so has each thread of its links. What one thread hands to another carries an
+//! [`Event`]: the receiver's stream waits for it, and the CPU does not.
+
+use super::ffi::outcome;
+use crate::failure::Fault;
+use libc::{c_char, c_int, c_void};
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+extern "C" {
+    fn dg_stream_new(device: c_int, id: *mut i64) -> *mut c_char;
+    fn dg_stream_current(device: c_int, id: *mut i64) -> *mut c_char;
+    fn dg_stream_enter(device: c_int, id: i64) -> *mut c_char;
+    fn dg_stream_native(device: c_int, id: i64, handle: *mut *mut c_void) -> *mut c_char;
+    fn dg_stream_synchronize(device: c_int, id: i64) -> *mut c_char;
+    fn dg_event_record(device: c_int, event: *mut *mut c_void) -> *mut c_char;
+    fn dg_event_block(event: *const c_void, device: c_int) -> *mut c_char;
+    fn dg_event_free(event: *mut c_void);
+    fn dg_keep_for_stream(tensor: *const C_tensor) -> *mut c_char;
+    fn dg_backward_on_this_thread();
+    fn dg_capture_begin(device: c_int, pool: u64) -> *mut c_char;
+    fn dg_capture_end(device: c_int, pool: u64, keep: bool, graph: *mut *mut c_void) -> *mut c_char;
+    fn dg_graph_launch(graph: *mut c_void, device: c_int) -> *mut c_char;
+    fn dg_graph_free(graph: *mut c_void, device: c_int, pool: u64);
+    fn dg_empty_cache() -> *mut c_char;
+    fn dg_gradients(
+        outputs: *const *const C_tensor,
+        upstream: *const *const C_tensor,
+        outputs_count: usize,
+        parameters: *const *const C_tensor,
+        sums: *const *const C_tensor,
+        used: *mut bool,
+        parameters_count: usize,
+        leaves: *const *const C_tensor,
+        gradients: *mut *mut C_tensor,
+        leaves_count: usize,
+    ) -> *mut c_char;
+    fn dg_set_grad(tensor: *const C_tensor, gradient: *const C_tensor) -> *mut c_char;
+    fn dg_zero(tensors: *const *const C_tensor, count: usize) -> *mut c_char;
+}
+
+/// The number of a CUDA device; `None` for any other device.
+pub fn index(device: tch::Device) -> Option<usize> {
+    match device {
+        tch::Device::Cuda(index) => Some(index),
+        _ => None,
+    }
+}
+
+fn number(device: usize) -> c_int {
+    c_int::try_from(device).unwrap_or(c_int::MAX)
+}
+
+/// A stream of a CUDA device. What is given to one stream runs in order; streams run beside each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaStream {
+    device: usize,
+    id: i64,
+}
+
+impl CudaStream {
+    /// Another stream than the device's default one. libtorch has 32 of them and hands them out in turn.
+    pub fn new(device: usize) -> Result<Self, Fault> {
+        let mut id = 0;
+        // SAFETY: the shim writes the id of a stream that libtorch owns.
+        outcome(unsafe { dg_stream_new(number(device), &mut id) }).map_err(Fault::engine)?;
+        Ok(CudaStream { device, id })
+    }
+
+    /// The calling thread's current stream of a device.
+    pub fn current(device: usize) -> Result<Self, Fault> {
+        let mut id = 0;
+        // SAFETY: as in `new`.
+        outcome(unsafe { dg_stream_current(number(device), &mut id) }).map_err(Fault::engine)?;
+        Ok(CudaStream { device, id })
+    }
+
+    /// Makes this the calling thread's current stream, and its device the current device.
+    pub fn enter(self) -> Result<(), Fault> {
+        // SAFETY: sets thread-locals of libtorch and CUDA; the stream is one that libtorch has given.
+        outcome(unsafe { dg_stream_enter(number(self.device), self.id) }).map_err(Fault::engine)
+    }
+
+    /// Waits until the stream has done everything that it has been given.
+    pub fn synchronize(self) -> Result<(), Fault> {
+        // SAFETY: a stream that libtorch has given.
+        outcome(unsafe { dg_stream_synchronize(number(self.device), self.id) }).map_err(Fault::engine)
+    }
+
+    /// CUDA's own handle of the stream.
+    pub fn native(self) -> Result<*mut c_void, Fault> {
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the shim writes a handle that libtorch owns.
+        outcome(unsafe { dg_stream_native(number(self.device), self.id, &mut handle) }).map_err(Fault::engine)?;
+        Ok(handle)
+    }
+}
+
+/// CUDA's own handle of the calling thread's current stream.
+pub fn current_stream(device: usize) -> Result<*mut c_void, Fault> {
+    CudaStream::current(device)?.native()
+}
+
+/// A point in a stream, for which other streams can wait.
+pub struct Event {
+    raw: NonNull<c_void>,
+    device: usize,
+}
+
+// SAFETY: after it was recorded, an event is only waited for and freed, which CUDA allows on any thread.
+unsafe impl Send for Event {}
+// SAFETY: waiting does not change the event.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// The end of what the calling thread has given its current stream.
+    pub fn record(device: usize) -> Result<Self, Fault> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: on success the shim stores an event from `new`, which `drop` frees.
+        outcome(unsafe { dg_event_record(number(device), &mut raw) }).map_err(Fault::engine)?;
+        let raw = NonNull::new(raw).ok_or_else(|| Fault::internal("an event", "none"))?;
+        Ok(Event { raw, device })
+    }
+
+    /// The calling thread's current stream goes on only after the event. The thread itself does not wait.
+    pub fn wait(&self) -> Result<(), Fault> {
+        // SAFETY: the event is live and was recorded.
+        outcome(unsafe { dg_event_block(self.raw.as_ptr(), number(self.device)) }).map_err(Fault::engine)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: from `record`, freed once.
+        unsafe { dg_event_free(self.raw.as_ptr()) }
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Event(cuda:{})", self.device)
+    }
+}
+
+/// Keeps the memory of a tensor of another stream until the calling thread's current stream has done what it has been given by the
+/// time that the tensor is freed.
+pub fn keep_for_stream(tensor: &Tensor) -> Result<(), Fault> {
+    // SAFETY: a live tensor; libtorch notes the stream in its allocator.
+    outcome(unsafe { dg_keep_for_stream(tensor.as_ptr()) }).map_err(Fault::engine)
+}
+
+/// Makes the backward passes of the calling thread run on it. By default those of all threads queue up for one thread per GPU.
+pub fn backward_on_this_thread() {
+    // SAFETY: sets a thread-local of libtorch.
+    unsafe { dg_backward_on_this_thread() }
+}
+
+/// Memory that several graphs share. It is safe only if they run in the order in which they were recorded, one after another,
+/// because a graph may use memory that an earlier one no longer needs.
+#[derive(Clone, Debug)]
+pub struct GraphPool {
+    device: usize,
+    number: u64,
+}
+
+impl GraphPool {
+    /// A pool of its own.
+    pub fn new(device: usize) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        GraphPool { device, number: NEXT.fetch_add(1, Ordering::Relaxed) }
+    }
+
+    /// Records what `body` gives the calling thread's current stream as a graph. Nothing runs: the tensors that `body` returns have
+    /// values once the graph has run. If `body` fails, or does something that cannot be recorded, nothing is left of it.
+    pub fn record<T>(&self, body: impl FnOnce() -> Result<T, Fault>) -> Result<(Graph, T), Fault> {
+        let device = number(self.device);
+        // SAFETY: the recording ends below, also after a panic.
+        outcome(unsafe { dg_capture_begin(device, self.number) }).map_err(Fault::engine)?;
+        let mut recording = Recording { pool: self, open: true };
+        let made = body();
+        let graph = recording.end(made.is_ok())?;
+        match (made, graph) {
+            (Ok(made), Some(graph)) => Ok((graph, made)),
+            (Ok(_), None) => Err(Fault::internal("a CUDA graph", "none")),
+            (Err(fault), _) => Err(fault),
+        }
+    }
+}
+
+/// A recording that has begun.
+struct Recording<'a> {
+    pool: &'a GraphPool,
+    open: bool,
+}
+
+impl Recording<'_> {
+    fn end(&mut self, keep: bool) -> Result<Option<Graph>, Fault> {
+        self.open = false;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: ends the recording of this thread; on success the shim stores a graph, which `Graph` frees.
+        let ended = outcome(unsafe { dg_capture_end(number(self.pool.device), self.pool.number, keep, &mut raw) });
+        let graph = NonNull::new(raw).map(|raw| Graph { raw, pool: self.pool.clone() });
+        ended.map_err(Fault::engine)?;
+        Ok(graph)
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            let _ = self.end(false);
+        }
+    }
+}
+
+/// A recorded sequence of kernels and copies, which one call starts.
+pub struct Graph {
+    raw: NonNull<c_void>,
+    pool: GraphPool,
+}
+
+// SAFETY: CUDA allows calls on a graph from any thread, one at a time.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Gives the graph to the calling thread's current stream.
+    pub fn launch(&self) -> Result<(), Fault> {
+        // SAFETY: a live graph.
+        outcome(unsafe { dg_graph_launch(self.raw.as_ptr(), number(self.pool.device)) }).map_err(Fault::engine)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: freed once; CUDA waits for a launch that still runs.
+        unsafe { dg_graph_free(self.raw.as_ptr(), number(self.pool.device), self.pool.number) }
+    }
+}
+
+/// Returns the memory that libtorch's allocator keeps for later to the driver.
+pub fn empty_cache() -> Result<(), Fault> {
+    // SAFETY: frees blocks that no tensor uses.
+    outcome(unsafe { dg_empty_cache() }).map_err(Fault::engine)
+}
+
+/// What [`gradients`] found.
+pub struct Gradients {
+    /// Whether each parameter has a gradient.
+    pub used: Vec<bool>,
+    /// The gradient of each leaf.
+    pub leaves: Vec<Option<Tensor>>,
+}
+
+/// Runs the backward pass from `outputs` with their upstream gradients. Adds the gradient of each parameter to its tensor of `sums`
+/// and returns those of the leaves. Frees the autograd graph.
+pub fn gradients(
+    outputs: &[(Tensor, Option<Tensor>)],
+    parameters: &[&Tensor],
+    sums: &[Tensor],
+    leaves: &[&Tensor],
+) -> Result<Gradients, Fault> {
+    if parameters.len() != sums.len() {
+        return Err(Fault::internal("a sum for each parameter", format!("{} and {}", parameters.len(), sums.len())));
+    }
+    let pointers = |tensors: &[&Tensor]| tensors.iter().map(|t| t.as_ptr()).collect::<Vec<_>>();
+    let outs: Vec<*const C_tensor> = outputs.iter().map(|(o, _)| o.as_ptr()).collect();
+    let upstream: Vec<*const C_tensor> =
+        outputs.iter().map(|(_, g)| g.as_ref().map_or(std::ptr::null(), |g| g.as_ptr())).collect();
+    let (parameters, leaves) = (pointers(parameters), pointers(leaves));
+    let sums: Vec<*const C_tensor> = sums.iter().map(|t| t.as_ptr()).collect();
+    let mut used = vec![false; parameters.len()];
+    let mut found = vec![std::ptr::null_mut::<C_tensor>(); leaves.len()];
+    // SAFETY: each array has as many elements as the count passed with it, of tensors that outlive the call. The shim stores null or
+    // a handle from `new` for each leaf, which tch's Tensor then owns, also if it fails later.
+    let done = outcome(unsafe {
+        dg_gradients(
+            outs.as_ptr(),
+            upstream.as_ptr(),
+            outs.len(),
+            parameters.as_ptr(),
+            sums.as_ptr(),
+            used.as_mut_ptr(),
+            parameters.len(),
+            leaves.as_ptr(),
+            found.as_mut_ptr(),
+            leaves.len(),
+        )
+    });
+    // SAFETY: see above.
+    let leaves = found.into_iter().map(|raw| (!raw.is_null()).then(|| unsafe { Tensor::from_ptr(raw) })).collect();
+    done.map_err(Fault::engine)?;
+    Ok(Gradients { used, leaves })
+}
+
+/// Makes a tensor of the same shape the gradient of a leaf, so that backward passes add to it.
+pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<(), Fault> {
+    // SAFETY: live tensors; libtorch allows changing the gradient of a tensor behind a shared handle.
+    outcome(unsafe { dg_set_grad(leaf.as_ptr(), gradient.as_ptr()) }).map_err(Fault::engine)
+}
+
+/// Sets all values of the tensors to 0.
+pub fn zero(tensors: &[&Tensor]) -> Result<(), Fault> {
+    let pointers: Vec<*const C_tensor> = tensors.iter().map(|t| t.as_ptr()).collect();
+    // SAFETY: as many live tensors as the count says, on whose memory nothing else holds a Rust reference.
+    outcome(unsafe { dg_zero(pointers.as_ptr(), pointers.len()) }).map_err(Fault::engine)
+}

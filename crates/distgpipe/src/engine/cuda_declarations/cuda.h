@@ -1,0 +1,2 @@
+// Nothing of the CUDA driver is needed; see cuda_runtime_api.h.
+#pragma once
