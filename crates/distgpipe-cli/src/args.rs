@@ -26,7 +26,7 @@ pub use inference::for_inference;
 
 use distgpipe::engine::Devices;
 use distgpipe::train::learning_rate::WarmUp;
-use distgpipe::Precision;
+use distgpipe::{GraphMode, Precision};
 use distgpipe_core::balance::Objective;
 use distgpipe_core::codec::CodecSpec;
 use distgpipe_core::schedule::{Recompute, Schedule};
@@ -256,6 +256,14 @@ pub struct TrainFlags {
     #[arg(long, value_name = "fp32|bf16", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
+    /// Record the training passes of workers on GPUs as CUDA graphs: auto where it is possible, on to stop where it is not, off
+    #[arg(long, value_name = "auto|on|off", help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub graphs: Option<GraphMode>,
+    /// How many micro-batches of a worker a GPU may compute at a time with --graphs: 1 to 8
+    #[arg(long, value_name = "N", help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub graph_streams: Option<usize>,
     /// Random seed of the initial weights, dropout, synthetic data and data order
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -261,6 +261,7 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
         .threads(compute.threads)
         .channels_last(flags.no_channels_last != Some(true))
         .precision(flags.precision.unwrap_or_default())
+        .graphs(flags.graph_options())
         .on_notice(report::notice)
         .faults(flags.faults.clone().unwrap_or_default());
     match &flags.place {

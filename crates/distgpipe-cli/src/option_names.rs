@@ -20,6 +20,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("Builder::device", "--device"),
     ("Builder::faults", "--faults"),
     ("Builder::freeze", "--freeze"),
+    ("Builder::graphs", "--graph-streams"),
     ("Builder::learning_rate", "--lr"),
     ("Builder::micro_batches", "--chunks"),
     ("Builder::optimizer", "--optimizer"),

@@ -13,6 +13,7 @@ mod operators;
 mod poll;
 mod process;
 mod random;
+mod recorded_draws;
 mod resource_limits;
 mod threads;
 
@@ -32,6 +33,8 @@ pub(crate) use poll::wait_readable;
 pub(crate) use process::kill_worker_process;
 pub use process::{declare_worker_process, exit_at_once, is_one_of_several_ranks};
 pub use random::{Draws, Stream};
+pub(crate) use recorded_draws::name as name_stream;
+pub use recorded_draws::{DrawSite, SeedTable};
 pub(crate) use resource_limits::open_files_max;
 pub use resource_limits::{limit_resources, raise_open_files_limit, ResourceLimits};
 #[cfg(test)]

@@ -13,6 +13,7 @@
 //! | [`divergence`] | detects parameters that grow without bound |
 //! | [`all_reduce`] | the sum of the gradients of replicas |
 //! | [`gradient_watch`] | which gradients are final while a backward pass runs |
+//! | [`graphs`] | training passes as CUDA graphs |
 //! | [`optimizer`] | the update of the parameters |
 //! | [`parameter_groups`] | which parameters have their own rate or weight decay, and which are frozen |
 //! | [`trace`] | times and events |
@@ -23,6 +24,7 @@ pub mod clipping;
 pub mod deferred_batch_norm;
 pub mod divergence;
 pub mod gradient_watch;
+pub mod graphs;
 pub mod micro_batch_pass;
 pub mod optimizer;
 pub mod parameter_groups;

@@ -10,7 +10,7 @@ use distgpipe::data::{Digits, Loader, LoaderOptions};
 use distgpipe::driver::profile;
 use distgpipe::engine::{self, Stream};
 use distgpipe::model::zoo::Mlp;
-use distgpipe::runtime::micro_batch_pass::Forward;
+use distgpipe::runtime::micro_batch_pass::{Forward, Kept};
 use distgpipe::runtime::partition::{Partition, PartitionOptions};
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::train::learning_rate::Decay;
@@ -158,9 +158,9 @@ fn a_gradient_of_another_type_than_its_activation_is_rejected() {
         let arrived = vec![(PartitionId(0), vec![Tensor::ones([2, 5], (Kind::Float, Device::Cpu))])];
         let micro_batch = MicroBatchId(0);
         let forward = Forward { partition: &mut partition, micro_batch, stream: Stream::new(0), arrived, goal: None };
-        let (_, flight) = forward.train(false, |_| true).unwrap();
+        let (_, flight) = forward.train(Kept::Activations, |_| true).unwrap();
         let gradient = Tensor::ones([2, 4], (kind, Device::Cpu));
-        flight.backward(vec![vec![Some(gradient)]], None).map(|_| ()).map_err(|fault| fault.to_string())
+        flight.unwrap().backward(vec![vec![Some(gradient)]], None).map(|_| ()).map_err(|fault| fault.to_string())
     };
     assert_eq!(backward(Kind::BFloat16), Ok(()));
     let refused = backward(Kind::Float).unwrap_err();

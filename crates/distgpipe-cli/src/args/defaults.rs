@@ -2,7 +2,7 @@
 
 use super::{CodecChoice, DataName, DecayName, OptimizerName, TrainFlags};
 use distgpipe::engine::{Device, Devices};
-use distgpipe::Precision;
+use distgpipe::{GraphMode, GraphOptions, Precision};
 use distgpipe_core::schedule::{Recompute, Schedule};
 
 impl TrainFlags {
@@ -21,6 +21,8 @@ impl TrainFlags {
             codec: Some(CodecChoice::default()),
             device: Some(Device::Auto.into()),
             precision: Some(Precision::Fp32),
+            graphs: Some(GraphMode::Auto),
+            graph_streams: Some(GraphOptions::default().streams),
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),
             lr_decay: Some(DecayName::Constant),
@@ -34,6 +36,15 @@ impl TrainFlags {
     /// The devices of the workers, by default `auto`.
     pub fn devices(&self) -> Devices {
         self.device.clone().unwrap_or_else(|| Device::Auto.into())
+    }
+
+    /// How workers on GPUs use CUDA graphs.
+    pub fn graph_options(&self) -> GraphOptions {
+        let default = GraphOptions::default();
+        GraphOptions {
+            mode: self.graphs.unwrap_or(default.mode),
+            streams: self.graph_streams.unwrap_or(default.streams),
+        }
     }
 
     /// These flags, with the defaults of those that were not given.

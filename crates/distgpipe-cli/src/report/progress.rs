@@ -7,7 +7,7 @@ pub use pace::{Pace, RunningClock};
 use super::run::two_class_scores;
 use super::{carried, note, print_above, units};
 use distgpipe::comm::traffic::PartitionEdge;
-use distgpipe::driver::pipeline::StepOutcome;
+use distgpipe::driver::pipeline::{StepOutcome, WorkerStep};
 use distgpipe::train::{EpochSummary, Event, StepDone};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
@@ -111,6 +111,7 @@ impl Progress {
         match event {
             Event::StepDone(done) => {
                 self.warn_of_refusals(done.outcome);
+                done.outcome.workers.iter().for_each(tell_of_graphs);
                 self.step(done);
             }
             Event::TestStepDone { .. } => self.test_step(),
@@ -159,6 +160,17 @@ impl Drop for Progress {
     fn drop(&mut self) {
         // An error may follow, and must not be drawn over.
         self.finish();
+    }
+}
+
+/// Tells what a worker has recorded as CUDA graphs in this step, and what it could not.
+fn tell_of_graphs(worker: &WorkerStep) {
+    let Some(report) = &worker.report.graphs else { return };
+    if report.micro_batches > 0 {
+        note(&format!("{}: {} forward and backward passes run as CUDA graphs", worker.name, report.micro_batches));
+    }
+    for (partition, why) in &report.refused {
+        note(&format!("{}: partition {partition} runs without CUDA graphs: {why}", worker.name));
     }
 }
 

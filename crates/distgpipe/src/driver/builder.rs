@@ -16,6 +16,7 @@ use crate::model::layer::{Role, ShapeError, TensorSpec};
 use crate::model::loss::Loss;
 use crate::model::ties::TieError;
 use crate::model::Model;
+use crate::runtime::graphs::GraphOptions;
 use crate::runtime::optimizer::Optim;
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
 use crate::train::weights::{fit, MissingTensors};
@@ -181,6 +182,7 @@ impl Builder {
             threads: 1,
             channels_last: true,
             precision: Precision::default(),
+            graphs: GraphOptions::default(),
             trace: false,
             timeouts: Timeouts::default(),
             faults: String::new(),
@@ -372,6 +374,14 @@ impl Builder {
     /// autocast: tensors between partitions, and the result of [`Pipeline::predict`], have the type that the layers return.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.job.precision = precision;
+        self
+    }
+
+    /// Whether workers on GPUs record their training passes as CUDA graphs, and how many micro-batches of a worker a GPU may compute
+    /// at a time. By default they do where it is possible, with two. Gradients are those of a run without graphs up to rounding,
+    /// because each stream sums its own.
+    pub fn graphs(mut self, graphs: GraphOptions) -> Self {
+        self.job.graphs = graphs;
         self
     }
 

@@ -167,6 +167,7 @@ mod tests {
             threads: 1,
             channels_last: true,
             precision: Precision::default(),
+            graphs: GraphOptions::default(),
             trace: false,
             timeouts: Timeouts { stall_s: 1e9, silence_s: 1e9, ..Timeouts::default() },
             faults: String::new(),

@@ -240,6 +240,28 @@ char *dg_set_grad(at::Tensor *tensor, at::Tensor *gradient) {
   return guarded([&] { tensor->mutable_grad() = *gradient; });
 }
 
+// Copies values without waiting for the copy. Memory of the host must be pinned, and stay as it is until the stream is done.
+char *dg_copy(at::Tensor *to, at::Tensor *from) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    to->copy_(*from, /*non_blocking=*/true);
+  });
+}
+
+// Adds each tensor of `from` to the one of `to`.
+char *dg_add(at::Tensor **to, at::Tensor **from, size_t count) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    std::vector<at::Tensor> sums, terms;
+    for (size_t i = 0; i < count; ++i) {
+      sums.push_back(*to[i]);
+      terms.push_back(*from[i]);
+    }
+    if (!sums.empty())
+      at::_foreach_add_(sums, terms);
+  });
+}
+
 // Sets the tensors to 0.
 char *dg_zero(at::Tensor **tensors, size_t count) {
   return guarded([&] {

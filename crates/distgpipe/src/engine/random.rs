@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A named source of random numbers. It has no state: filling twice from one stream gives the same values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stream(u64);
+pub struct Stream(pub(super) u64);
 
 impl Stream {
     /// The root stream of a run.

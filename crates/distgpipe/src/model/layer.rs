@@ -5,7 +5,7 @@
 //! [`Layer::forward`]. A model of fifteen billion parameters therefore takes a few kilobytes until a worker builds its
 //! part of it.
 
-use crate::engine::{self, Layout, Stream};
+use crate::engine::{self, DrawSite, Layout, Stream};
 use crate::failure::Fault;
 use crate::runtime::deferred_batch_norm::{DeferredBatchNorm, NormTensors};
 use distgpipe_core::skip::SkipUse;
@@ -252,7 +252,8 @@ impl Context<'_> {
     /// The next random stream of this layer for this micro-batch. A recomputation gets the same ones.
     pub fn stream(&mut self) -> Stream {
         self.draws += 1;
-        self.stream.at(self.layer as u64).at(self.draws)
+        let site = DrawSite::Layer { layer: self.layer as u64, draw: self.draws };
+        engine::name_stream(site.stream(self.stream), site)
     }
 
     /// Dropout with probability `p`; the identity in evaluation.
@@ -281,7 +282,8 @@ impl Context<'_> {
     /// The random stream of a place in the model that does not depend on how the model is divided into layers, such as a
     /// node of an exported graph.
     pub(crate) fn stream_of(&self, place: u64) -> Stream {
-        self.stream.named("place").at(place)
+        let site = DrawSite::Place(place);
+        engine::name_stream(site.stream(self.stream), site)
     }
 
     /// The factors of a dropout with probability `p` at such a place, for every element or for whole channels; `None` where

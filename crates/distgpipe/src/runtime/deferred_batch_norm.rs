@@ -45,6 +45,16 @@ struct MicroBatchStatistics {
     var: Tensor,
 }
 
+impl MicroBatchStatistics {
+    fn shallow_clone(&self) -> Self {
+        MicroBatchStatistics { count: self.count, mean: self.mean.shallow_clone(), var: self.var.shallow_clone() }
+    }
+}
+
+/// What the norms of a partition have collected of one micro-batch.
+#[derive(Default)]
+pub(crate) struct CollectedStatistics(Vec<((usize, usize), MicroBatchStatistics)>);
+
 /// The merged statistics of the first micro-batches of a step.
 struct MergedStatistics {
     micro_batches: u32,
@@ -92,9 +102,6 @@ impl DeferredBatchNorm {
         if mode == PassMode::Evaluate {
             return Ok(normalize(running_mean, running_var, false)?);
         }
-        if mode == PassMode::Train && self.norms.get(&position).is_some_and(|n| n.collected.len() >= COLLECTED_MAX) {
-            self.merge_before(micro_batch)?;
-        }
         let count = x.numel() / running_mean.numel().max(1);
         if count < 2 {
             let source = format!(
@@ -121,8 +128,12 @@ impl DeferredBatchNorm {
         Ok(y)
     }
 
-    /// Merges the norms that have collected every micro-batch before `next`, so that none of them can still be missing.
-    fn merge_before(&mut self, next: MicroBatchId) -> Result<(), Fault> {
+    /// Must be called before each training pass: if many micro-batches have been collected, merges the norms that have all those
+    /// before `next`, so that none of them can still be missing.
+    pub(crate) fn merge_if_full(&mut self, next: MicroBatchId) -> Result<(), Fault> {
+        if !self.norms.values().any(|norm| norm.collected.len() >= COLLECTED_MAX) {
+            return Ok(());
+        }
         let complete = |norm: &&mut Norm| {
             let first = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);
             norm.collected.keys().map(|m| m.0).eq(first..next.0)
@@ -137,9 +148,30 @@ impl DeferredBatchNorm {
         tch::no_grad(|| in_turn(norms).iter_mut().try_for_each(|norms| update_running_statistics(norms)))
     }
 
+    /// What the norms have collected of a micro-batch, to be [entered](Self::enter) again when a CUDA graph has computed new values
+    /// in the same memory.
+    pub(crate) fn collected(&self, micro_batch: MicroBatchId) -> CollectedStatistics {
+        let collected = self.norms.iter().filter_map(|(place, norm)| {
+            norm.collected.get(&micro_batch).map(|statistics| (*place, statistics.shallow_clone()))
+        });
+        CollectedStatistics(collected.collect())
+    }
+
+    /// Enters statistics that were collected before.
+    pub(crate) fn enter(&mut self, micro_batch: MicroBatchId, statistics: &CollectedStatistics) -> Result<(), Fault> {
+        for (place, statistics) in &statistics.0 {
+            let norm = self.norms.get_mut(place).ok_or_else(|| Fault::internal("a batch norm that has run", "none"))?;
+            norm.collected.insert(micro_batch, statistics.shallow_clone());
+        }
+        Ok(())
+    }
+
     /// Drops the statistics of the step.
     pub fn discard(&mut self) {
-        self.norms.clear();
+        for norm in self.norms.values_mut() {
+            norm.merged = None;
+            norm.collected.clear();
+        }
     }
 }
 

@@ -32,6 +32,12 @@ pub struct LossTarget {
     pub share: f64,
 }
 
+impl LossTarget {
+    pub(crate) fn shallow_clone(&self) -> Self {
+        LossTarget { loss: self.loss.clone(), target: self.target.shallow_clone(), share: self.share }
+    }
+}
+
 /// The loss and score of one micro-batch, from the last partition.
 pub struct Score {
     /// The mean loss over the rows of the micro-batch.
@@ -42,12 +48,34 @@ pub struct Score {
     pub classes: Option<ClassCounts>,
 }
 
+impl Score {
+    /// Handles of the same tensors. A training pass counts no classes.
+    pub(crate) fn shallow_clone(&self) -> Self {
+        let correct = self.correct.as_ref().map(Tensor::shallow_clone);
+        Score { loss: self.loss.shallow_clone(), correct, classes: self.classes.clone() }
+    }
+}
+
 /// What a forward pass keeps for the backward pass.
 enum SavedActivations {
     /// Only the input: the plan recomputes the rest.
     Input,
     /// The outputs with their autograd graphs, per later partition; in the last partition, the loss.
     Graph(Vec<Parcel>),
+    /// Everything, in the memory of a CUDA graph; see [`WorkerGraphs`](crate::runtime::graphs::WorkerGraphs).
+    Recorded,
+}
+
+/// What a training pass keeps for its backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// Everything.
+    Activations,
+    /// Only the input: the rest is computed again.
+    Input,
+    /// Nothing: there is no backward pass, because neither this partition nor one before it has a parameter to train. Dropout draws,
+    /// and batch norms use and collect the statistics of the batch, as in any training.
+    Nothing,
 }
 
 /// A micro-batch between its forward and its backward pass in one partition.
@@ -95,37 +123,64 @@ impl Forward<'_> {
             .map(|(_, output)| output)
     }
 
-    /// Runs a forward pass in training that has no backward pass, because neither this partition nor one before it has a
-    /// parameter to train. Dropout draws, and batch norms use and collect the statistics of the batch, as in any training.
-    pub fn train_frozen(self) -> Result<ForwardOutput, Fault> {
-        let Forward { partition, micro_batch, stream, arrived, goal } = self;
-        tch::no_grad(|| run_layers(partition, PassMode::Train, micro_batch, stream, &arrived, goal.as_ref()))
-            .map(|(_, output)| output)
-    }
-
-    /// Runs a forward pass in training. With `recompute`, it keeps only the input, and [`InFlight::recompute`] must be
-    /// called before the backward pass. `needs_gradient` tells of each earlier partition whether it has a backward pass.
+    /// Runs a forward pass in training. If it keeps only the input, [`InFlight::recompute`] must be called before the backward pass.
+    /// `needs_gradient` tells of each earlier partition whether it has a backward pass.
     pub fn train(
         self,
-        recompute: bool,
+        kept: Kept,
         needs_gradient: impl Fn(PartitionId) -> bool,
-    ) -> Result<(ForwardOutput, InFlight), Fault> {
+    ) -> Result<(ForwardOutput, Option<InFlight>), Fault> {
         let Forward { partition, micro_batch, stream, arrived, goal } = self;
         // Nobody needs the gradient of the data itself, so it is not computed.
-        let arrived = if partition.is_first() { arrived } else { leaves(arrived, needs_gradient)? };
+        let no_leaves = kept == Kept::Nothing || partition.is_first();
+        let arrived = if no_leaves { arrived } else { leaves(arrived, needs_gradient)? };
         let mut pass = || run_layers(partition, PassMode::Train, micro_batch, stream, &arrived, goal.as_ref());
-        let (held, output) = if recompute {
-            let (_, output) = tch::no_grad(pass)?;
-            (SavedActivations::Input, output)
-        } else {
-            let (graph, output) = pass()?;
-            (SavedActivations::Graph(graph), output)
+        let (held, output) = match kept {
+            Kept::Nothing => return Ok((tch::no_grad(pass)?.1, None)),
+            Kept::Input => (SavedActivations::Input, tch::no_grad(pass)?.1),
+            Kept::Activations => {
+                let (graph, output) = pass()?;
+                (SavedActivations::Graph(graph), output)
+            }
         };
-        Ok((output, InFlight { micro_batch, stream, arrived, goal, held }))
+        Ok((output, Some(InFlight { micro_batch, stream, arrived, goal, held })))
     }
 }
 
 impl InFlight {
+    /// A micro-batch whose forward pass has run as a CUDA graph.
+    pub(crate) fn recorded(
+        micro_batch: MicroBatchId,
+        stream: Stream,
+        arrived: Vec<Parcel>,
+        goal: Option<LossTarget>,
+    ) -> Self {
+        InFlight { micro_batch, stream, arrived, goal, held: SavedActivations::Recorded }
+    }
+
+    /// Whether its activations are in the memory of a CUDA graph.
+    pub(crate) fn is_recorded(&self) -> bool {
+        matches!(self.held, SavedActivations::Recorded)
+    }
+
+    /// What arrived from earlier partitions, as leaves.
+    pub(crate) fn arrived(&self) -> &[Parcel] {
+        &self.arrived
+    }
+
+    /// Where the backward pass starts, with these gradients of the later partitions, in the order of partitions.
+    pub(crate) fn roots(&self, gradients: &[Vec<Option<Tensor>>]) -> Result<Vec<Root>, Fault> {
+        let SavedActivations::Graph(graph) = &self.held else {
+            return Err(Fault::internal("a forward pass with its autograd graph", "none"));
+        };
+        let mut roots = match &self.goal {
+            Some(goal) => loss_roots(graph, goal.share)?,
+            None => output_roots(graph, gradients)?,
+        };
+        roots.retain(|(tensor, _)| tensor.requires_grad());
+        Ok(roots)
+    }
+
     /// Runs the forward pass again, this time with its graph.
     pub fn recompute(&mut self, partition: &mut Partition) -> Result<(), Fault> {
         let goal = self.goal.as_ref();
@@ -142,14 +197,7 @@ impl InFlight {
         gradients: Vec<Vec<Option<Tensor>>>,
         watched: Option<&WatchedParameters<'_>>,
     ) -> Result<Vec<GradientParcel>, Fault> {
-        let SavedActivations::Graph(graph) = self.held else {
-            return Err(Fault::internal("a recomputation before the backward pass", "none"));
-        };
-        let mut roots = match &self.goal {
-            Some(goal) => loss_roots(graph, goal.share)?,
-            None => output_roots(graph, gradients)?,
-        };
-        roots.retain(|(tensor, _)| tensor.requires_grad());
+        let roots = self.roots(&gradients)?;
         if !roots.is_empty() {
             engine::backward(&roots, watched)?;
         }
@@ -162,35 +210,30 @@ impl InFlight {
 }
 
 /// A tensor from which a backward pass starts, with its upstream gradient.
-type Root = (Tensor, Option<Tensor>);
+pub(crate) type Root = (Tensor, Option<Tensor>);
 
 /// The roots of the last partition: its losses, weighted by the micro-batch's share.
-fn loss_roots(graph: Vec<Parcel>, share: f64) -> Result<Vec<Root>, Fault> {
-    let losses = graph.into_iter().flat_map(|(_, tensors)| tensors);
-    losses
-        .map(|loss| {
-            let share = loss.f_full_like(share)?;
-            Ok((loss, Some(share)))
-        })
-        .collect()
+fn loss_roots(graph: &[Parcel], share: f64) -> Result<Vec<Root>, Fault> {
+    let losses = graph.iter().flat_map(|(_, tensors)| tensors);
+    losses.map(|loss| Ok((loss.shallow_clone(), Some(loss.f_full_like(share)?)))).collect()
 }
 
 /// The roots of any other partition: its outputs, with the gradients that arrived for them.
-fn output_roots(graph: Vec<Parcel>, gradients: Vec<Vec<Option<Tensor>>>) -> Result<Vec<Root>, Fault> {
+fn output_roots(graph: &[Parcel], gradients: &[Vec<Option<Tensor>>]) -> Result<Vec<Root>, Fault> {
     let mut roots = Vec::new();
-    for ((to, tensors), gradients) in graph.into_iter().zip(gradients) {
+    for ((to, tensors), gradients) in graph.iter().zip(gradients) {
         if tensors.len() != gradients.len() {
             let expected = format!("{} gradients from partition {to}", tensors.len());
             return Err(Fault::protocol(expected, gradients.len().to_string()));
         }
-        for (tensor, gradient) in tensors.into_iter().zip(gradients) {
+        for (tensor, gradient) in tensors.iter().zip(gradients) {
             if let (true, Some(gradient)) = (tensor.requires_grad(), gradient) {
                 if gradient.kind() != tensor.kind() {
                     // libtorch would cast it silently.
                     let expected = format!("a gradient of type {:?} from partition {to}", tensor.kind());
                     return Err(Fault::protocol(expected, format!("{:?}", gradient.kind())));
                 }
-                roots.push((tensor, Some(gradient)));
+                roots.push((tensor.shallow_clone(), Some(gradient.shallow_clone())));
             }
         }
     }
@@ -221,6 +264,9 @@ fn run_layers(
     arrived: &[Parcel],
     goal: Option<&LossTarget>,
 ) -> Result<(Vec<Parcel>, ForwardOutput), Fault> {
+    if mode == PassMode::Train {
+        partition.norms().merge_if_full(micro_batch)?;
+    }
     let _autocast = partition.autocast()?;
     let (input, skips) = partition.unpack(arrived)?;
     let versions = || arrived.iter().flat_map(|(_, tensors)| tensors).map(engine::version).collect::<Vec<_>>();

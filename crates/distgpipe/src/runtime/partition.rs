@@ -263,6 +263,12 @@ impl Partition {
         self.tensors().filter(|(spec, tensor)| spec.role == Role::Parameter && tensor.requires_grad())
     }
 
+    /// All leaves that get gradients, tied ones included, in the order of layers.
+    pub(crate) fn trained_leaves(&self) -> Vec<Tensor> {
+        let leaves = self.all_tensors().filter(|(spec, t, _)| spec.role == Role::Parameter && t.requires_grad());
+        leaves.map(|(_, tensor, _)| tensor.shallow_clone()).collect()
+    }
+
     /// The running statistics of its batch norms.
     pub fn norms(&mut self) -> &mut DeferredBatchNorm {
         &mut self.norms

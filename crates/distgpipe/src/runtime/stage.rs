@@ -14,7 +14,8 @@ use crate::engine::{self, Stream, WatchedParameters};
 use crate::failure::{Failure, Fault};
 use crate::model::loss::LossFunction;
 use crate::runtime::gradient_watch::GradientWatch;
-use crate::runtime::micro_batch_pass::{for_convolutions, Forward, InFlight, LossTarget, Score};
+use crate::runtime::graphs::WorkerGraphs;
+use crate::runtime::micro_batch_pass::{for_convolutions, Forward, InFlight, Kept, LossTarget, Score};
 use crate::runtime::partition::Partition;
 use crate::runtime::portal::Parcel;
 use crate::runtime::trace::{now_ns, Phase, Recorder};
@@ -65,6 +66,8 @@ pub struct Stage {
     pub captured: Vec<(String, Tensor)>,
     /// The faults that tests inject.
     pub scenario: Scenario,
+    /// The CUDA graphs of its training passes, if it has any.
+    pub graphs: Option<WorkerGraphs>,
 }
 
 /// The loss and score of a step, as far as this worker computed them.
@@ -122,6 +125,9 @@ impl Stage {
         let name = self.name.clone();
         let rows = split_rows(step).map_err(|fault| Failure::new(&name, "starting a step", fault))?;
         let role = self.topology.role_of(self.id);
+        if let Some(graphs) = self.graphs.as_mut().filter(|_| step.purpose.runs_backward()) {
+            graphs.begin_step(step).map_err(|fault| Failure::new(&name, "starting a step", fault))?;
+        }
         let mut running = StepRun {
             stage: self,
             step,
@@ -136,7 +142,11 @@ impl Stage {
             running.perform(plan, *action).map_err(|fault| Failure::new(&name, action.to_string(), fault))?;
             running.actions_done += 1;
         }
-        Ok(running.outcome)
+        let outcome = running.outcome;
+        if let Some(graphs) = self.graphs.as_mut().filter(|_| step.purpose.runs_backward()) {
+            graphs.end_step().map_err(|fault| Failure::new(&name, "ending a step", fault))?;
+        }
+        Ok(outcome)
     }
 
     /// Takes a message of another worker, and records what the wait for it was spent on.
@@ -166,6 +176,9 @@ impl StepRun<'_> {
         self.stage.abort.check()?;
         self.set_status(Activity::Running(action));
         self.inject_fault(action)?;
+        if let Some(graphs) = &mut self.stage.graphs {
+            graphs.enter_lane(action.micro_batch)?;
+        }
         match action.op {
             Op::Forward => self.forward(plan, action),
             Op::Recompute => self.recompute(action),
@@ -203,12 +216,19 @@ impl StepRun<'_> {
         let forward = Forward { partition, micro_batch: m, stream, arrived, goal };
         let output = if !self.step.purpose.runs_backward() {
             forward.evaluate()?
-        } else if plan.has_backward(p) {
-            let (output, in_flight) = forward.train(plan.recomputes(p, m), |from| plan.has_backward(from))?;
-            self.in_flight.insert((p, m), in_flight);
-            output
         } else {
-            forward.train_frozen()?
+            let kept = match plan.has_backward(p) {
+                true if plan.recomputes(p, m) => Kept::Input,
+                true => Kept::Activations,
+                false => Kept::Nothing,
+            };
+            let needs_gradient = |from| plan.has_backward(from);
+            let (output, in_flight) = match &mut self.stage.graphs {
+                Some(graphs) => graphs.forward(p, forward, kept, needs_gradient)?,
+                None => forward.train(kept, needs_gradient)?,
+            };
+            self.in_flight.extend(in_flight.map(|in_flight| ((p, m), in_flight)));
+            output
         };
         self.record(Phase::Forward, action, start);
         if let Some(score) = output.score {
@@ -231,7 +251,10 @@ impl StepRun<'_> {
         let start = now_ns();
         let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| missing(action))?;
         let in_flight = self.in_flight.get_mut(&(p, m)).ok_or_else(|| missing(action))?;
-        in_flight.recompute(partition)?;
+        match &mut self.stage.graphs {
+            Some(graphs) => graphs.recompute(p, m, partition, in_flight)?,
+            None => in_flight.recompute(partition)?,
+        }
         self.record(Phase::Recompute, action, start);
         Ok(())
     }
@@ -307,7 +330,13 @@ impl StepRun<'_> {
                 watch.partition_is_final(partition);
                 parcels
             }
-            None => in_flight.backward(gradients, None)?,
+            None => match &mut self.stage.graphs {
+                Some(graphs) => {
+                    let partition = self.stage.partitions.get_mut(&p).ok_or_else(|| missing(action))?;
+                    graphs.backward(p, m, partition, in_flight, gradients)?
+                }
+                None => in_flight.backward(gradients, None)?,
+            },
         };
         for (to, tensors) in parcels {
             if p.index() > 0 && plan.has_backward(to) {

@@ -18,6 +18,7 @@ use crate::engine::{self, Meter, Stream};
 use crate::failure::{Failure, Fault};
 use crate::model::Model;
 use crate::runtime::all_reduce::RingAllReduce;
+use crate::runtime::graphs::WorkerGraphs;
 use crate::runtime::optimizer::Optimizer;
 use crate::runtime::parameter_groups::{ParameterGroups, ParameterSettings};
 use crate::runtime::partition::{Partition, PartitionOptions, WorkerTensors};
@@ -130,6 +131,11 @@ impl BuiltWorker {
             CudaStream::new(index)?.enter()?;
             cuda::backward_on_this_thread();
         }
+        // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
+        let graphs = match job.replicas {
+            1 => WorkerGraphs::new(job.graphs, device)?,
+            _ => None,
+        };
         let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links)?;
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);
@@ -164,6 +170,7 @@ impl BuiltWorker {
             codecs: job.codecs,
             captured: Vec::new(),
             scenario,
+            graphs,
         };
         Ok(BuiltWorker {
             stage,

@@ -2,6 +2,7 @@
 
 use crate::comm::traffic::Traffic;
 use crate::runtime::clipping::{AfterBackward, F64Bits};
+use crate::runtime::graphs::GraphReport;
 use crate::runtime::trace::{PhaseTimes, Span};
 use crate::train::metrics::ClassCounts;
 use distgpipe_core::WorkerId;
@@ -143,6 +144,9 @@ pub struct StepReport {
     pub links: Vec<(WorkerId, Traffic)>,
     /// Single events, if [`Job::trace`](super::Job::trace) asks for them.
     pub spans: Vec<Span>,
+    /// What the worker has recorded as CUDA graphs in this step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub graphs: Option<GraphReport>,
 }
 
 impl StepReport {

@@ -7,6 +7,7 @@ use crate::engine::{self, Device, Devices, Precision};
 use crate::failure::Fault;
 use crate::model::loss::Loss;
 use crate::model::ModelSpec;
+use crate::runtime::graphs::{GraphOptions, LANES_MAX};
 use crate::runtime::optimizer::Optim;
 use crate::runtime::parameter_groups::ParameterGroup;
 use distgpipe_core::partition::Balance;
@@ -50,6 +51,9 @@ pub struct Job {
     pub channels_last: bool,
     /// The floating-point type of the forward pass.
     pub precision: Precision,
+    /// Whether workers on GPUs record their passes as CUDA graphs.
+    #[serde(default)]
+    pub graphs: GraphOptions,
     /// Whether reports contain single events ([`Span`](crate::runtime::trace::Span)), for a trace.
     pub trace: bool,
     /// The time-outs of the run.
@@ -79,6 +83,10 @@ impl Job {
         }
         self.codecs.check(&plan).map_err(|e| Fault::invalid_job("`Builder::codecs`", e))?;
         engine::check_threads(self.threads).map_err(|e| Fault::invalid_job("`Builder::threads`", e))?;
+        if !(1..=LANES_MAX).contains(&self.graphs.streams) {
+            let text = format!("expected 1 to {LANES_MAX} streams, got {}", self.graphs.streams);
+            return Err(Fault::invalid_job("`Builder::graphs`", text));
+        }
         if !(1..=REPLICAS_MAX).contains(&self.replicas) {
             let text = format!("expected 1 to {REPLICAS_MAX}, got {}", self.replicas);
             return Err(Fault::invalid_job("`Builder::replicas`", text));

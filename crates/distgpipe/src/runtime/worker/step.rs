@@ -6,9 +6,11 @@ use crate::comm::protocol::{forward_plan, Purpose, StepCommand, StepReport};
 use crate::comm::status::Activity;
 use crate::comm::traffic::Traffic;
 use crate::engine;
+use crate::engine::cuda::{self, CudaStream};
 use crate::failure::{Failure, Fault};
 use crate::runtime::clipping::{scale_gradients, squared_norms, AfterBackward, F64Bits};
 use crate::runtime::divergence::{is_check_due, parameter_max};
+use crate::runtime::graphs::WorkerGraphs;
 use crate::runtime::partition::Partition;
 use crate::runtime::trace::{now_ns, Phase};
 use distgpipe_core::schedule::Plan;
@@ -28,7 +30,7 @@ impl BuiltWorker {
         let mut sharing = None;
         let outcome = if step.purpose.runs_backward() {
             if step.fresh {
-                self.clear_gradients();
+                self.clear_gradients().map_err(failed(&name, "starting a step"))?;
             }
             sharing = self.start_all_reduce(step).map_err(failed(&name, "starting a step"))?;
             let topology = self.stage.topology.clone();
@@ -44,6 +46,10 @@ impl BuiltWorker {
         let finished = self.after_backward(step, sharing)?;
         let (loss_sum, correct) = outcome.totals().map_err(failed(&name, "adding up the loss"))?;
         self.wait_for_links().map_err(failed(&name, "sending"))?;
+        // Steps do not overlap on the GPU either: tensors of CUDA graphs are overwritten in the next one.
+        if let Some(index) = cuda::index(self.stage.device) {
+            CudaStream::current(index).and_then(CudaStream::synchronize).map_err(failed(&name, "computing"))?;
+        }
         let (phases, mut spans) = self.stage.recorder.take();
         spans.append(&mut self.link_codecs.background.take());
         Ok(StepReport {
@@ -56,6 +62,7 @@ impl BuiltWorker {
             reserved_bytes: engine::reserved_bytes(self.stage.device),
             links: self.link_traffic(),
             spans,
+            graphs: self.stage.graphs.as_mut().and_then(WorkerGraphs::take_report),
             ..finished
         })
     }
@@ -154,14 +161,15 @@ impl BuiltWorker {
     fn update_parameters(&mut self, learning_rate: f64) -> Result<Option<F64Bits>, Fault> {
         let parameters = self.stage.partitions.values().flat_map(Partition::trained);
         self.optimizer.step(parameters.map(|(_, parameter)| parameter), learning_rate)?;
-        self.clear_gradients();
+        self.clear_gradients()?;
         self.updates += 1;
         let max = if is_check_due(self.updates) { parameter_max(self.parameters())? } else { None };
         Ok(max.map(F64Bits))
     }
 
-    fn clear_gradients(&mut self) {
+    fn clear_gradients(&mut self) -> Result<(), Fault> {
         self.stage.partitions.values().for_each(Partition::clear_gradients);
+        self.stage.graphs.as_mut().map_or(Ok(()), WorkerGraphs::clear_gradients)
     }
 
     /// The parameters that this worker trains.

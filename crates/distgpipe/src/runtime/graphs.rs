@@ -1,0 +1,625 @@
+//! A worker's training passes as CUDA graphs.
+//!
+//! Launching the kernels of a small micro-batch takes a GPU's host longer than running them takes the GPU. So a worker records the
+//! forward pass, the recomputation and the backward pass of each micro-batch once, and then starts each with one call.
+//!
+//! ```text
+//!   steps 0 1      as any other: libtorch chooses algorithms and allocates workspaces
+//!   step  2        each pass is recorded and then run, in the order of the plan
+//!   steps 3 …      input ─copy─► static tensors ─► graph ─► static tensors ─► as any output
+//! ```
+//!
+//! - Micro-batches are dealt to lanes: a stream, a pool of memory and sums of gradients each. The passes of a lane run in the order in
+//!   which they were recorded, so a pass may use memory that an earlier one no longer needs, as without graphs. Lanes run beside
+//!   each other and fill the GPU. Their sums of gradients are added at the end of the step.
+//! - A step of another size (the last batch of an epoch), evaluation, and passes that cannot be recorded run without graphs.
+//! - No tensor of a graph is used after the step: a worker waits for its GPU before it reports.
+
+use crate::comm::protocol::StepCommand;
+use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool};
+use crate::engine::{self, SeedTable};
+use crate::failure::Fault;
+use crate::runtime::deferred_batch_norm::CollectedStatistics;
+use crate::runtime::micro_batch_pass::{Forward, ForwardOutput, GradientParcel, InFlight, Kept, LossTarget, Score};
+use crate::runtime::partition::Partition;
+use crate::runtime::portal::Parcel;
+use distgpipe_core::{MicroBatchId, PartitionId};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::str::FromStr;
+use tch::Tensor;
+
+/// Steps of one size before passes are recorded.
+const WARM_UP_STEPS: usize = 2;
+
+/// The most lanes of a worker.
+pub const LANES_MAX: usize = 8;
+
+/// Whether the passes of a worker on a GPU are recorded as CUDA graphs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GraphMode {
+    /// Where it is possible. The report of the run says where it is not.
+    #[default]
+    Auto,
+    /// As `Auto`, but a pass that cannot be recorded ends the run.
+    On,
+    /// Never.
+    Off,
+}
+
+impl FromStr for GraphMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(GraphMode::Auto),
+            "on" => Ok(GraphMode::On),
+            "off" => Ok(GraphMode::Off),
+            _ => Err("expected `auto`, `on` or `off`".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for GraphMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            GraphMode::Auto => "auto",
+            GraphMode::On => "on",
+            GraphMode::Off => "off",
+        })
+    }
+}
+
+/// How workers on GPUs use CUDA graphs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GraphOptions {
+    /// Whether passes are recorded.
+    pub mode: GraphMode,
+    /// How many micro-batches of a worker the GPU may compute at a time: 1 to [`LANES_MAX`].
+    pub streams: usize,
+}
+
+impl Default for GraphOptions {
+    fn default() -> Self {
+        GraphOptions { mode: GraphMode::Auto, streams: 2 }
+    }
+}
+
+/// What a worker has recorded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GraphReport {
+    /// How many micro-batches of its partitions run as graphs.
+    pub micro_batches: usize,
+    /// The partitions that run without graphs, and why.
+    pub refused: BTreeMap<u32, String>,
+}
+
+/// What the graphs of a step depend on besides shapes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct StepSize {
+    rows: usize,
+    all_micro_batches: usize,
+    first: usize,
+    batches: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    /// How many steps of this size have run.
+    WarmUp(usize),
+    /// This step records.
+    Recording,
+    Recorded,
+}
+
+/// A stream, and the memory of the graphs that run in it.
+struct Lane {
+    stream: CudaStream,
+    pool: GraphPool,
+}
+
+/// The gradients of a partition's parameters, summed by each lane. Those of the first lane are the gradients themselves.
+struct GradientSums {
+    parameters: Vec<Tensor>,
+    /// Whether any pass has a gradient for the parameter.
+    used: Vec<bool>,
+    of_lanes: Vec<Vec<Tensor>>,
+}
+
+impl GradientSums {
+    fn new(partition: &Partition, lanes: usize) -> Result<Self, Fault> {
+        let parameters = partition.trained_leaves();
+        let zeros = |parameter: &Tensor| Ok::<_, Fault>(parameter.f_detach()?.f_zeros_like()?);
+        let mut own = Vec::new();
+        for parameter in &parameters {
+            own.push(match engine::grad(parameter) {
+                Some(gradient) => gradient,
+                None => {
+                    let gradient = zeros(parameter)?;
+                    cuda::set_grad(parameter, &gradient)?;
+                    gradient
+                }
+            });
+        }
+        let mut of_lanes = vec![own];
+        for _ in 1..lanes {
+            of_lanes.push(parameters.iter().map(zeros).collect::<Result<_, _>>()?);
+        }
+        Ok(GradientSums { used: vec![false; parameters.len()], parameters, of_lanes })
+    }
+
+    /// Drops the sums of parameters that no pass uses: the optimizer must not see a gradient of theirs.
+    fn keep_used(&mut self) {
+        let used = std::mem::take(&mut self.used);
+        for (parameter, _) in self.parameters.iter().zip(&used).filter(|(_, used)| !**used) {
+            engine::clear_grad(parameter);
+        }
+        let keep = |tensors: &mut Vec<Tensor>| {
+            let mut used = used.iter();
+            tensors.retain(|_| used.next() == Some(&true));
+        };
+        self.of_lanes.iter_mut().for_each(keep);
+        keep(&mut self.parameters);
+        self.used = vec![true; self.parameters.len()];
+    }
+
+    /// Sets all sums to 0 and makes those of the first lane the gradients again.
+    fn clear(&self) -> Result<(), Fault> {
+        self.of_lanes.iter().try_for_each(|sums| cuda::zero(sums))?;
+        self.parameters.iter().zip(&self.of_lanes[0]).try_for_each(|(parameter, sum)| cuda::set_grad(parameter, sum))
+    }
+
+    /// Adds the sums of all lanes to those of the first.
+    fn add_lanes(&self) -> Result<(), Fault> {
+        self.of_lanes.iter().skip(1).try_for_each(|sums| {
+            cuda::add(&self.of_lanes[0], sums)?;
+            cuda::zero(sums)
+        })
+    }
+}
+
+/// A recorded micro-batch of a partition.
+struct RecordedPass {
+    inputs: Vec<Parcel>,
+    goal: Option<LossTarget>,
+    seeds: SeedTable,
+    forward: Graph,
+    parcels: Vec<Parcel>,
+    score: Option<Score>,
+    statistics: CollectedStatistics,
+    recomputation: Option<Graph>,
+    backward: Option<RecordedBackward>,
+}
+
+struct RecordedBackward {
+    graph: Graph,
+    upstream: Vec<Vec<Option<Tensor>>>,
+    gradients: Vec<GradientParcel>,
+}
+
+/// The graphs of one worker.
+pub struct WorkerGraphs {
+    mode: GraphMode,
+    device: usize,
+    lanes: Vec<Lane>,
+    size: Option<StepSize>,
+    progress: Progress,
+    /// Whether the current step uses graphs.
+    active: bool,
+    /// How many lanes the current step still uses.
+    lanes_used: usize,
+    current: usize,
+    passes: HashMap<(PartitionId, MicroBatchId), RecordedPass>,
+    sums: BTreeMap<PartitionId, GradientSums>,
+    refused: BTreeMap<PartitionId, String>,
+    report: Option<GraphReport>,
+}
+
+impl WorkerGraphs {
+    /// The graphs of a worker whose thread has entered its own stream; `None` if it has none.
+    pub fn new(options: GraphOptions, device: tch::Device) -> Result<Option<Self>, Fault> {
+        let Some(device) = cuda::index(device).filter(|_| options.mode != GraphMode::Off) else { return Ok(None) };
+        let mut lanes = vec![Lane { stream: CudaStream::current(device)?, pool: GraphPool::new(device) }];
+        for _ in 1..options.streams {
+            lanes.push(Lane { stream: CudaStream::new(device)?, pool: GraphPool::new(device) });
+        }
+        Ok(Some(WorkerGraphs {
+            mode: options.mode,
+            device,
+            lanes,
+            size: None,
+            progress: Progress::WarmUp(0),
+            active: false,
+            lanes_used: 1,
+            current: 0,
+            passes: HashMap::new(),
+            sums: BTreeMap::new(),
+            refused: BTreeMap::new(),
+            report: None,
+        }))
+    }
+
+    /// Decides how the passes of a training step run.
+    pub fn begin_step(&mut self, step: &StepCommand) -> Result<(), Fault> {
+        let &StepCommand { rows, all_micro_batches, first, batches, .. } = step;
+        let size = Some(StepSize { rows, all_micro_batches, first, batches });
+        let same = self.size == size;
+        self.active = match self.progress {
+            Progress::WarmUp(steps) if same && steps >= WARM_UP_STEPS => {
+                self.progress = Progress::Recording;
+                // What the steps so far have left would be held beside the pools.
+                cuda::empty_cache()?;
+                true
+            }
+            Progress::WarmUp(steps) => {
+                self.progress = Progress::WarmUp(if same { steps + 1 } else { 1 });
+                self.size = size;
+                false
+            }
+            Progress::Recording | Progress::Recorded => same,
+        };
+        self.lanes_used = 1;
+        if self.active && self.refused.is_empty() {
+            self.lanes_used = self.lanes.len();
+            let begun = Event::record(self.device)?;
+            for lane in &self.lanes[1..] {
+                lane.stream.enter()?;
+                begun.wait()?;
+            }
+            self.lanes[0].stream.enter()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the lane of a micro-batch the thread's current stream.
+    pub fn enter_lane(&mut self, micro_batch: MicroBatchId) -> Result<(), Fault> {
+        let lane = micro_batch.index() % self.lanes_used;
+        if lane != self.current {
+            self.lanes[lane].stream.enter()?;
+            self.current = lane;
+        }
+        Ok(())
+    }
+
+    /// Ends a training step: the worker's own stream waits for all lanes, and their sums are added.
+    pub fn end_step(&mut self) -> Result<(), Fault> {
+        if self.lanes_used > 1 {
+            let mut done = Vec::new();
+            for lane in &self.lanes[1..] {
+                lane.stream.enter()?;
+                done.push(Event::record(self.device)?);
+            }
+            self.enter_own_stream()?;
+            done.iter().try_for_each(Event::wait)?;
+        }
+        if self.progress == Progress::Recording {
+            self.progress = Progress::Recorded;
+            self.sums.values_mut().for_each(GradientSums::keep_used);
+            let refused = self.refused.iter().map(|(partition, why)| (partition.0, why.clone())).collect();
+            self.report = Some(GraphReport { micro_batches: self.passes.len(), refused });
+        }
+        if self.active {
+            self.sums.values().try_for_each(GradientSums::add_lanes)?;
+        }
+        self.active = false;
+        self.lanes_used = 1;
+        self.enter_own_stream()
+    }
+
+    fn enter_own_stream(&mut self) -> Result<(), Fault> {
+        self.current = 0;
+        self.lanes[0].stream.enter()
+    }
+
+    /// What was recorded in the last step, once.
+    pub fn take_report(&mut self) -> Option<GraphReport> {
+        self.report.take()
+    }
+
+    /// Must be called after gradients were cleared: passes that were recorded add to tensors of their own.
+    pub fn clear_gradients(&mut self) -> Result<(), Fault> {
+        if self.progress == Progress::Recorded {
+            self.sums.values().try_for_each(GradientSums::clear)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on without lanes beside each other, for a pass without a graph: libtorch would add its gradients to the same sums.
+    fn leave_lanes(&mut self) -> Result<(), Fault> {
+        if self.lanes_used > 1 {
+            self.lanes.iter().try_for_each(|lane| lane.stream.synchronize())?;
+            self.lanes_used = 1;
+            self.enter_own_stream()?;
+        }
+        Ok(())
+    }
+
+    /// Notes that a partition runs without graphs from now on.
+    fn refuse(&mut self, id: PartitionId, fault: Fault) -> Result<(), Fault> {
+        if self.mode == GraphMode::On {
+            return Err(fault);
+        }
+        self.leave_lanes()?;
+        self.passes.retain(|(partition, _), _| *partition != id);
+        self.refused.entry(id).or_insert_with(|| fault.to_string());
+        Ok(())
+    }
+
+    /// Runs the forward pass of a micro-batch in training.
+    pub fn forward(
+        &mut self,
+        id: PartitionId,
+        forward: Forward<'_>,
+        kept: Kept,
+        needs_gradient: impl Fn(PartitionId) -> bool,
+    ) -> Result<(ForwardOutput, Option<InFlight>), Fault> {
+        let place = (id, forward.micro_batch);
+        if self.active {
+            if let Some(pass) = self.passes.get_mut(&place).filter(|pass| pass.fits(&forward)) {
+                return pass.run_forward(forward, kept);
+            }
+            if self.progress == Progress::Recording && !self.refused.contains_key(&id) {
+                return self.record_forward(id, forward, kept, needs_gradient);
+            }
+            self.leave_lanes()?;
+        }
+        forward.train(kept, needs_gradient)
+    }
+
+    fn record_forward(
+        &mut self,
+        id: PartitionId,
+        forward: Forward<'_>,
+        kept: Kept,
+        needs_gradient: impl Fn(PartitionId) -> bool,
+    ) -> Result<(ForwardOutput, Option<InFlight>), Fault> {
+        let Forward { partition, micro_batch, stream, arrived, goal } = forward;
+        let arrived = arrived
+            .iter()
+            .map(|(from, tensors)| Ok((*from, tensors.iter().map(engine::copy).collect::<Result<Vec<_>, _>>()?)))
+            .collect::<Result<Vec<Parcel>, Fault>>()?;
+        let goal = match goal {
+            Some(goal) => Some(LossTarget { target: engine::copy(&goal.target)?, ..goal }),
+            None => None,
+        };
+        let clones = |parcels: &[Parcel]| {
+            parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
+        };
+        partition.norms().merge_if_full(micro_batch)?;
+        let mut seeds = SeedTable::new(tch::Device::Cuda(self.device))?;
+        let lane = &self.lanes[self.current];
+        let recorded = lane.pool.record(|| {
+            seeds.record(|| {
+                let arrived = clones(&arrived);
+                let goal = goal.as_ref().map(LossTarget::shallow_clone);
+                let forward = Forward { partition: &mut *partition, micro_batch, stream, arrived, goal };
+                forward.train(kept, &needs_gradient)
+            })
+        });
+        let (graph, (output, in_flight)) = match recorded {
+            Ok(recorded) => recorded,
+            Err(fault) => {
+                self.refuse(id, fault)?;
+                return Forward { partition, micro_batch, stream, arrived, goal }.train(kept, needs_gradient);
+            }
+        };
+        seeds.fill(stream)?;
+        graph.launch()?;
+        let inputs = in_flight.as_ref().map_or_else(|| clones(&arrived), |in_flight| clones(in_flight.arrived()));
+        let pass = RecordedPass {
+            inputs,
+            goal,
+            seeds,
+            forward: graph,
+            parcels: clones(&output.parcels),
+            score: output.score.as_ref().map(Score::shallow_clone),
+            statistics: partition.norms().collected(micro_batch),
+            recomputation: None,
+            backward: None,
+        };
+        self.passes.insert((id, micro_batch), pass);
+        Ok((output, in_flight))
+    }
+
+    /// Runs the forward pass of a micro-batch again, this time for its backward pass.
+    pub fn recompute(
+        &mut self,
+        id: PartitionId,
+        micro_batch: MicroBatchId,
+        partition: &mut Partition,
+        in_flight: &mut InFlight,
+    ) -> Result<(), Fault> {
+        let pass = self.passes.get_mut(&(id, micro_batch)).filter(|_| self.active);
+        let recorded = match pass {
+            Some(RecordedPass { recomputation: Some(graph), .. }) if in_flight.is_recorded() => return graph.launch(),
+            Some(pass) if self.progress == Progress::Recording => {
+                let lane = &self.lanes[self.current];
+                let recorded = lane.pool.record(|| pass.seeds.record(|| in_flight.recompute(partition)));
+                recorded.map(|(graph, ())| pass.recomputation.insert(graph).launch())
+            }
+            _ => return in_flight.recompute(partition),
+        };
+        match recorded {
+            Ok(launched) => launched,
+            Err(fault) => {
+                self.refuse(id, fault)?;
+                in_flight.recompute(partition)
+            }
+        }
+    }
+
+    /// Runs the backward pass of a micro-batch; see [`InFlight::backward`].
+    pub fn backward(
+        &mut self,
+        id: PartitionId,
+        micro_batch: MicroBatchId,
+        partition: &mut Partition,
+        mut in_flight: InFlight,
+        upstream: Vec<Vec<Option<Tensor>>>,
+    ) -> Result<Vec<GradientParcel>, Fault> {
+        let pass = self.passes.get_mut(&(id, micro_batch)).filter(|_| self.active);
+        match pass {
+            Some(RecordedPass { backward: Some(backward), .. }) if in_flight.is_recorded() => {
+                if backward.fits(&upstream) {
+                    return backward.run(&upstream);
+                }
+            }
+            Some(_) if self.progress == Progress::Recording => {
+                match self.record_backward(id, micro_batch, partition, &in_flight, &upstream) {
+                    Ok(gradients) => return Ok(gradients),
+                    Err(fault) => self.refuse(id, fault)?,
+                }
+                // The recording may have freed a part of the autograd graph.
+                in_flight.recompute(partition)?;
+            }
+            _ => {}
+        }
+        self.leave_lanes()?;
+        if in_flight.is_recorded() {
+            in_flight.recompute(partition)?;
+        }
+        // Leaves in static memory are those of all steps.
+        in_flight.arrived().iter().flat_map(|(_, tensors)| tensors).for_each(engine::clear_grad);
+        in_flight.backward(upstream, None)
+    }
+
+    fn record_backward(
+        &mut self,
+        id: PartitionId,
+        micro_batch: MicroBatchId,
+        partition: &Partition,
+        in_flight: &InFlight,
+        upstream: &[Vec<Option<Tensor>>],
+    ) -> Result<Vec<GradientParcel>, Fault> {
+        let copy = |gradient: &Option<Tensor>| gradient.as_ref().map(engine::copy).transpose();
+        let upstream = upstream
+            .iter()
+            .map(|gradients| gradients.iter().map(copy).collect())
+            .collect::<Result<Vec<Vec<Option<Tensor>>>, Fault>>()?;
+        if !self.sums.contains_key(&id) {
+            self.sums.insert(id, GradientSums::new(partition, self.lanes.len())?);
+        }
+        let sums = self.sums.get_mut(&id).ok_or_else(|| Fault::internal("sums of gradients", "none"))?;
+        let lane = &self.lanes[self.current];
+        let recorded = lane.pool.record(|| {
+            let roots = in_flight.roots(&upstream)?;
+            let leaves: Vec<&Tensor> =
+                in_flight.arrived().iter().flat_map(|(_, tensors)| tensors).filter(|t| t.requires_grad()).collect();
+            let parameters: Vec<&Tensor> = sums.parameters.iter().collect();
+            if roots.is_empty() {
+                return Ok(cuda::Gradients { used: Vec::new(), leaves: leaves.iter().map(|_| None).collect() });
+            }
+            cuda::gradients(&roots, &parameters, &sums.of_lanes[self.current], &leaves)
+        });
+        let (graph, found) = recorded?;
+        sums.used.iter_mut().zip(found.used).for_each(|(used, now)| *used |= now);
+        let mut found = found.leaves.into_iter();
+        let mut gradient = |tensor: &Tensor| tensor.requires_grad().then(|| found.next().flatten()).flatten();
+        let gradients: Vec<GradientParcel> = in_flight
+            .arrived()
+            .iter()
+            .map(|(from, tensors)| (*from, tensors.iter().map(&mut gradient).collect()))
+            .collect();
+        graph.launch()?;
+        let backward = RecordedBackward { graph, upstream, gradients };
+        let gradients = backward.clone_gradients();
+        if let Some(pass) = self.passes.get_mut(&(id, micro_batch)) {
+            pass.backward = Some(backward);
+        }
+        Ok(gradients)
+    }
+}
+
+fn same_shape(a: &Tensor, b: &Tensor) -> bool {
+    a.size() == b.size() && a.kind() == b.kind()
+}
+
+impl RecordedPass {
+    /// Whether the recorded pass computes what this one would.
+    fn fits(&self, forward: &Forward<'_>) -> bool {
+        let inputs = self.inputs.len() == forward.arrived.len()
+            && self.inputs.iter().zip(&forward.arrived).all(|((from, own), (sender, arrived))| {
+                from == sender && own.len() == arrived.len() && own.iter().zip(arrived).all(|(a, b)| same_shape(a, b))
+            });
+        let goals = match (&self.goal, &forward.goal) {
+            (None, None) => true,
+            (Some(own), Some(other)) => own.share == other.share && same_shape(&own.target, &other.target),
+            _ => false,
+        };
+        inputs && goals
+    }
+
+    fn run_forward(&mut self, forward: Forward<'_>, kept: Kept) -> Result<(ForwardOutput, Option<InFlight>), Fault> {
+        let Forward { partition, micro_batch, stream, arrived, goal } = forward;
+        for ((_, own), (_, arrived)) in self.inputs.iter().zip(&arrived) {
+            own.iter().zip(arrived).try_for_each(|(own, arrived)| cuda::copy(own, arrived))?;
+        }
+        if let (Some(own), Some(goal)) = (&self.goal, &goal) {
+            cuda::copy(&own.target, &goal.target)?;
+        }
+        self.seeds.fill(stream)?;
+        partition.norms().merge_if_full(micro_batch)?;
+        self.forward.launch()?;
+        partition.norms().enter(micro_batch, &self.statistics)?;
+        let clones = |parcels: &[Parcel]| -> Vec<Parcel> {
+            parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
+        };
+        let output =
+            ForwardOutput { parcels: clones(&self.parcels), score: self.score.as_ref().map(Score::shallow_clone) };
+        let goal = self.goal.as_ref().map(LossTarget::shallow_clone);
+        let in_flight =
+            (kept != Kept::Nothing).then(|| InFlight::recorded(micro_batch, stream, clones(&self.inputs), goal));
+        Ok((output, in_flight))
+    }
+}
+
+impl RecordedBackward {
+    fn fits(&self, upstream: &[Vec<Option<Tensor>>]) -> bool {
+        let same = |(a, b): (&Option<Tensor>, &Option<Tensor>)| match (a, b) {
+            (None, None) => true,
+            (Some(a), Some(b)) => same_shape(a, b),
+            _ => false,
+        };
+        self.upstream.len() == upstream.len()
+            && self.upstream.iter().zip(upstream).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(same))
+    }
+
+    fn run(&self, upstream: &[Vec<Option<Tensor>>]) -> Result<Vec<GradientParcel>, Fault> {
+        let pairs = self.upstream.iter().flatten().zip(upstream.iter().flatten());
+        for (own, arrived) in pairs {
+            if let (Some(own), Some(arrived)) = (own, arrived) {
+                cuda::copy(own, arrived)?;
+            }
+        }
+        self.graph.launch()?;
+        Ok(self.clone_gradients())
+    }
+
+    fn clone_gradients(&self) -> Vec<GradientParcel> {
+        let clone = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
+        self.gradients.iter().map(|(to, tensors)| (*to, tensors.iter().map(clone).collect())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mode_is_written_as_it_is_read() {
+        for mode in [GraphMode::Auto, GraphMode::On, GraphMode::Off] {
+            assert_eq!(mode.to_string().parse(), Ok(mode));
+            assert_eq!(serde_json::to_string(&mode).unwrap(), format!("\"{mode}\""));
+        }
+        assert!("yes".parse::<GraphMode>().is_err());
+    }
+
+    #[test]
+    fn a_worker_on_the_cpu_has_no_graphs() {
+        for mode in [GraphMode::Auto, GraphMode::On, GraphMode::Off] {
+            assert!(matches!(WorkerGraphs::new(GraphOptions { mode, streams: 2 }, tch::Device::Cpu), Ok(None)));
+        }
+    }
+}
