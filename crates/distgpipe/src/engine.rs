@@ -6,6 +6,7 @@ mod clock;
 pub mod cuda;
 mod device;
 mod ffi;
+pub mod kernels;
 mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;

@@ -21,6 +21,9 @@ pub enum Fault {
     /// libtorch returned an error.
     #[error("libtorch: {}", first_line(.0))]
     Engine(#[source] tch::TchError),
+    /// Kernels of this crate cannot be compiled or launched on a GPU.
+    #[error("{0}")]
+    Kernels(String),
     /// A layer failed, or broke its contract.
     #[error("layer `{layer}`: {source}")]
     Layer {

@@ -21,7 +21,7 @@ extern "C" {
     fn dg_shares_memory(tensor: *const C_tensor) -> bool;
     fn dg_clear_grad(tensor: *const C_tensor);
     fn dg_version(tensor: *const C_tensor) -> i64;
-    fn dg_bernoulli(tensor: *mut C_tensor, p: f64, seed: u64) -> *mut c_char;
+    fn dg_bump_version(tensor: *mut C_tensor);
     fn dg_normal(tensor: *mut C_tensor, mean: f64, deviation: f64, seed: u64) -> *mut c_char;
     fn dg_uniform(tensor: *mut C_tensor, low: f64, high: f64, seed: u64) -> *mut c_char;
     fn dg_layout(tensor: *const C_tensor) -> c_int;
@@ -159,10 +159,10 @@ pub fn version(tensor: &Tensor) -> i64 {
     unsafe { dg_version(tensor.as_ptr()) }
 }
 
-/// Fills the tensor with 1 at probability `p`, else with 0.
-pub fn bernoulli(tensor: &mut Tensor, p: f64, seed: u64) -> Result<(), String> {
+/// Counts a change of the tensor's memory in libtorch's version counter.
+pub fn bump_version(tensor: &mut Tensor) {
     // SAFETY: a live tensor, borrowed for the call.
-    outcome(unsafe { dg_bernoulli(tensor.as_mut_ptr(), p, seed) })
+    unsafe { dg_bump_version(tensor.as_mut_ptr()) }
 }
 
 /// Fills the tensor from a normal distribution.

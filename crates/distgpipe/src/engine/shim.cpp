@@ -209,8 +209,8 @@ int64_t dg_version(at::Tensor *tensor) {
   }
 }
 
-char *dg_bernoulli(at::Tensor *tensor, double p, uint64_t seed) {
-  return guarded([&] { tensor->bernoulli_(p, generator_for(tensor->device(), seed)); });
+void dg_bump_version(at::Tensor *tensor) {
+  guarded([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
 }
 
 char *dg_normal(at::Tensor *tensor, double mean, double deviation, uint64_t seed) {

@@ -1,0 +1,145 @@
+//! Kernels of our own for NVIDIA GPUs, compiled at run time from the sources in `kernels/`, for the GPU that is there. To build
+//! the project takes neither CUDA's headers nor its compiler.
+//!
+//! A kernel computes what a function of the CPU computes, bit for bit. Its arithmetic is in a header that a C++ compiler for the CPU
+//! understands too, so that tests compare the two without a GPU.
+
+mod driver;
+mod library;
+mod nvrtc;
+
+use super::cuda;
+use crate::failure::Fault;
+use driver::{Driver, Extent, Function};
+use libc::{c_int, c_void};
+use nvrtc::Nvrtc;
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::sync::{Arc, Mutex, PoisonError};
+use tch::{Kind, Tensor};
+
+/// A source file with kernels.
+pub(super) struct Program {
+    name: &'static str,
+    source: &'static str,
+    /// The files that the source includes, by name.
+    headers: &'static [(&'static str, &'static str)],
+    kernels: &'static [&'static CStr],
+}
+
+const PORTABLE: (&str, &str) = ("portable.cuh", include_str!("kernels/portable.cuh"));
+
+static RANDOM: Program = Program {
+    name: "random.cu",
+    source: include_str!("kernels/random.cu"),
+    headers: &[PORTABLE, ("random.cuh", include_str!("kernels/random.cuh"))],
+    kernels: &[c"bernoulli_16", c"bernoulli_32", c"bernoulli_64"],
+};
+
+/// A program that has been compiled for a device and loaded.
+struct Module {
+    functions: HashMap<&'static CStr, Function>,
+}
+
+/// The modules of this process, by the name of the program and the number of the device. A failure is kept too.
+static MODULES: Mutex<Modules> = Mutex::new(None);
+type Modules = Option<HashMap<(&'static str, usize), Result<Arc<Module>, String>>>;
+
+impl Program {
+    /// The program on a device, compiled at the first call.
+    fn on(&self, device: usize) -> Result<Arc<Module>, Fault> {
+        let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        let module = modules.get_or_insert_default().entry((self.name, device)).or_insert_with(|| self.load(device));
+        module.clone().map_err(Fault::Kernels)
+    }
+
+    fn load(&self, device: usize) -> Result<Arc<Module>, String> {
+        let driver = Driver::get()?;
+        let index = c_int::try_from(device).map_err(|_| format!("expected the number of a GPU, got {device}"))?;
+        let context = driver.open(index)?;
+        let code = Nvrtc::get()?.compile(self, context.architecture)?;
+        let functions = driver.functions(context, &code, self.kernels)?;
+        Ok(Arc::new(Module { functions: self.kernels.iter().copied().zip(functions).collect() }))
+    }
+}
+
+impl Module {
+    /// Enqueues a kernel on the thread's current stream of a device.
+    ///
+    /// # Safety
+    /// As for [`Driver::launch`].
+    unsafe fn launch(
+        &self,
+        device: usize,
+        kernel: &CStr,
+        extent: Extent,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), Fault> {
+        let function = self.functions.get(kernel);
+        let function = function.ok_or_else(|| Fault::internal("a kernel of the program", kernel.to_string_lossy()))?;
+        let stream = cuda::current_stream(device)?;
+        // SAFETY: as the caller promises; the stream is one of this device.
+        let launched = unsafe { Driver::get().and_then(|driver| driver.launch(*function, extent, stream, arguments)) };
+        launched.map_err(Fault::Kernels)
+    }
+}
+
+/// A pointer to an argument of a kernel.
+fn argument<T>(value: &mut T) -> *mut c_void {
+    std::ptr::from_mut(value).cast()
+}
+
+/// The blocks of `threads` threads for this many pieces of work, at most as many as fill any GPU several times; the kernels go on
+/// with the next piece in a loop.
+fn extent(work: usize, threads: u32) -> Extent {
+    let blocks = work.div_ceil(threads as usize).clamp(1, 1 << 14);
+    Extent { blocks: blocks as u32, threads }
+}
+
+/// The number of a CUDA device.
+fn cuda_index(tensor: &Tensor) -> Result<usize, Fault> {
+    match tensor.device() {
+        tch::Device::Cuda(index) => Ok(index),
+        other => Err(Fault::internal("a tensor on a CUDA device", format!("one on {other:?}"))),
+    }
+}
+
+/// Whether kernels can be compiled and launched on this device; otherwise why not.
+pub fn check(device: usize) -> Result<(), Fault> {
+    RANDOM.on(device).map(drop)
+}
+
+/// Fills a dense tensor on a CUDA device as [`Stream::bernoulli`](super::Stream::bernoulli) does, with the seed in `seed`, an `Int64`
+/// tensor of one element on the same device. The kernel reads the seed when it runs, so a captured launch can be replayed with
+/// another one.
+pub fn bernoulli(tensor: &mut Tensor, p: f64, seed: &Tensor) -> Result<(), Fault> {
+    let device = cuda_index(tensor)?;
+    let (kernel, mut one) = match tensor.kind() {
+        Kind::Float => (c"bernoulli_32", u64::from(1f32.to_bits())),
+        Kind::Double => (c"bernoulli_64", 1f64.to_bits()),
+        Kind::Half => (c"bernoulli_16", 0x3c00),
+        Kind::BFloat16 => (c"bernoulli_16", 0x3f80),
+        other => return Err(Fault::internal("a tensor of floats", format!("one of {other:?}"))),
+    };
+    let one_seed = seed.kind() == Kind::Int64 && seed.numel() == 1 && seed.device() == tensor.device();
+    if !one_seed || super::layout(tensor).is_none() {
+        let got = format!("a seed {seed:?} and a tensor with strides {:?}", tensor.stride());
+        return Err(Fault::internal("a seed on the tensor's device, and a dense tensor", got));
+    }
+    let (mut count, mut threshold) = (tensor.numel() as u64, super::random::threshold(p));
+    if count == 0 {
+        return Ok(());
+    }
+    let module = RANDOM.on(device)?;
+    let (mut out, mut seed_at) = (tensor.data_ptr(), seed.data_ptr());
+    let arguments = &mut [
+        argument(&mut out),
+        argument(&mut count),
+        argument(&mut seed_at),
+        argument(&mut threshold),
+        argument(&mut one),
+    ];
+    // SAFETY: the arguments are those of the kernel. A dense tensor has `count` elements of the kernel's size from its data pointer, and
+    // the seed has eight bytes. libtorch reuses the memory of tensors only for work behind this one on the same stream.
+    unsafe { module.launch(device, kernel, extent(tensor.numel().div_ceil(2), 256), arguments) }
+}
