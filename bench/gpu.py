@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Measures samples/s and peak memory of plain PyTorch on one GPU, for the same work as `distgpipe train --device cuda:0`.
+"""Measures samples/s of plain PyTorch and of torchgpipe on one GPU, for the same work as the rows of bench/gpu.sh.
 
-usage: bench/gpu.py [--steps 20]      needs: torch 2.11.0 with CUDA, torchvision, transformers
-Prints one JSON line per measurement. Each step reads its data from host memory, as in training, unless the name says otherwise.
+usage: bench/gpu.py [--steps 12] [NAME...]      needs: torch 2.11.0 with CUDA, torchvision, transformers; torchgpipe for its rows
+Prints one JSON line per measurement. Data is on the GPU. Each step is timed from one synchronisation to the next.
 """
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 
 def timed(step, rows, steps, warm_up=5):
@@ -30,64 +35,179 @@ def timed(step, rows, steps, warm_up=5):
     }
 
 
-def mobilenet(rows, steps, channels_last, on_device):
+def images(rows, size, classes):
+    x = torch.randn(rows, 3, size, size, device="cuda").contiguous(memory_format=torch.channels_last)
+    return x, torch.randint(classes, (rows,), device="cuda")
+
+
+def resnet101():
+    from torchvision.models import resnet101
+
+    return resnet101().cuda().train().to(memory_format=torch.channels_last), images(64, 224, 1000), F.cross_entropy
+
+
+def mobilenet():
     from torchvision.models import mobilenet_v2
 
-    torch.cuda.reset_peak_memory_stats()
-    model = mobilenet_v2(num_classes=10, dropout=0.0).cuda().train()
-    x, y = torch.randn(rows, 3, 224, 224), torch.randint(10, (rows,))
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    model = model.to(memory_format=layout)
-    if on_device:
-        x, y = x.cuda().contiguous(memory_format=layout), y.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
-
-    def step():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x.cuda().contiguous(memory_format=layout)), y.cuda())
-        loss.backward()
-        optimizer.step()
-        loss.item()
-
-    return timed(step, rows, steps)
+    model = mobilenet_v2(num_classes=10, dropout=0.0).cuda().train().to(memory_format=torch.channels_last)
+    return model, images(256, 224, 10), F.cross_entropy
 
 
-def transformer(rows, steps):
+def amoebanet():
+    from golden_models import AmoebaNetD
+
+    model = AmoebaNetD(18, 256, 1000).cuda().train().to(memory_format=torch.channels_last)
+    return model, images(64, 224, 1000), F.cross_entropy
+
+
+def unet():
+    from golden_models import UNet
+
+    model = UNet({"depth": 5, "channels": 64, "convolutions": 5}).cuda().train().to(memory_format=torch.channels_last)
+    x, _ = images(32, 192, 1)
+    y = torch.randint(2, (32, 1, 192, 192), device="cuda").float()
+    return model, (x, y), F.binary_cross_entropy_with_logits
+
+
+def roberta():
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
-    torch.cuda.reset_peak_memory_stats()
     config = RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5, num_labels=2)
-    model = RobertaForSequenceClassification(config).cuda().train()
-    ids, mask = torch.randint(5, 50000, (rows, 128)), torch.ones(rows, 128, dtype=torch.int64)
-    y = torch.randint(2, (rows,))
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = RobertaForSequenceClassification(config)
+
+        def forward(self, ids):
+            return self.model(input_ids=ids).logits
+
+    data = torch.randint(5, 50000, (64, 128), device="cuda"), torch.randint(2, (64,), device="cuda")
+    return Logits().cuda().train(), data, F.cross_entropy
+
+
+def whole(make, steps, precision=None):
+    model, (x, y), loss = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
 
     def step():
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(input_ids=ids.cuda(), attention_mask=mask.cuda()).logits, y.cuda())
-        loss.backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss(model(x), y).backward()
         optimizer.step()
-        loss.item()
 
-    return timed(step, rows, steps)
+    return timed(step, len(x), steps)
+
+
+def micro_batched(make, steps, chunks):
+    """Micro-batches one after another, each kernel launched on its own."""
+    model, (x, y), loss = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+
+    def step():
+        optimizer.zero_grad()
+        for a, b in zip(x.chunk(chunks), y.chunk(chunks)):
+            (loss(model(a), b) / chunks).backward()
+        optimizer.step()
+
+    return timed(step, len(x), steps)
+
+
+def graphs(make, steps, chunks, streams, precision=None):
+    """A CUDA graph per stream, which computes a micro-batch and adds its gradients to sums of the stream."""
+    model, (x, y), loss = make()
+    parameters = list(model.parameters())
+    rows = len(x) // chunks
+    lanes = []
+    for _ in range(streams):
+        stream = torch.cuda.Stream()
+        a, b = x[:rows].clone(memory_format=torch.preserve_format), y[:rows].clone()
+        sums = [torch.zeros_like(p) for p in parameters]
+
+        def compute():
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+                result = loss(model(a), b) / chunks
+            torch._foreach_add_(sums, list(torch.autograd.grad(result, parameters)))
+
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            compute()
+        lanes.append((stream, graph, a, b, sums))
+    for p, s in zip(parameters, lanes[0][4]):
+        p.grad = s
+    optimizer = torch.optim.SGD(parameters, lr=0.005)
+
+    def step():
+        main = torch.cuda.current_stream()
+        for lane in lanes:
+            torch._foreach_zero_(lane[4])
+        for i in range(chunks):
+            stream, graph, a, b, _ = lanes[i % streams]
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                a.copy_(x[i * rows:(i + 1) * rows])
+                b.copy_(y[i * rows:(i + 1) * rows])
+                graph.replay()
+        for lane in lanes:
+            main.wait_stream(lane[0])
+        for lane in lanes[1:]:
+            torch._foreach_add_(lanes[0][4], lane[4])
+        optimizer.step()
+
+    return timed(step, len(x), steps)
+
+
+def torchgpipe(make, steps, chunks):
+    from torchgpipe import GPipe
+
+    model, (x, y), loss = make()
+    model = GPipe(nn.Sequential(model), balance=[1], devices=["cuda:0"], chunks=chunks, checkpoint="except_last")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+
+    def step():
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    return timed(step, len(x), steps)
+
+
+RUNS = {
+    "PyTorch ResNet-101, batch 64, whole": lambda n: whole(resnet101, n),
+    "PyTorch ResNet-101, batch 64, 8 micro-batches": lambda n: micro_batched(resnet101, n, 8),
+    "PyTorch ResNet-101, batch 64, 8 micro-batches, CUDA graph": lambda n: graphs(resnet101, n, 8, 1),
+    "PyTorch ResNet-101, batch 64, 8 micro-batches, CUDA graphs on 2 streams": lambda n: graphs(resnet101, n, 8, 2),
+    "PyTorch ResNet-101, batch 64, 8 micro-batches, CUDA graphs on 4 streams, bf16": lambda n: graphs(resnet101, n, 8, 4, "bf16"),
+    "PyTorch MobileNetV2, batch 256, whole": lambda n: whole(mobilenet, n),
+    "PyTorch MobileNetV2, batch 256, 8 micro-batches": lambda n: micro_batched(mobilenet, n, 8),
+    "PyTorch MobileNetV2, batch 256, 8 micro-batches, CUDA graphs on 2 streams": lambda n: graphs(mobilenet, n, 8, 2),
+    "PyTorch RoBERTa-base, batch 64, 128 tokens, whole": lambda n: whole(roberta, n),
+    "PyTorch RoBERTa-base, batch 64, 128 tokens, 8 micro-batches": lambda n: micro_batched(roberta, n, 8),
+    "torchgpipe ResNet-101, batch 64, 8 micro-batches, except_last": lambda n: torchgpipe(resnet101, n, 8),
+    "torchgpipe U-Net (5,64), batch 32, 8 micro-batches, except_last": lambda n: torchgpipe(unet, n, 8),
+    "torchgpipe AmoebaNet-D (18,256), batch 64, 8 micro-batches, except_last": lambda n: torchgpipe(amoebanet, n, 8),
+}
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args().steps
-    runs = {
-        "PyTorch MobileNetV2, batch 256": lambda: mobilenet(256, steps, False, False),
-        "PyTorch MobileNetV2, batch 256, channels-last": lambda: mobilenet(256, steps, True, False),
-        "PyTorch MobileNetV2, batch 256, channels-last, data on the GPU": lambda: mobilenet(256, steps, True, True),
-        "PyTorch RoBERTa-base, batch 64, 128 tokens": lambda: transformer(64, steps),
-    }
-    for name, run in runs.items():
-        try:
-            print(json.dumps({"name": name, **run()}), flush=True)
-        except Exception as error:  # if one cannot run, the others still should
-            print(json.dumps({"name": name, "error": str(error)}), flush=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("names", nargs="*", help="only the measurements whose names contain one of these")
+    options = parser.parse_args()
+    for name, run in RUNS.items():
+        if options.names and not any(part in name for part in options.names):
+            continue
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            print(json.dumps({"name": name, **run(options.steps)}), flush=True)
+        except Exception as error:  # if one cannot run, the others still should
+            print(json.dumps({"name": name, "error": f"{type(error).__name__}: {error}"}), flush=True)
 
 
 if __name__ == "__main__":

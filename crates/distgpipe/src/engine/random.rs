@@ -4,7 +4,7 @@
 //! that layer). So a recomputation draws the same masks bit for bit, whatever other threads draw in the meantime, and a
 //! model's masks and initial weights do not depend on the cut or the placement.
 
-use super::{bytes_mut, ffi, kernels, layout};
+use super::{bytes_mut, ffi, kernels, layout, recorded_draws};
 use crate::failure::Fault;
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -31,6 +31,7 @@ impl Stream {
 
     /// The seed of this stream, for generators outside libtorch.
     pub fn seed(self) -> u64 {
+        recorded_draws::refuse("numbers from a generator of its own");
         self.0
     }
 
@@ -55,10 +56,14 @@ impl Stream {
         match tensor.device() {
             tch::Device::Cpu => fill_tensor(tensor, self.0, threshold(p))?,
             tch::Device::Cuda(index) if kernels::check(index).is_ok() => {
-                let seed = Tensor::f_full([1], self.0 as i64, (Kind::Int64, tensor.device()))?;
+                let seed = match recorded_draws::seed_of(self) {
+                    Some(recorded) => recorded?,
+                    None => Tensor::f_full([1], self.0 as i64, (Kind::Int64, tensor.device()))?,
+                };
                 kernels::bernoulli(tensor, p, &seed)?;
             }
             _ => {
+                recorded_draws::refuse("masks that are drawn on the CPU");
                 let mut drawn = super::empty(&tensor.size(), tensor.kind(), order)?;
                 fill_tensor(&mut drawn, self.0, threshold(p))?;
                 tch::no_grad(|| tensor.f_copy_(&drawn))?;
@@ -70,16 +75,19 @@ impl Stream {
 
     /// Fills the tensor from a normal distribution.
     pub fn normal(self, tensor: &mut Tensor, mean: f64, deviation: f64) -> Result<(), Fault> {
+        recorded_draws::refuse("a normal distribution");
         ffi::normal(tensor, mean, deviation, self.0).map_err(Fault::engine)
     }
 
     /// Fills the tensor from the uniform distribution on [low, high).
     pub fn uniform(self, tensor: &mut Tensor, low: f64, high: f64) -> Result<(), Fault> {
+        recorded_draws::refuse("a uniform distribution");
         ffi::uniform(tensor, low, high, self.0).map_err(Fault::engine)
     }
 
     /// A sequence of numbers from SplitMix64, the same on every machine.
     pub fn draws(self) -> Draws {
+        recorded_draws::refuse("numbers on the host");
         Draws(self.0)
     }
 
