@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 fn main() {
-    for source in ["shim.cpp", "operators.cpp", "cuda.cpp", "guarded.h", "cuda_declarations"] {
+    for source in ["shim.cpp", "operators.cpp", "tensor_list.cpp", "cuda.cpp", "guarded.h", "cuda_declarations"] {
         println!("cargo:rerun-if-changed=src/engine/{source}");
     }
     println!("cargo:rerun-if-changed=build.rs");
@@ -35,6 +35,7 @@ fn main() {
         .include(root.join("include/torch/csrc/api/include"))
         .file("src/engine/shim.cpp")
         .file("src/engine/operators.cpp")
+        .file("src/engine/tensor_list.cpp")
         .file("src/engine/cuda.cpp")
         .compile("distgpipe_shim");
     println!("cargo:libtorch_lib={}", lib.display());

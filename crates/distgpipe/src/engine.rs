@@ -16,6 +16,7 @@ mod process;
 mod random;
 mod recorded_draws;
 mod resource_limits;
+mod tensor_list;
 mod threads;
 
 pub use autocast::{Autocast, Precision};
@@ -38,6 +39,7 @@ pub(crate) use recorded_draws::name as name_stream;
 pub use recorded_draws::{DrawSite, SeedTable};
 pub(crate) use resource_limits::open_files_max;
 pub use resource_limits::{limit_resources, raise_open_files_limit, ResourceLimits};
+pub(crate) use tensor_list::TensorList;
 #[cfg(test)]
 pub(crate) use threads::refusal;
 pub use threads::{check_threads, default_threads, spawn, spawn_scoped, ThreadCountError, ThreadError, THREADS_MAX};

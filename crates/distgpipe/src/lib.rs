@@ -92,7 +92,7 @@ pub use model::zoo;
 pub use model::{Model, ModelSpec};
 pub use runtime::accumulation::AccumulationStep;
 pub use runtime::graphs::{GraphMode, GraphOptions};
-pub use runtime::optimizer::{Optim, ParameterState, Slot, UpdateRule};
+pub use runtime::optimizer::{Optim, ParameterState, ParameterUpdate, Slot, UpdateRule};
 pub use runtime::parameter_groups::{ParameterGroup, ParameterGroupError};
 /// The version of the libtorch bindings that tensors of this crate are made of.
 pub use tch;

@@ -9,7 +9,7 @@
 //!   worker        forward, backward        wait                  optimizer
 //! ```
 
-use crate::engine;
+use crate::engine::{self, TensorList};
 use crate::failure::Fault;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -48,19 +48,25 @@ impl From<u64> for F64Bits {
     }
 }
 
+/// How many gradients are squared at once.
+const SQUARED_TOGETHER: usize = 16;
+
 /// The squared 2-norm of each gradient, by the parameter's name. Parameters without a gradient are left out.
 pub fn squared_norms<'a>(
     parameters: impl Iterator<Item = (&'a str, &'a Tensor)>,
 ) -> Result<BTreeMap<String, F64Bits>, Fault> {
-    let (mut names, mut sums) = (Vec::new(), Vec::new());
-    for (name, parameter) in parameters {
-        if let Some(gradient) = engine::grad(parameter) {
-            names.push(name.to_owned());
-            sums.push(gradient.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?);
-        }
-    }
-    if sums.is_empty() {
+    let named = parameters.filter_map(|(name, parameter)| Some((name.to_owned(), engine::grad(parameter)?)));
+    let (names, gradients): (Vec<String>, Vec<Tensor>) = named.unzip();
+    if gradients.is_empty() {
         return Ok(BTreeMap::new());
+    }
+    let mut sums = Vec::new();
+    // Not all at once: the squares take twice the memory of the gradients.
+    for gradients in gradients.chunks(SQUARED_TOGETHER) {
+        let values = gradients.iter().collect::<TensorList>().in_double()?;
+        for squares in values.mul_(&values)?.iter() {
+            sums.push(squares.f_sum(Kind::Double)?);
+        }
     }
     // One copy from the device for all norms.
     let sums: Vec<f64> = Vec::try_from(Tensor::f_stack(&sums, 0)?.f_to_device(tch::Device::Cpu)?)?;
@@ -89,12 +95,8 @@ pub fn scale_gradients<'a>(parameters: impl Iterator<Item = &'a Tensor>, scale: 
     if scale == 1.0 {
         return Ok(());
     }
-    tch::no_grad(|| {
-        for mut gradient in parameters.filter_map(engine::grad) {
-            let _ = gradient.f_mul_scalar_(scale)?;
-        }
-        Ok(())
-    })
+    let gradients: TensorList = parameters.filter_map(engine::grad).collect();
+    tch::no_grad(|| gradients.mul_scalar_(scale).map(|_| ()))
 }
 
 #[cfg(test)]

@@ -1,0 +1,183 @@
+//! Lists of tensors, and operations on all tensors of a list at once. On a GPU, such an operation launches a kernel per few dozen
+//! tensors; on a CPU, libtorch takes the tensors one after another. The values have the bits of the operations on single
+//! tensors on both.
+
+use super::ffi::{layout, outcome};
+use crate::failure::Fault;
+use libc::{c_char, c_int};
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
+
+extern "C" {
+    fn dg_tensor_list(
+        operation: c_int,
+        this: *const *const C_tensor,
+        other: *const *const C_tensor,
+        third: *const *const C_tensor,
+        scalar: f64,
+        count: usize,
+        results: *mut *mut C_tensor,
+    ) -> *mut c_char;
+}
+
+/// The operations of `tensor_list.cpp`, with its numbers.
+#[derive(Clone, Copy)]
+enum Operation {
+    MulScalar = 0,
+    MulScalarInPlace = 1,
+    MulInPlace = 2,
+    Add = 3,
+    AddInPlace = 4,
+    AddScalarInPlace = 5,
+    AddcmulInPlace = 6,
+    LerpInPlace = 7,
+    Sqrt = 8,
+    Div = 9,
+    DivScalarInPlace = 10,
+    CopyInPlace = 11,
+    MaxNorm = 12,
+}
+
+/// Tensors that an operation changes or reads together. All lists of an operation have as many tensors.
+pub(crate) struct TensorList(Vec<Tensor>);
+
+impl FromIterator<Tensor> for TensorList {
+    fn from_iter<I: IntoIterator<Item = Tensor>>(tensors: I) -> Self {
+        TensorList(tensors.into_iter().collect())
+    }
+}
+
+impl<'a> FromIterator<&'a Tensor> for TensorList {
+    fn from_iter<I: IntoIterator<Item = &'a Tensor>>(tensors: I) -> Self {
+        tensors.into_iter().map(Tensor::shallow_clone).collect()
+    }
+}
+
+impl TensorList {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn iter(&self) -> std::slice::Iter<'_, Tensor> {
+        self.0.iter()
+    }
+
+    pub fn into_tensors(self) -> Vec<Tensor> {
+        self.0
+    }
+
+    fn run(&self, operation: Operation, others: [Option<&TensorList>; 2], scalar: f64, makes: bool) -> Result<Self, Fault> {
+        let count = self.0.len();
+        if let Some(other) = others.iter().flatten().find(|other| other.0.len() != count) {
+            return Err(Fault::internal(format!("a list of {count} tensors"), other.0.len().to_string()));
+        }
+        if count == 0 {
+            return Ok(TensorList(Vec::new()));
+        }
+        let pointers = |list: &TensorList| list.0.iter().map(Tensor::as_ptr).collect::<Vec<_>>();
+        let this = pointers(self);
+        let others = others.map(|other| other.map(pointers));
+        let [other, third] = others.each_ref().map(|list| list.as_ref().map_or(std::ptr::null(), Vec::as_ptr));
+        let mut results = vec![std::ptr::null_mut(); if makes { count } else { 0 }];
+        let results_ptr = if makes { results.as_mut_ptr() } else { std::ptr::null_mut() };
+        // SAFETY: the arrays hold `count` handles of tensors that outlive the call, or are null; libtorch allows changing a tensor
+        // behind a shared handle. On success the shim has stored `count` handles from `new`, which tch's Tensors then own.
+        unsafe {
+            outcome(dg_tensor_list(operation as c_int, this.as_ptr(), other, third, scalar, count, results_ptr))
+                .map_err(Fault::engine)?;
+            Ok(results.into_iter().map(|result| Tensor::from_ptr(result)).collect())
+        }
+    }
+
+    fn make(&self, operation: Operation, other: Option<&TensorList>, scalar: f64) -> Result<TensorList, Fault> {
+        self.run(operation, [other, None], scalar, true)
+    }
+
+    fn change(&self, operation: Operation, others: [Option<&TensorList>; 2], scalar: f64) -> Result<&Self, Fault> {
+        self.run(operation, others, scalar, false).map(|_| self)
+    }
+
+    pub fn mul_scalar(&self, factor: f64) -> Result<TensorList, Fault> {
+        self.make(Operation::MulScalar, None, factor)
+    }
+
+    pub fn mul_scalar_(&self, factor: f64) -> Result<&Self, Fault> {
+        self.change(Operation::MulScalarInPlace, [None, None], factor)
+    }
+
+    pub fn mul_(&self, other: &TensorList) -> Result<&Self, Fault> {
+        self.change(Operation::MulInPlace, [Some(other), None], 0.0)
+    }
+
+    pub fn add(&self, other: &TensorList) -> Result<TensorList, Fault> {
+        self.make(Operation::Add, Some(other), 0.0)
+    }
+
+    pub fn add_(&self, other: &TensorList) -> Result<&Self, Fault> {
+        self.change(Operation::AddInPlace, [Some(other), None], 0.0)
+    }
+
+    pub fn add_scalar_(&self, summand: f64) -> Result<&Self, Fault> {
+        self.change(Operation::AddScalarInPlace, [None, None], summand)
+    }
+
+    /// Adds the products of two lists.
+    pub fn addcmul_(&self, a: &TensorList, b: &TensorList) -> Result<&Self, Fault> {
+        self.change(Operation::AddcmulInPlace, [Some(a), Some(b)], 0.0)
+    }
+
+    /// Moves towards `end` by this part of the way.
+    pub fn lerp_(&self, end: &TensorList, weight: f64) -> Result<&Self, Fault> {
+        self.change(Operation::LerpInPlace, [Some(end), None], weight)
+    }
+
+    pub fn sqrt(&self) -> Result<TensorList, Fault> {
+        self.make(Operation::Sqrt, None, 0.0)
+    }
+
+    pub fn div(&self, divisor: &TensorList) -> Result<TensorList, Fault> {
+        self.make(Operation::Div, Some(divisor), 0.0)
+    }
+
+    /// Divides by a number as libtorch divides a single tensor: on a GPU, it multiplies by the reciprocal in the tensor's type.
+    pub fn div_scalar_(&self, divisor: f64) -> Result<&Self, Fault> {
+        match self.0.first() {
+            Some(first) if first.device().is_cuda() && first.kind() == Kind::Double => self.mul_scalar_(1.0 / divisor),
+            Some(first) if first.device().is_cuda() => self.mul_scalar_(f64::from(1.0 / divisor as f32)),
+            _ => self.change(Operation::DivScalarInPlace, [None, None], divisor),
+        }
+    }
+
+    /// Copies the values of tensors of the same shapes.
+    pub fn copy_(&self, source: &TensorList) -> Result<&Self, Fault> {
+        self.change(Operation::CopyInPlace, [Some(source), None], 0.0)
+    }
+
+    /// The largest magnitude in each tensor, which must not be empty; NaN if one of its values is.
+    pub fn max_norm(&self) -> Result<TensorList, Fault> {
+        self.make(Operation::MaxNorm, None, 0.0)
+    }
+
+    /// Zeros of the same shapes, types and layouts.
+    pub fn zeros_like(&self) -> Result<TensorList, Fault> {
+        Ok(TensorList(self.0.iter().map(Tensor::f_zeros_like).collect::<Result<_, _>>()?))
+    }
+
+    /// The same values in memory of their own.
+    pub fn copied(&self) -> Result<TensorList, Fault> {
+        let copies = TensorList(self.0.iter().map(Tensor::f_empty_like).collect::<Result<_, _>>()?);
+        copies.copy_(self)?;
+        Ok(copies)
+    }
+
+    /// The same values as doubles, in the same layouts and in memory of their own.
+    pub fn in_double(&self) -> Result<TensorList, Fault> {
+        let empty = |tensor: &Tensor| match layout(tensor) {
+            Some(_) => Tensor::f_empty_strided(tensor.size(), tensor.stride(), (Kind::Double, tensor.device())),
+            None => tensor.f_empty_like()?.f_to_kind(Kind::Double),
+        };
+        let doubles = TensorList(self.0.iter().map(empty).collect::<Result<_, _>>()?);
+        doubles.copy_(self)?;
+        Ok(doubles)
+    }
+}
