@@ -23,15 +23,19 @@ python3 -c 'import torch; print("torch", torch.__version__)'
 # by several orders of magnitude within three steps at this size of images, also in PyTorch, so that only its first losses can be compared.
 model="--model crates/distgpipe/tests/golden/pt2/digits.pt2"
 mobilenet="--model mobilenet_v2 --set image=32 --set dropout=0.0"
-# Dropout draws other masks on a GPU, and cuDNN rounds the inputs of convolutions to TF32, so a CPU can be compared with neither.
-mlp="--model mlp --set dropout=0.0"
+# Without convolutions, whose inputs cuDNN rounds to TF32, and with dropout, whose masks are the same on both.
+mlp="--model mlp --set dropout=0.1"
+roberta="--model roberta --set layers=2 --set hidden=64 --set heads=4 --set feed_forward=128 --set vocabulary=1000 --set tokens=16"
 
 # Trains ten steps in the background. The log is $work/NAME.
 train() { # NAME FLAGS...
     local name=$1
     shift
-    "$binary" train --data digits --limit 640 --batch 64 --epochs 1 --optimizer sgd --lr 0.01 --momentum 0 --threads 2 --schedule gpipe \
-        --no-evaluate --log "$work/$name" "$@" >"$work/$name.out" 2>&1 &
+    local flags="--data digits --limit 640 --epochs 1 --optimizer sgd --lr 0.01 --momentum 0"
+    [[ "$*" == *--data* ]] && flags="--epochs 1 --optimizer sgd --lr 0.01 --momentum 0"
+    [[ "$*" == *--limit* ]] && flags="--data digits --optimizer sgd --lr 0.01 --momentum 0"
+    [[ "$*" == *--optimizer* ]] && flags="--data digits --limit 640 --epochs 1"
+    "$binary" train --batch 64 --threads 2 --schedule gpipe --no-evaluate --log "$work/$name" $flags "$@" >"$work/$name.out" 2>&1 &
     trained+=($!)
 }
 
@@ -74,6 +78,24 @@ train everywhere $model $gpu --chunks 4 --layers all --partitions 4
 train bf16-split $model $gpu --chunks 4 $split --precision bf16
 train codec $model $gpu --chunks 4 $split --workers processes --codec tile:4
 train codec-threads $model $gpu --chunks 4 $split --codec tile:4
+# CUDA graphs, from the third step on. Each run has a twin that launches every kernel.
+twins() { # NAME FLAGS...
+    local name=$1
+    shift
+    train "$name-eager" $gpu "$@" --graphs off
+    train "$name-graphs" $gpu "$@" --graphs on
+    train "$name-stream" $gpu "$@" --graphs on --graph-streams 1
+}
+twins conv $model --chunks 4
+twins split $model --chunks 4 $split
+twins recompute $model --chunks 4 --recompute except-last
+twins ragged $model --chunks 4 --limit 600 --epochs 2
+twins adam $mlp --chunks 4 --optimizer adam --lr 0.001 --clip-norm 0.5
+twins accumulated $mlp --chunks 4 --accumulate 2
+twins frozen $mlp --chunks 4 --partitions 2 --place a,b --freeze layers.0.*
+twins norms $mobilenet --chunks 2
+twins words $roberta --chunks 4 --data synthetic --samples 640
+twins cast $model --chunks 4 --precision bf16
 wait "${trained[@]}"
 
 compare mlp cpu 10 1e-4 "an MLP on the GPU and on the CPU"
@@ -87,5 +109,13 @@ compare replicas gpu 10 1e-4 "two replicas and one"
 compare everywhere gpu 10 1e-4 "four partitions, cut anywhere, and one"
 compare bf16-split bf16 10 1e-2 "in bfloat16, three partitions and one"
 compare codec codec-threads 10 1e-3 "tile:4 between processes and between threads"
+for name in conv split recompute ragged adam accumulated frozen words; do
+    steps=10
+    [[ $name == ragged ]] && steps=20
+    compare $name-graphs $name-eager $steps 1e-4 "graphs on two streams and no graphs ($name)"
+    compare $name-stream $name-eager $steps 1e-5 "graphs on one stream and no graphs ($name)"
+done
+compare cast-graphs cast-eager 10 1e-2 "graphs on two streams and no graphs (bf16)"
+compare norms-stream norms-eager 5 1e-2 "graphs on one stream and no graphs (MobileNetV2)"
 grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's log has no finished run:"; tail -n 5 "$work/serve.out"; }
 exit $failed
