@@ -22,7 +22,6 @@ impl TrainFlags {
             device: Some(Device::Auto.into()),
             precision: Some(Precision::Fp32),
             graphs: Some(GraphMode::Auto),
-            graph_streams: Some(GraphOptions::default().streams),
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),
             lr_decay: Some(DecayName::Constant),
@@ -40,11 +39,7 @@ impl TrainFlags {
 
     /// How workers on GPUs use CUDA graphs.
     pub fn graph_options(&self) -> GraphOptions {
-        let default = GraphOptions::default();
-        GraphOptions {
-            mode: self.graphs.unwrap_or(default.mode),
-            streams: self.graph_streams.unwrap_or(default.streams),
-        }
+        GraphOptions { mode: self.graphs.unwrap_or_default(), streams: self.graph_streams }
     }
 
     /// These flags, with the defaults of those that were not given.

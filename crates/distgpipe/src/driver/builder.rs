@@ -378,7 +378,7 @@ impl Builder {
     }
 
     /// Whether workers on GPUs record their training passes as CUDA graphs, and how many micro-batches of a worker a GPU may compute
-    /// at a time. By default they do where it is possible, with two. Gradients are those of a run without graphs up to rounding,
+    /// at a time. By default they do where it is possible. Gradients are those of a run without graphs up to rounding,
     /// because each stream sums its own.
     pub fn graphs(mut self, graphs: GraphOptions) -> Self {
         self.job.graphs = graphs;

@@ -53,7 +53,9 @@ std::vector<at::Tensor> apply(int operation, const std::vector<at::Tensor> &self
     at::_foreach_add_(self, other);
     return {};
   case kAddScalarInPlace:
-    at::_foreach_add_(self, scalar);
+    // A floating-point number cannot be added to integers.
+    at::_foreach_add_(self, at::isIntegralType(self[0].scalar_type(), false) ? at::Scalar(static_cast<int64_t>(scalar))
+                                                                             : at::Scalar(scalar));
     return {};
   case kAddcmulInPlace:
     at::_foreach_addcmul_(self, other, third);

@@ -66,7 +66,13 @@ impl TensorList {
         self.0
     }
 
-    fn run(&self, operation: Operation, others: [Option<&TensorList>; 2], scalar: f64, makes: bool) -> Result<Self, Fault> {
+    fn run(
+        &self,
+        operation: Operation,
+        others: [Option<&TensorList>; 2],
+        scalar: f64,
+        makes: bool,
+    ) -> Result<Self, Fault> {
         let count = self.0.len();
         if let Some(other) = others.iter().flatten().find(|other| other.0.len() != count) {
             return Err(Fault::internal(format!("a list of {count} tensors"), other.0.len().to_string()));

@@ -19,10 +19,11 @@ use crate::comm::protocol::StepCommand;
 use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool};
 use crate::engine::{self, SeedTable};
 use crate::failure::Fault;
-use crate::runtime::deferred_batch_norm::CollectedStatistics;
+use crate::runtime::deferred_batch_norm::MicroBatchStatistics;
 use crate::runtime::micro_batch_pass::{Forward, ForwardOutput, GradientParcel, InFlight, Kept, LossTarget, Score};
 use crate::runtime::partition::Partition;
 use crate::runtime::portal::Parcel;
+use distgpipe_core::schedule::{Op, Plan};
 use distgpipe_core::{MicroBatchId, PartitionId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
@@ -73,18 +74,13 @@ impl fmt::Display for GraphMode {
 }
 
 /// How workers on GPUs use CUDA graphs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GraphOptions {
     /// Whether passes are recorded.
     pub mode: GraphMode,
-    /// How many micro-batches of a worker the GPU may compute at a time: 1 to [`LANES_MAX`].
-    pub streams: usize,
-}
-
-impl Default for GraphOptions {
-    fn default() -> Self {
-        GraphOptions { mode: GraphMode::Auto, streams: 2 }
-    }
+    /// How many micro-batches of a worker the GPU may compute at a time: 1 to [`LANES_MAX`]. By default 2, or 1 if micro-batches are
+    /// recomputed to save memory.
+    pub streams: Option<usize>,
 }
 
 /// What a worker has recorded.
@@ -129,8 +125,8 @@ struct GradientSums {
 }
 
 impl GradientSums {
-    fn new(partition: &Partition, lanes: usize) -> Result<Self, Fault> {
-        let parameters = partition.trained_leaves();
+    fn new(partition: &mut Partition, lanes: usize) -> Result<Self, Fault> {
+        let parameters = partition.use_lane(0)?;
         let zeros = |parameter: &Tensor| Ok::<_, Fault>(parameter.f_detach()?.f_zeros_like()?);
         let mut own = Vec::new();
         for parameter in &parameters {
@@ -188,7 +184,7 @@ struct RecordedPass {
     forward: Graph,
     parcels: Vec<Parcel>,
     score: Option<Score>,
-    statistics: CollectedStatistics,
+    statistics: MicroBatchStatistics,
     recomputation: Option<Graph>,
     backward: Option<RecordedBackward>,
 }
@@ -219,10 +215,15 @@ pub struct WorkerGraphs {
 
 impl WorkerGraphs {
     /// The graphs of a worker whose thread has entered its own stream; `None` if it has none.
-    pub fn new(options: GraphOptions, device: tch::Device) -> Result<Option<Self>, Fault> {
+    pub fn new(options: GraphOptions, plan: &Plan, device: tch::Device) -> Result<Option<Self>, Fault> {
         let Some(device) = cuda::index(device).filter(|_| options.mode != GraphMode::Off) else { return Ok(None) };
         let mut lanes = vec![Lane { stream: CudaStream::current(device)?, pool: GraphPool::new(device) }];
-        for _ in 1..options.streams {
+        let recomputes = plan
+            .placement()
+            .worker_ids()
+            .flat_map(|worker| plan.actions(worker))
+            .any(|action| action.op == Op::Recompute);
+        for _ in 1..options.streams.unwrap_or(if recomputes { 1 } else { 2 }) {
             lanes.push(Lane { stream: CudaStream::new(device)?, pool: GraphPool::new(device) });
         }
         Ok(Some(WorkerGraphs {
@@ -389,6 +390,7 @@ impl WorkerGraphs {
         };
         partition.norms().merge_if_full(micro_batch)?;
         let mut seeds = SeedTable::new(tch::Device::Cuda(self.device))?;
+        partition.use_lane(self.current)?;
         let lane = &self.lanes[self.current];
         let recorded = lane.pool.record(|| {
             seeds.record(|| {
@@ -398,6 +400,7 @@ impl WorkerGraphs {
                 forward.train(kept, &needs_gradient)
             })
         });
+        partition.use_lane(0)?;
         let (graph, (output, in_flight)) = match recorded {
             Ok(recorded) => recorded,
             Err(fault) => {
@@ -415,7 +418,7 @@ impl WorkerGraphs {
             forward: graph,
             parcels: clones(&output.parcels),
             score: output.score.as_ref().map(Score::shallow_clone),
-            statistics: partition.norms().collected(micro_batch),
+            statistics: partition.norms().statistics_of(micro_batch),
             recomputation: None,
             backward: None,
         };
@@ -436,7 +439,9 @@ impl WorkerGraphs {
             Some(RecordedPass { recomputation: Some(graph), .. }) if in_flight.is_recorded() => return graph.launch(),
             Some(pass) if self.progress == Progress::Recording => {
                 let lane = &self.lanes[self.current];
+                partition.use_lane(self.current)?;
                 let recorded = lane.pool.record(|| pass.seeds.record(|| in_flight.recompute(partition)));
+                partition.use_lane(0)?;
                 recorded.map(|(graph, ())| pass.recomputation.insert(graph).launch())
             }
             _ => return in_flight.recompute(partition),
@@ -471,13 +476,12 @@ impl WorkerGraphs {
                     Ok(gradients) => return Ok(gradients),
                     Err(fault) => self.refuse(id, fault)?,
                 }
-                // The recording may have freed a part of the autograd graph.
-                in_flight.recompute(partition)?;
             }
             _ => {}
         }
         self.leave_lanes()?;
-        if in_flight.is_recorded() {
+        // A recording that failed may have freed a part of the autograd graph, or the graph may have the leaves of another lane.
+        if in_flight.is_recorded() || self.active && self.progress == Progress::Recording {
             in_flight.recompute(partition)?;
         }
         // Leaves in static memory are those of all steps.
@@ -489,7 +493,7 @@ impl WorkerGraphs {
         &mut self,
         id: PartitionId,
         micro_batch: MicroBatchId,
-        partition: &Partition,
+        partition: &mut Partition,
         in_flight: &InFlight,
         upstream: &[Vec<Option<Tensor>>],
     ) -> Result<Vec<GradientParcel>, Fault> {
@@ -501,13 +505,15 @@ impl WorkerGraphs {
         if !self.sums.contains_key(&id) {
             self.sums.insert(id, GradientSums::new(partition, self.lanes.len())?);
         }
+        let parameters = partition.use_lane(self.current)?;
+        partition.use_lane(0)?;
         let sums = self.sums.get_mut(&id).ok_or_else(|| Fault::internal("sums of gradients", "none"))?;
         let lane = &self.lanes[self.current];
         let recorded = lane.pool.record(|| {
             let roots = in_flight.roots(&upstream)?;
             let leaves: Vec<&Tensor> =
                 in_flight.arrived().iter().flat_map(|(_, tensors)| tensors).filter(|t| t.requires_grad()).collect();
-            let parameters: Vec<&Tensor> = sums.parameters.iter().collect();
+            let parameters: Vec<&Tensor> = parameters.iter().collect();
             if roots.is_empty() {
                 return Ok(cuda::Gradients { used: Vec::new(), leaves: leaves.iter().map(|_| None).collect() });
             }
@@ -562,7 +568,7 @@ impl RecordedPass {
         self.seeds.fill(stream)?;
         partition.norms().merge_if_full(micro_batch)?;
         self.forward.launch()?;
-        partition.norms().enter(micro_batch, &self.statistics)?;
+        partition.norms().put_statistics(micro_batch, &self.statistics)?;
         let clones = |parcels: &[Parcel]| -> Vec<Parcel> {
             parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
         };
@@ -606,6 +612,7 @@ impl RecordedBackward {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use distgpipe_core::schedule::{Request, Schedule};
 
     #[test]
     fn a_mode_is_written_as_it_is_read() {
@@ -618,8 +625,10 @@ mod tests {
 
     #[test]
     fn a_worker_on_the_cpu_has_no_graphs() {
+        let plan = Schedule::GPipe.plan(&Request::new("a,b".parse().unwrap(), 2)).unwrap();
         for mode in [GraphMode::Auto, GraphMode::On, GraphMode::Off] {
-            assert!(matches!(WorkerGraphs::new(GraphOptions { mode, streams: 2 }, tch::Device::Cpu), Ok(None)));
+            let graphs = WorkerGraphs::new(GraphOptions { mode, streams: None }, &plan, tch::Device::Cpu);
+            assert!(matches!(graphs, Ok(None)));
         }
     }
 }

@@ -529,7 +529,7 @@ mod tests {
         ) -> Result<(), Fault> {
             let decayed = |decay: f64, p: &Tensor| match decay {
                 0.0 => gradient.shallow_clone(),
-                decay => gradient.add(&p.f_mul_scalar(decay).unwrap()),
+                decay => gradient + p.f_mul_scalar(decay).unwrap(),
             };
             let with_momentum = |state: &mut ParameterState, momentum: f64, x: &Tensor| {
                 let buffer = match state.first.take() {
@@ -580,8 +580,10 @@ mod tests {
         let shapes: [&[i64]; 6] = [&[7], &[3, 5], &[8, 3, 3, 3], &[1], &[16, 8, 1, 1], &[200, 300]];
         let parameter = |(seed, dims): (i64, &[i64])| {
             let count: i64 = dims.iter().product();
-            let values = (Tensor::arange(count, (Kind::Float, tch::Device::Cpu)) * (0.37 + seed as f64)).sin().view(dims);
-            let values = if dims.len() == 4 { engine::with_layout(&values, Layout::ChannelsLast).unwrap() } else { values };
+            let values =
+                (Tensor::arange(count, (Kind::Float, tch::Device::Cpu)) * (0.37 + seed as f64)).sin().view(dims);
+            let values =
+                if dims.len() == 4 { engine::with_layout(&values, Layout::ChannelsLast).unwrap() } else { values };
             values.to_device(device).set_requires_grad(true)
         };
         (0..).zip(shapes).map(parameter).collect()

@@ -21,6 +21,14 @@ struct BuiltLayer {
     tensors: Vec<Tensor>,
     /// Whether an earlier layer of this worker has each tensor.
     shared: Vec<bool>,
+    /// The same tensors as other leaves, for each lane but the first.
+    of_lanes: Vec<Vec<Tensor>>,
+}
+
+impl BuiltLayer {
+    fn of_lane(&self, lane: usize) -> &[Tensor] {
+        lane.checked_sub(1).and_then(|lane| self.of_lanes.get(lane)).unwrap_or(&self.tensors)
+    }
 }
 
 /// The tensors that a worker has built, by name. A layer that [ties](crate::model::ties) one of them gets a leaf of its own on
@@ -39,6 +47,8 @@ pub struct Partition {
     device: tch::Device,
     precision: Precision,
     norms: DeferredBatchNorm,
+    /// Whose leaves forward passes use.
+    lane: usize,
 }
 
 /// What building a partition depends on besides the model.
@@ -126,7 +136,7 @@ impl Partition {
             let shared = specs.iter().map(|spec| worker.0.contains_key(&spec.name)).collect();
             let tensors = specs.iter().map(|spec| worker.tensor(spec, options));
             let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
-            Ok(BuiltLayer { index, layer, specs, tensors, shared })
+            Ok(BuiltLayer { index, layer, specs, tensors, shared, of_lanes: Vec::new() })
         });
         let partitions = options.balance.partitions();
         Ok(Partition {
@@ -138,6 +148,7 @@ impl Partition {
             device: options.device,
             precision: options.precision,
             norms: DeferredBatchNorm::default(),
+            lane: 0,
         })
     }
 
@@ -221,7 +232,7 @@ impl Partition {
                 norms: &mut self.norms,
                 skips: &mut skips,
             };
-            let mut tensors = LayerTensors::new(name, &built.tensors);
+            let mut tensors = LayerTensors::new(name, built.of_lane(self.lane));
             x = built.layer.forward(&mut tensors, x, &mut context).map_err(|fault| match fault {
                 engine @ Fault::Engine(_) => Fault::layer(name, engine),
                 other => other,
@@ -263,10 +274,20 @@ impl Partition {
         self.tensors().filter(|(spec, tensor)| spec.role == Role::Parameter && tensor.requires_grad())
     }
 
-    /// All leaves that get gradients, tied ones included, in the order of layers.
-    pub(crate) fn trained_leaves(&self) -> Vec<Tensor> {
-        let leaves = self.all_tensors().filter(|(spec, t, _)| spec.role == Role::Parameter && t.requires_grad());
-        leaves.map(|(_, tensor, _)| tensor.shallow_clone()).collect()
+    /// Makes forward passes use the leaves of a lane: the same tensors, but with gradients of their own. libtorch ties a leaf to the
+    /// stream that used it first, and streams would wait for each other there. Returns those that get gradients, in the order of
+    /// layers and with tied ones.
+    pub(crate) fn use_lane(&mut self, lane: usize) -> Result<Vec<Tensor>, Fault> {
+        let leaf = |tensor: &Tensor| Ok::<_, Fault>(tensor.f_detach()?.f_set_requires_grad(tensor.requires_grad())?);
+        for built in &mut self.layers {
+            while built.of_lanes.len() < lane {
+                built.of_lanes.push(built.tensors.iter().map(leaf).collect::<Result<_, _>>()?);
+            }
+        }
+        self.lane = lane;
+        let leaves = self.layers.iter().flat_map(|built| built.specs.iter().zip(built.of_lane(lane)));
+        let trained = leaves.filter(|(spec, tensor)| spec.role == Role::Parameter && tensor.requires_grad());
+        Ok(trained.map(|(_, tensor)| tensor.shallow_clone()).collect())
     }
 
     /// The running statistics of its batch norms.

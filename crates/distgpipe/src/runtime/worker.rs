@@ -133,7 +133,7 @@ impl BuiltWorker {
         }
         // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
         let graphs = match job.replicas {
-            1 => WorkerGraphs::new(job.graphs, device)?,
+            1 => WorkerGraphs::new(job.graphs, topology.plan(), device)?,
             _ => None,
         };
         let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links)?;

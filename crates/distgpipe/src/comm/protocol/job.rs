@@ -83,8 +83,8 @@ impl Job {
         }
         self.codecs.check(&plan).map_err(|e| Fault::invalid_job("`Builder::codecs`", e))?;
         engine::check_threads(self.threads).map_err(|e| Fault::invalid_job("`Builder::threads`", e))?;
-        if !(1..=LANES_MAX).contains(&self.graphs.streams) {
-            let text = format!("expected 1 to {LANES_MAX} streams, got {}", self.graphs.streams);
+        if let Some(streams) = self.graphs.streams.filter(|streams| !(1..=LANES_MAX).contains(streams)) {
+            let text = format!("expected 1 to {LANES_MAX} streams, got {streams}");
             return Err(Fault::invalid_job("`Builder::graphs`", text));
         }
         if !(1..=REPLICAS_MAX).contains(&self.replicas) {
