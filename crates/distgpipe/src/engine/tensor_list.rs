@@ -145,13 +145,8 @@ impl TensorList {
         self.make(Operation::Div, Some(divisor), 0.0)
     }
 
-    /// Divides by a number as libtorch divides a single tensor: on a GPU, it multiplies by the reciprocal in the tensor's type.
     pub fn div_scalar_(&self, divisor: f64) -> Result<&Self, Fault> {
-        match self.0.first() {
-            Some(first) if first.device().is_cuda() && first.kind() == Kind::Double => self.mul_scalar_(1.0 / divisor),
-            Some(first) if first.device().is_cuda() => self.mul_scalar_(f64::from(1.0 / divisor as f32)),
-            _ => self.change(Operation::DivScalarInPlace, [None, None], divisor),
-        }
+        self.change(Operation::DivScalarInPlace, [None, None], divisor)
     }
 
     /// Copies the values of tensors of the same shapes.
