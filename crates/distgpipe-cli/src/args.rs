@@ -26,7 +26,7 @@ pub use inference::for_inference;
 
 use distgpipe::engine::Devices;
 use distgpipe::train::learning_rate::WarmUp;
-use distgpipe::{GraphMode, Precision};
+use distgpipe::{GraphMode, Precision, Tf32};
 use distgpipe_core::balance::Objective;
 use distgpipe_core::codec::CodecSpec;
 use distgpipe_core::schedule::{Recompute, Schedule};
@@ -264,6 +264,20 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub graph_streams: Option<usize>,
+    /// Where GPUs may round the inputs of products to TF32, which is faster and has 10 bits of mantissa instead of 23. A CPU does not
+    /// know it
+    #[arg(long, value_name = "on|off|convolutions", help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tf32: Option<Tf32>,
+    /// Let cuDNN measure its algorithms for each new shape and take the fastest, which may differ from run to run in its rounding. No
+    /// effect on a CPU
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cudnn_benchmark: Option<bool>,
+    /// Update the parameters with libtorch's fused kernels, which round differently; only for sgd, adam and adamw
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fused_optimizer: Option<bool>,
     /// Random seed of the initial weights, dropout, synthetic data and data order
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -5,6 +5,7 @@ pub mod bandwidth;
 pub mod codecs;
 pub mod data;
 pub mod demo;
+pub mod devices;
 pub mod evaluate;
 pub mod join;
 pub mod models;

@@ -220,6 +220,7 @@ impl RunConfig {
             .recompute(flags.recompute.unwrap_or_default())
             .workers(self.workers.clone())
             .optimizer(self.optim)
+            .fused_optimizer(flags.fused_optimizer == Some(true))
             .learning_rate(self.learning_rate)
             .loss(self.loss)
             .codecs(self.codecs.clone())
@@ -261,6 +262,8 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
         .threads(compute.threads)
         .channels_last(flags.no_channels_last != Some(true))
         .precision(flags.precision.unwrap_or_default())
+        .tf32(flags.tf32.unwrap_or_default())
+        .cudnn_benchmark(flags.cudnn_benchmark == Some(true))
         .graphs(flags.graph_options())
         .on_notice(report::notice)
         .faults(flags.faults.clone().unwrap_or_default());

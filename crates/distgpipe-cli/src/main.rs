@@ -67,6 +67,8 @@ enum Command {
     Schedule(cmd::schedule::ScheduleArgs),
     /// List the models, or the layers of one: shapes, parameters, times and memory
     Models(cmd::models::ModelsArgs),
+    /// List the devices of this machine, and what a GPU lacks
+    Devices(cmd::devices::DevicesArgs),
     /// Find the cut of a model with the fastest step or the lowest memory use
     Balance(cmd::balance::BalanceArgs),
     /// Measure codecs on a tensor: bytes on the wire, errors and speeds
@@ -110,6 +112,7 @@ fn main() {
         Command::Data(args) => cmd::data::run(&args),
         Command::Schedule(args) => cmd::schedule::run(&args),
         Command::Models(args) => cmd::models::run(&args),
+        Command::Devices(args) => cmd::devices::run(&args),
         Command::Balance(args) => cmd::balance::run(&args),
         Command::Codecs(args) => cmd::codecs::run(&args),
         Command::Bandwidth(args) => cmd::bandwidth::run(&args),

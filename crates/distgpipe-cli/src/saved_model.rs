@@ -120,6 +120,7 @@ fn described(flags: &TrainFlags) -> TrainFlags {
         seed: flags.seed,
         batch: flags.batch,
         precision: flags.precision,
+        tf32: flags.tf32,
         no_channels_last: flags.no_channels_last,
         ..TrainFlags::default()
     }

@@ -99,6 +99,8 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--loss", "mean-squared"], &["--loss: the model's output is class scores"]),
         (&["train", "--lr-warm-up", "600%"], &["--lr-warm-up", "from 0% to 100%"]),
         (&["train", "--optimizer", "adam", "--momentum", "0"], &["adam has no momentum", "rmsprop"]),
+        (&["train", "--optimizer", "rmsprop", "--fused-optimizer"], &["--fused-optimizer", "sgd, adam or adamw"]),
+        (&["train", "--tf32", "maybe"], &["--tf32", "expected `on`, `off` or `convolutions`"]),
         (&["train", "--optimizer", "rmsprop", "--momentum", "2"], &["--momentum 2", "from 0 to 1"]),
         (&["train", "--accumulate", "0"], &["--accumulate 0", "use 1"]),
         (&["train", "--clip-norm", "0"], &["--clip-norm 0", "above 0"]),

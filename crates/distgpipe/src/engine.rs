@@ -4,8 +4,10 @@
 mod autocast;
 mod clock;
 pub mod cuda;
+mod cuda_math;
 mod device;
 mod ffi;
+mod inventory;
 pub mod kernels;
 mod memory;
 #[cfg(feature = "mpi")]
@@ -22,10 +24,12 @@ mod threads;
 pub use autocast::{Autocast, Precision};
 pub use clock::{boot_time, utc_now};
 pub(crate) use clock::{cpu_time_of, thread_cpu_time};
+pub use cuda_math::{set_cuda_math, Tf32};
 pub use device::{Device, DeviceError, Devices};
 pub use ffi::bytes;
 pub(crate) use ffi::{bytes_mut, floats_mut, TensorBytes};
 pub use ffi::{Layout, WatchedParameters};
+pub use inventory::{inventory, CpuInfo, CudaInfo, GpuLibrary, Inventory};
 pub use memory::{
     attach_thread, available_bytes, peak_bytes, release_memory, require_memory, reserved_bytes, start, tune_allocator,
     Meter,
@@ -39,7 +43,7 @@ pub(crate) use recorded_draws::name as name_stream;
 pub use recorded_draws::{DrawSite, SeedTable};
 pub(crate) use resource_limits::open_files_max;
 pub use resource_limits::{limit_resources, raise_open_files_limit, ResourceLimits};
-pub(crate) use tensor_list::TensorList;
+pub(crate) use tensor_list::{FusedAdam, FusedSgd, TensorList};
 #[cfg(test)]
 pub(crate) use threads::refusal;
 pub use threads::{check_threads, default_threads, spawn, spawn_scoped, ThreadCountError, ThreadError, THREADS_MAX};

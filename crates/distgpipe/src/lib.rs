@@ -84,7 +84,7 @@ pub use driver::mpi::{MpiProgram, MpiRanks};
 pub use driver::pipeline::{Batch, Pipeline, StepError, StepLink, StepOutcome, StepWait};
 pub use driver::serve::{JobInfo, ServeEvent, ServeOptions, Server, StuckPolicy};
 pub use driver::worker_mode::worker_mode;
-pub use engine::{tune_allocator, Device, Devices, Precision};
+pub use engine::{tune_allocator, Device, Devices, Precision, Tf32};
 pub use failure::{Failure, Fault};
 pub use model::layer::{Context, Init, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
 pub use model::loss::{Loss, LossFunction};

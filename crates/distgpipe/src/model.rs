@@ -10,7 +10,7 @@ pub mod zoo;
 use crate::model::layer::{Layer, Role, SampleShape, ShapeError, SkipShapes, TensorSpec};
 use crate::model::loss::{Loss, LossFunction};
 use crate::model::zoo::ModelError;
-use crate::runtime::optimizer::{Optim, UpdateRule};
+use crate::runtime::optimizer::{FusedOptim, NotFused, Optim, UpdateRule};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -130,6 +130,14 @@ impl Model {
 
     pub(crate) fn update_rule(&self, built_in: Optim) -> Arc<dyn UpdateRule> {
         self.update_rule.clone().unwrap_or_else(|| Arc::new(built_in))
+    }
+
+    /// The same, made of libtorch's fused kernels.
+    pub(crate) fn fused_update_rule(&self, built_in: Optim) -> Result<Arc<dyn UpdateRule>, NotFused> {
+        match &self.update_rule {
+            Some(own) => Err(NotFused::own_rule(&own.name())),
+            None => Ok(Arc::new(FusedOptim::new(built_in)?)),
+        }
     }
 
     /// The output shapes and sizes of all layers, in order. No tensor is allocated.

@@ -2,7 +2,7 @@
 
 use super::{CodecChoice, DataName, DecayName, OptimizerName, TrainFlags};
 use distgpipe::engine::{Device, Devices};
-use distgpipe::{GraphMode, GraphOptions, Precision};
+use distgpipe::{GraphMode, GraphOptions, Precision, Tf32};
 use distgpipe_core::schedule::{Recompute, Schedule};
 
 impl TrainFlags {
@@ -21,6 +21,7 @@ impl TrainFlags {
             codec: Some(CodecChoice::default()),
             device: Some(Device::Auto.into()),
             precision: Some(Precision::Fp32),
+            tf32: Some(Tf32::Convolutions),
             graphs: Some(GraphMode::Auto),
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),

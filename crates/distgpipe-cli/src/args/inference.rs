@@ -35,6 +35,8 @@ const BOTH: &[&str] = &[
     "device",
     "threads",
     "precision",
+    "tf32",
+    "cudnn-benchmark",
     "no-channels-last",
     "batch",
     "json",
@@ -67,6 +69,7 @@ const HELP: &[(&str, &str)] = &[
     ("timeout", "Abort when no worker makes progress for this many seconds [default: 300]"),
     ("device", "Device of the workers: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none). Workers take several devices, such as cuda:0,cuda:1, in turn [default: auto]"),
     ("precision", "Precision of the computation: fp32 or bf16 [default: as in training, or fp32]"),
+    ("tf32", "Where GPUs may round the inputs of products to TF32: on, off or convolutions [default: as in training, or convolutions]"),
 ];
 
 const DATA_HELP: [(&str, &str); 2] = [

@@ -42,6 +42,11 @@ pub(super) fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
     if nesterov && (name != OptimizerName::Sgd || momentum == 0.0) {
         return Err(usage("--nesterov: it needs sgd with momentum: use --optimizer sgd and --momentum above 0"));
     }
+    if flags.fused_optimizer == Some(true) && name == OptimizerName::Rmsprop {
+        return Err(usage(
+            "--fused-optimizer: libtorch has no fused rmsprop: remove it, or use --optimizer sgd, adam or adamw",
+        ));
+    }
     let optim = match name {
         OptimizerName::Sgd => Optim::Sgd { momentum, weight_decay, nesterov },
         OptimizerName::Adam => Optim::adam().with_weight_decay(weight_decay),

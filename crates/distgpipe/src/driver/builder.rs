@@ -10,14 +10,14 @@ use crate::driver::auto_balance::{AutoBalance, RunShape};
 use crate::driver::launch::Workers;
 use crate::driver::pipeline::{Batch, Pipeline, Setup, StepError};
 use crate::driver::profile;
-use crate::engine::{self, Device, Devices, Precision, ThreadCountError};
+use crate::engine::{self, Device, Devices, Precision, Tf32, ThreadCountError};
 use crate::failure::{Failure, Fault};
 use crate::model::layer::{Role, ShapeError, TensorSpec};
 use crate::model::loss::Loss;
 use crate::model::ties::TieError;
 use crate::model::Model;
 use crate::runtime::graphs::GraphOptions;
-use crate::runtime::optimizer::Optim;
+use crate::runtime::optimizer::{NotFused, Optim};
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
 use crate::train::weights::{fit, MissingTensors};
 use distgpipe_core::balance::{BalanceError, Found};
@@ -117,6 +117,9 @@ pub enum BuildError {
     /// Parameter groups or frozen parameters do not fit the model.
     #[error(transparent)]
     ParameterGroups(#[from] ParameterGroupError),
+    /// libtorch has no fused kernel for the optimizer.
+    #[error("`Builder::fused_optimizer`: {0}")]
+    NotFused(#[from] NotFused),
     /// The model has its own loss or optimizer, and the builder was given another.
     #[error("the {what} is set twice: by `{of_model}` and by `{of_builder}`; use one of them")]
     SetTwice {
@@ -182,6 +185,9 @@ impl Builder {
             threads: 1,
             channels_last: true,
             precision: Precision::default(),
+            tf32: Tf32::default(),
+            cudnn_benchmark: false,
+            fused_optimizer: false,
             graphs: GraphOptions::default(),
             trace: false,
             timeouts: Timeouts::default(),
@@ -385,6 +391,29 @@ impl Builder {
         self
     }
 
+    /// Where GPUs may round the inputs of products to TF32; in convolutions by default. It changes results within the precision of
+    /// TF32, and has no effect on a CPU. libtorch keeps this setting for the whole process: with several pipelines in one process, the
+    /// last that was built decides.
+    pub fn tf32(mut self, tf32: Tf32) -> Self {
+        self.job.tf32 = tf32;
+        self
+    }
+
+    /// Whether cuDNN measures its convolution algorithms for each new shape and takes the fastest; off by default. The algorithm, and
+    /// with it the rounding, may then differ from run to run. No effect on a CPU. Like [`tf32`](Self::tf32), it applies to the whole
+    /// process.
+    pub fn cudnn_benchmark(mut self, benchmark: bool) -> Self {
+        self.job.cudnn_benchmark = benchmark;
+        self
+    }
+
+    /// Whether the parameters are updated by libtorch's fused kernels, which exist for [`Optim::Sgd`], [`Optim::Adam`] and
+    /// [`Optim::AdamW`]; off by default. They round differently, on a CPU too. Checkpoints do not depend on it.
+    pub fn fused_optimizer(mut self, fused: bool) -> Self {
+        self.job.fused_optimizer = fused;
+        self
+    }
+
     /// Whether each step reports its trace events in [`StepOutcome::spans`](crate::StepOutcome::spans); off by default.
     pub fn trace(mut self, trace: bool) -> Self {
         self.job.trace = trace;
@@ -470,6 +499,9 @@ impl Builder {
                 of_model: "Model::with_optimizer",
                 of_builder: "Builder::optimizer",
             });
+        }
+        if self.job.fused_optimizer {
+            self.model.fused_update_rule(self.job.optim)?;
         }
         self.model.summary()?;
         self.check_names()?;
@@ -588,7 +620,10 @@ impl Builder {
         }
         let measured = match &options.profile {
             Some(_) => None,
-            None => Some(profile::measure(&self.model, &options.sample, &profile::ProfileOptions::of(&self.job))?),
+            None => {
+                engine::set_cuda_math(self.job.tf32, self.job.cudnn_benchmark).map_err(BuildError::CutTensor)?;
+                Some(profile::measure(&self.model, &options.sample, &profile::ProfileOptions::of(&self.job))?)
+            }
         };
         let profile = measured.as_ref().or(options.profile.as_ref()).map_or(&[][..], Vec::as_slice);
         let (expected, got) = (self.model.layers.len(), profile.len());

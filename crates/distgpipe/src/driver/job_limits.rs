@@ -134,8 +134,9 @@ impl JobLimits {
 mod tests {
     use super::*;
     use crate::comm::codec_policy::CodecPolicy;
-    use crate::engine::{Device, Precision};
+    use crate::engine::{Device, Precision, Tf32};
     use crate::model::loss::Loss;
+    use crate::runtime::graphs::GraphOptions;
     use crate::runtime::optimizer::Optim;
     use distgpipe_core::partition::Balance;
     use distgpipe_core::WorkerId;
@@ -167,6 +168,9 @@ mod tests {
             threads: 1,
             channels_last: true,
             precision: Precision::default(),
+            tf32: Tf32::default(),
+            cudnn_benchmark: false,
+            fused_optimizer: false,
             graphs: GraphOptions::default(),
             trace: false,
             timeouts: Timeouts { stall_s: 1e9, silence_s: 1e9, ..Timeouts::default() },

@@ -75,7 +75,7 @@ impl Device {
     }
 }
 
-fn load_cuda() -> Result<(), String> {
+pub(super) fn load_cuda() -> Result<(), String> {
     static LOADED: std::sync::OnceLock<Result<(), String>> = std::sync::OnceLock::new();
     LOADED
         .get_or_init(|| {

@@ -40,6 +40,7 @@ extern "C" {
     fn dg_meter_attach(meter: c_int);
     fn dg_meter_take_peak(meter: c_int) -> i64;
     fn dg_cuda_peak(device: c_int, reserved: bool) -> i64;
+    fn dg_cpu_capability() -> *mut c_char;
     fn dg_free_message(text: *mut c_char);
 }
 
@@ -251,6 +252,12 @@ pub fn cuda_peak(device: usize, reserved: bool) -> u64 {
     // SAFETY: reads statistics of libtorch's allocator; the shim returns 0 if there is none.
     let peak = unsafe { dg_cuda_peak(c_int::try_from(device).unwrap_or(0), reserved) };
     u64::try_from(peak).unwrap_or(0)
+}
+
+/// The instruction set of libtorch's CPU kernels.
+pub fn cpu_capability() -> String {
+    // SAFETY: the shim returns a string that it allocated, or null; `outcome` frees it.
+    outcome(unsafe { dg_cpu_capability() }).err().unwrap_or_default()
 }
 
 /// The bytes of a dense CPU tensor in memory order, or `None` for any other tensor.

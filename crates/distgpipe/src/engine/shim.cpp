@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/Version.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/CPUAllocator.h>
@@ -301,6 +302,24 @@ int64_t dg_cuda_peak(int device, bool reserved) {
   } catch (...) {
     return 0;
   }
+}
+
+// A copy of the name of the instruction set of libtorch's CPU kernels.
+char *dg_cpu_capability() {
+  try {
+    return message(at::get_cpu_capability().c_str());
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+// Where CUDA devices may use TF32, and whether cuDNN measures its algorithms.
+char *dg_cuda_math(bool tf32_products, bool tf32_convolutions, bool cudnn_benchmark) {
+  return guarded([&] {
+    at::globalContext().setAllowTF32CuBLAS(tf32_products);
+    at::globalContext().setAllowTF32CuDNN(tf32_convolutions);
+    at::globalContext().setBenchmarkCuDNN(cudnn_benchmark);
+  });
 }
 
 void dg_free_message(char *text) { std::free(text); }

@@ -97,4 +97,33 @@ char *dg_tensor_list(int operation, at::Tensor **self, at::Tensor **other, at::T
   });
 }
 
+// libtorch's SGD in one kernel. `buffers` is null without momentum; at the first step their values are not read.
+char *dg_fused_sgd(at::Tensor **parameters, at::Tensor **gradients, at::Tensor **buffers, size_t count, double weight_decay,
+                   double momentum, double learning_rate, bool nesterov, bool first_step) {
+  return guarded([&] {
+    at::_fused_sgd_(list(parameters, count), list(gradients, count), list(buffers, count), weight_decay, momentum,
+                    learning_rate, /*dampening=*/0.0, nesterov, /*maximize=*/false, first_step);
+  });
+}
+
+// libtorch's Adam, or AdamW if `decoupled`, in one kernel. `steps` counts this update.
+char *dg_fused_adam(at::Tensor **parameters, at::Tensor **gradients, at::Tensor **first, at::Tensor **second, size_t count,
+                    double steps, double learning_rate, double beta1, double beta2, double weight_decay, double eps,
+                    bool decoupled) {
+  return guarded([&] {
+    auto step = at::full({}, steps, parameters[0]->options().dtype(at::kFloat).requires_grad(false));
+    std::vector<at::Tensor> state_steps(count, step);
+    auto update = [&](auto fused) {
+      fused(list(parameters, count), list(gradients, count), list(first, count), list(second, count), at::TensorList(),
+            state_steps, learning_rate, beta1, beta2, weight_decay, eps, /*amsgrad=*/false, /*maximize=*/false,
+            std::nullopt, std::nullopt);
+    };
+    using Tensors = at::TensorList;
+    using MaybeTensor = const std::optional<at::Tensor> &;
+    using Fused = void (*)(Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, double, double, double, double, double, bool,
+                           bool, MaybeTensor, MaybeTensor);
+    update(decoupled ? static_cast<Fused>(at::_fused_adamw_) : static_cast<Fused>(at::_fused_adam_));
+  });
+}
+
 } // extern "C"

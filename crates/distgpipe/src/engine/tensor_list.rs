@@ -18,6 +18,54 @@ extern "C" {
         count: usize,
         results: *mut *mut C_tensor,
     ) -> *mut c_char;
+    fn dg_fused_sgd(
+        parameters: *const *const C_tensor,
+        gradients: *const *const C_tensor,
+        buffers: *const *const C_tensor,
+        count: usize,
+        weight_decay: f64,
+        momentum: f64,
+        learning_rate: f64,
+        nesterov: bool,
+        first_step: bool,
+    ) -> *mut c_char;
+    fn dg_fused_adam(
+        parameters: *const *const C_tensor,
+        gradients: *const *const C_tensor,
+        first: *const *const C_tensor,
+        second: *const *const C_tensor,
+        count: usize,
+        steps: f64,
+        learning_rate: f64,
+        beta1: f64,
+        beta2: f64,
+        weight_decay: f64,
+        eps: f64,
+        decoupled: bool,
+    ) -> *mut c_char;
+}
+
+/// The constants of an update by libtorch's fused SGD.
+pub(crate) struct FusedSgd {
+    pub learning_rate: f64,
+    pub momentum: f64,
+    pub weight_decay: f64,
+    pub nesterov: bool,
+    /// Whether the momentum buffers have no values yet.
+    pub first_step: bool,
+}
+
+/// The constants of an update by libtorch's fused Adam.
+pub(crate) struct FusedAdam {
+    pub learning_rate: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    /// AdamW: the weight decay does not pass through the moments.
+    pub decoupled: bool,
+    /// How many updates there were, this one included.
+    pub steps: i32,
 }
 
 /// The operations of `tensor_list.cpp`, with its numbers.
@@ -74,15 +122,12 @@ impl TensorList {
         makes: bool,
     ) -> Result<Self, Fault> {
         let count = self.0.len();
-        if let Some(other) = others.iter().flatten().find(|other| other.0.len() != count) {
-            return Err(Fault::internal(format!("a list of {count} tensors"), other.0.len().to_string()));
-        }
+        self.check_lengths(&others.iter().flatten().copied().collect::<Vec<_>>())?;
         if count == 0 {
             return Ok(TensorList(Vec::new()));
         }
-        let pointers = |list: &TensorList| list.0.iter().map(Tensor::as_ptr).collect::<Vec<_>>();
-        let this = pointers(self);
-        let others = others.map(|other| other.map(pointers));
+        let this = self.pointers();
+        let others = others.map(|other| other.map(TensorList::pointers));
         let [other, third] = others.each_ref().map(|list| list.as_ref().map_or(std::ptr::null(), Vec::as_ptr));
         let mut results = vec![std::ptr::null_mut(); if makes { count } else { 0 }];
         let results_ptr = if makes { results.as_mut_ptr() } else { std::ptr::null_mut() };
@@ -157,6 +202,80 @@ impl TensorList {
     /// The largest magnitude in each tensor, which must not be empty; NaN if one of its values is.
     pub fn max_norm(&self) -> Result<TensorList, Fault> {
         self.make(Operation::MaxNorm, None, 0.0)
+    }
+
+    fn pointers(&self) -> Vec<*const C_tensor> {
+        self.0.iter().map(Tensor::as_ptr).collect()
+    }
+
+    /// Fails unless the other lists have as many tensors as this one.
+    fn check_lengths(&self, others: &[&TensorList]) -> Result<(), Fault> {
+        match others.iter().find(|other| other.0.len() != self.0.len()) {
+            Some(other) => {
+                Err(Fault::internal(format!("a list of {} tensors", self.0.len()), other.0.len().to_string()))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Updates these parameters; `buffers` are those of the momentum, if there is one.
+    pub fn fused_sgd(
+        &self,
+        gradients: &TensorList,
+        buffers: Option<&TensorList>,
+        with: &FusedSgd,
+    ) -> Result<(), Fault> {
+        self.check_lengths(&[&[gradients][..], &buffers.into_iter().collect::<Vec<_>>()].concat())?;
+        let (parameters, gradients, buffers) =
+            (self.pointers(), gradients.pointers(), buffers.map(TensorList::pointers));
+        // SAFETY: the arrays hold as many handles of tensors that outlive the call, or are null.
+        outcome(unsafe {
+            dg_fused_sgd(
+                parameters.as_ptr(),
+                gradients.as_ptr(),
+                buffers.as_ref().map_or(std::ptr::null(), Vec::as_ptr),
+                parameters.len(),
+                with.weight_decay,
+                with.momentum,
+                with.learning_rate,
+                with.nesterov,
+                with.first_step,
+            )
+        })
+        .map_err(Fault::engine)
+    }
+
+    /// Updates these parameters and their moments.
+    pub fn fused_adam(
+        &self,
+        gradients: &TensorList,
+        [first, second]: [&TensorList; 2],
+        with: &FusedAdam,
+    ) -> Result<(), Fault> {
+        self.check_lengths(&[gradients, first, second])?;
+        if self.is_empty() {
+            return Ok(());
+        }
+        let lists = [self, gradients, first, second].map(TensorList::pointers);
+        let [parameters, gradients, first, second] = lists.each_ref().map(|list| list.as_ptr());
+        // SAFETY: the arrays hold as many handles, at least one, of tensors that outlive the call.
+        outcome(unsafe {
+            dg_fused_adam(
+                parameters,
+                gradients,
+                first,
+                second,
+                self.0.len(),
+                f64::from(with.steps),
+                with.learning_rate,
+                with.beta1,
+                with.beta2,
+                with.weight_decay,
+                with.eps,
+                with.decoupled,
+            )
+        })
+        .map_err(Fault::engine)
     }
 
     /// Zeros of the same shapes, types and layouts.

@@ -41,7 +41,7 @@ pub struct NormTensors<'a> {
 type Position = (usize, usize);
 
 /// The statistics of one batch norm in one micro-batch.
-struct ChannelStatistics {
+struct MicroBatchStatistics {
     /// How many values of each channel the statistics cover.
     count: f64,
     mean: Tensor,
@@ -51,35 +51,13 @@ struct ChannelStatistics {
 
 /// What the batch norms of a partition have collected in one micro-batch. A CUDA graph of the forward pass writes these tensors
 /// whenever it is replayed.
-pub struct MicroBatchStatistics(Vec<(Position, ChannelStatistics)>);
-
-impl ChannelStatistics {
-    fn shallow_clone(&self) -> Self {
-        let ChannelStatistics { count, mean, var } = self;
-        ChannelStatistics { count: *count, mean: mean.shallow_clone(), var: var.shallow_clone() }
-    }
-}
+#[derive(Default)]
+pub(crate) struct CollectedStatistics(Vec<(Position, MicroBatchStatistics)>);
 
 impl MicroBatchStatistics {
-    /// The same statistics in memory of their own, in a handful of operations.
-    pub fn copied(&self) -> Result<Self, Fault> {
-        if self.0.is_empty() {
-            return Ok(MicroBatchStatistics(Vec::new()));
-        }
-        tch::no_grad(|| {
-            let joined = |of: fn(&ChannelStatistics) -> &Tensor| {
-                Tensor::f_cat(&self.0.iter().map(|(_, statistics)| of(statistics)).collect::<Vec<_>>(), 0)
-            };
-            let (mean, var) = (joined(|statistics| &statistics.mean)?, joined(|statistics| &statistics.var)?);
-            let mut start = 0;
-            let copy = |(position, of): &(Position, ChannelStatistics)| {
-                let channels = of.mean.size()[0];
-                let (mean, var) = (mean.f_narrow(0, start, channels)?, var.f_narrow(0, start, channels)?);
-                start += channels;
-                Ok((*position, ChannelStatistics { count: of.count, mean, var }))
-            };
-            Ok(MicroBatchStatistics(self.0.iter().map(copy).collect::<Result<_, Fault>>()?))
-        })
+    fn shallow_clone(&self) -> Self {
+        let MicroBatchStatistics { count, mean, var } = self;
+        MicroBatchStatistics { count: *count, mean: mean.shallow_clone(), var: var.shallow_clone() }
     }
 }
 
@@ -101,7 +79,7 @@ struct Norm {
     momentum: f64,
     merged: Option<MergedStatistics>,
     /// Not merged yet. Ordered by micro-batch, so that the result does not depend on the schedule.
-    collected: BTreeMap<MicroBatchId, ChannelStatistics>,
+    collected: BTreeMap<MicroBatchId, MicroBatchStatistics>,
 }
 
 /// How many micro-batches are collected before they are merged.
@@ -173,7 +151,7 @@ impl DeferredBatchNorm {
             merged: None,
             collected: BTreeMap::new(),
         });
-        norm.collected.insert(micro_batch, ChannelStatistics { count: count as f64, mean, var });
+        norm.collected.insert(micro_batch, MicroBatchStatistics { count: count as f64, mean, var });
         Ok(y)
     }
 
@@ -213,8 +191,6 @@ impl DeferredBatchNorm {
     /// Merges what has been collected if it is much, so that a step of many micro-batches holds few tensors. Must be called before
     /// each forward pass in training, with its micro-batch; the pass itself only collects.
     pub(crate) fn merge_if_full(&mut self, next: MicroBatchId) -> Result<(), Fault> {
-        // A pass that failed while it was recorded has left one without values.
-        self.scratch = None;
         if self.norms.values().any(|norm| norm.collected.len() >= COLLECTED_MAX) {
             // Only norms that have collected every micro-batch before `next`, so that none of them can still be missing.
             let complete = |norm: &&mut Norm| {
@@ -227,21 +203,16 @@ impl DeferredBatchNorm {
     }
 
     /// What the last forward pass of a micro-batch has collected. Empty if it was merged already.
-    pub fn statistics_of(&self, micro_batch: MicroBatchId) -> MicroBatchStatistics {
+    pub(crate) fn collected(&self, micro_batch: MicroBatchId) -> CollectedStatistics {
         let collected =
             self.norms.iter().filter_map(|(position, norm)| Some((position, norm.collected.get(&micro_batch)?)));
-        MicroBatchStatistics(collected.map(|(position, statistics)| (*position, statistics.shallow_clone())).collect())
+        CollectedStatistics(collected.map(|(position, statistics)| (*position, statistics.shallow_clone())).collect())
     }
 
     /// Enters statistics as if the forward pass of this micro-batch had collected them, for a pass that ran without its layers: the
     /// replay of a CUDA graph. The tensors must not be written again before [`commit`](Self::commit), or before the call of
-    /// `merge_if_full` that merges them; enter a [copy](MicroBatchStatistics::copied) if the same graph runs another micro-batch of
-    /// the step.
-    pub fn put_statistics(
-        &mut self,
-        micro_batch: MicroBatchId,
-        statistics: &MicroBatchStatistics,
-    ) -> Result<(), Fault> {
+    /// `merge_if_full` that merges them.
+    pub(crate) fn enter(&mut self, micro_batch: MicroBatchId, statistics: &CollectedStatistics) -> Result<(), Fault> {
         for (position, statistics) in &statistics.0 {
             let norm = self.norms.get_mut(position).ok_or_else(|| {
                 Fault::internal(
@@ -573,7 +544,7 @@ mod tests {
                 for m in 0..37 {
                     norms.deferred.merge_if_full(MicroBatchId(m)).unwrap();
                     norms.forward(2 + i64::from(m % 3), m, PassMode::Train);
-                    for (seen, (_, s)) in seen.iter_mut().zip(norms.deferred.statistics_of(MicroBatchId(m)).0) {
+                    for (seen, (_, s)) in seen.iter_mut().zip(norms.deferred.collected(MicroBatchId(m)).0) {
                         seen.push((s.count, host(&s.mean), host(&s.var)));
                     }
                     let held = norms.deferred.norms.values().map(|norm| norm.collected.len()).max();
@@ -600,23 +571,23 @@ mod tests {
                 let statistics: Vec<_> = (0..3)
                     .map(|m| {
                         replayed.forward(2 + i64::from(m), m, PassMode::Train);
-                        replayed.deferred.statistics_of(MicroBatchId(m)).copied().unwrap()
+                        replayed.deferred.collected(MicroBatchId(m))
                     })
                     .collect();
                 replayed.deferred.discard();
-                assert!(replayed.deferred.statistics_of(MicroBatchId(0)).0.is_empty());
+                assert!(replayed.deferred.collected(MicroBatchId(0)).0.is_empty());
                 for (m, statistics) in (0..).zip(&statistics) {
                     run.forward(2 + i64::from(m), m, PassMode::Train);
-                    replayed.deferred.put_statistics(MicroBatchId(m), statistics).unwrap();
+                    replayed.deferred.enter(MicroBatchId(m), statistics).unwrap();
                 }
                 run.deferred.commit().unwrap();
                 replayed.deferred.commit().unwrap();
                 assert_eq!(replayed.bits(), run.bits(), "{device:?}, step {step}");
             }
             run.forward(2, 0, PassMode::Train);
-            let (_, statistics) = run.deferred.statistics_of(MicroBatchId(0)).0.remove(0);
-            let unknown = MicroBatchStatistics(vec![((9, 9), statistics)]);
-            assert!(replayed.deferred.put_statistics(MicroBatchId(0), &unknown).is_err());
+            let (_, statistics) = run.deferred.collected(MicroBatchId(0)).0.remove(0);
+            let unknown = CollectedStatistics(vec![((9, 9), statistics)]);
+            assert!(replayed.deferred.enter(MicroBatchId(0), &unknown).is_err());
         }
     }
 
@@ -626,11 +597,11 @@ mod tests {
         let mut norms = Norms::new(Device::Cpu);
         let y = norms.forward(4, 0, PassMode::Train);
         norms.forward(4, 0, PassMode::Train);
-        for (_, statistics) in &mut norms.deferred.statistics_of(MicroBatchId(0)).0 {
+        for (_, statistics) in &mut norms.deferred.collected(MicroBatchId(0)).0 {
             let _ = statistics.mean.fill_(f64::NAN);
         }
         assert_eq!(norms.forward(4, 0, PassMode::Train), y);
-        let means = norms.deferred.statistics_of(MicroBatchId(0)).0;
+        let means = norms.deferred.collected(MicroBatchId(0)).0;
         assert!(means.iter().all(|(_, s)| bool::try_from(s.mean.isfinite().all()).unwrap()));
         assert_eq!(norms.forward(4, 0, PassMode::Recompute), y);
     }

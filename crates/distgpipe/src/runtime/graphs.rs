@@ -19,7 +19,7 @@ use crate::comm::protocol::StepCommand;
 use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool};
 use crate::engine::{self, SeedTable};
 use crate::failure::Fault;
-use crate::runtime::deferred_batch_norm::MicroBatchStatistics;
+use crate::runtime::deferred_batch_norm::CollectedStatistics;
 use crate::runtime::micro_batch_pass::{Forward, ForwardOutput, GradientParcel, InFlight, Kept, LossTarget, Score};
 use crate::runtime::partition::Partition;
 use crate::runtime::portal::Parcel;
@@ -184,7 +184,7 @@ struct RecordedPass {
     forward: Graph,
     parcels: Vec<Parcel>,
     score: Option<Score>,
-    statistics: MicroBatchStatistics,
+    statistics: CollectedStatistics,
     recomputation: Option<Graph>,
     backward: Option<RecordedBackward>,
 }
@@ -418,7 +418,7 @@ impl WorkerGraphs {
             forward: graph,
             parcels: clones(&output.parcels),
             score: output.score.as_ref().map(Score::shallow_clone),
-            statistics: partition.norms().statistics_of(micro_batch),
+            statistics: partition.norms().collected(micro_batch),
             recomputation: None,
             backward: None,
         };
@@ -568,7 +568,7 @@ impl RecordedPass {
         self.seeds.fill(stream)?;
         partition.norms().merge_if_full(micro_batch)?;
         self.forward.launch()?;
-        partition.norms().put_statistics(micro_batch, &self.statistics)?;
+        partition.norms().enter(micro_batch, &self.statistics)?;
         let clones = |parcels: &[Parcel]| -> Vec<Parcel> {
             parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
         };

@@ -1,7 +1,7 @@
 //! Optimizers: the built-in ones, and the trait for your own. Each worker updates the parameters it holds. The built-in
 //! formulas are PyTorch's.
 
-use crate::engine::{self, TensorList};
+use crate::engine::{self, FusedAdam, FusedSgd, TensorList};
 use crate::failure::Fault;
 use crate::model::layer::{Init, Role, TensorSpec};
 use serde::{Deserialize, Serialize};
@@ -398,6 +398,81 @@ impl UpdateRule for Optim {
     }
 }
 
+/// A built-in optimizer whose update is one of libtorch's fused kernels. It has the state of the optimizer, and its results to rounding.
+pub(crate) struct FusedOptim(Optim);
+
+/// libtorch has no fused kernel for an optimizer.
+#[derive(Debug, thiserror::Error)]
+#[error("expected SGD, Adam or AdamW, for which libtorch has a fused update, got {got}: choose one of them, or leave the option out")]
+pub struct NotFused {
+    /// The optimizer.
+    got: String,
+}
+
+impl FusedOptim {
+    pub fn new(optim: Optim) -> Result<Self, NotFused> {
+        match optim {
+            Optim::Sgd { .. } | Optim::Adam { .. } | Optim::AdamW { .. } => Ok(FusedOptim(optim)),
+            Optim::RmsProp { .. } => Err(NotFused { got: "RMSprop".to_owned() }),
+        }
+    }
+}
+
+impl NotFused {
+    /// The model has an optimizer of its own.
+    pub(crate) fn own_rule(name: &str) -> Self {
+        NotFused { got: format!("the model's own optimizer `{name}`") }
+    }
+}
+
+impl UpdateRule for FusedOptim {
+    fn name(&self) -> String {
+        self.0.name()
+    }
+
+    fn slots(&self) -> &[Slot] {
+        self.0.slots()
+    }
+
+    fn update(
+        &self,
+        parameter: &mut Tensor,
+        gradient: &Tensor,
+        state: &mut ParameterState,
+        learning_rate: f64,
+    ) -> Result<(), Fault> {
+        let (parameter, gradient) = (parameter.shallow_clone(), gradient.shallow_clone());
+        self.update_all(&mut [ParameterUpdate { parameter, gradient, state }], learning_rate)
+    }
+
+    fn update_all(&self, updates: &mut [ParameterUpdate<'_>], learning_rate: f64) -> Result<(), Fault> {
+        let p: TensorList = updates.iter().map(|update| &update.parameter).collect();
+        let gradients: TensorList = updates.iter().map(|update| &update.gradient).collect();
+        match self.0 {
+            Optim::Sgd { momentum, weight_decay, nesterov } => {
+                let known = slot_of(updates, |state| &mut state.first);
+                let first_step = known.is_none();
+                let buffers = match (momentum, known) {
+                    (0.0, _) => None,
+                    (_, Some(buffers)) => Some(buffers),
+                    (_, None) => Some(fill_slot(updates, |state| &mut state.first, gradients.zeros_like()?)),
+                };
+                let with = FusedSgd { learning_rate, momentum, weight_decay, nesterov, first_step };
+                p.fused_sgd(&gradients, buffers.as_ref(), &with)
+            }
+            Optim::Adam { beta1, beta2, eps, weight_decay } | Optim::AdamW { beta1, beta2, eps, weight_decay } => {
+                let first = slot_or_zeros(updates, |state| &mut state.first, &gradients)?;
+                let second = slot_or_zeros(updates, |state| &mut state.second, &gradients)?;
+                let decoupled = matches!(self.0, Optim::AdamW { .. });
+                let steps = updates.first().map_or(0, |update| update.state.steps);
+                let with = FusedAdam { learning_rate, beta1, beta2, eps, weight_decay, decoupled, steps };
+                p.fused_adam(&gradients, [&first, &second], &with)
+            }
+            Optim::RmsProp { .. } => Err(Fault::internal("an optimizer with a fused update", "RMSprop")),
+        }
+    }
+}
+
 /// How many of these updates, at least one, are made together.
 fn updated_together(updates: &[ParameterUpdate<'_>]) -> usize {
     let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
@@ -589,15 +664,20 @@ mod tests {
         (0..).zip(shapes).map(parameter).collect()
     }
 
-    /// Makes five updates and gives all bits: parameters and state. One parameter has no gradient in the second step, and one
+    /// Makes this many updates and gives all values: parameters and state. One parameter has no gradient in the second step, and one
     /// has a learning rate and a weight decay of its own.
-    fn train(device: tch::Device, optim: Optim, rule: impl Fn(Optim) -> Arc<dyn UpdateRule>) -> Vec<Vec<f32>> {
+    fn train(
+        device: tch::Device,
+        updates: usize,
+        optim: Optim,
+        rule: impl Fn(Optim) -> Arc<dyn UpdateRule>,
+    ) -> Vec<Vec<f32>> {
         let parameters = parameters(device);
         let mut optimizer = Optimizer::new(rule(optim), parameters.len());
         for index in [1, 4] {
             optimizer.set_group(index, 0.5, Some(rule(optim.with_weight_decay(0.1)))).unwrap();
         }
-        for step in 0..5 {
+        for step in 0..updates {
             for (i, parameter) in parameters.iter().enumerate() {
                 engine::clear_grad(parameter);
                 if (step, i) != (1, 2) {
@@ -631,12 +711,30 @@ mod tests {
         let bits = |values: Vec<Vec<f32>>| values.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>();
         for device in [Device::Cpu, Device::Cuda(0)].iter().filter_map(|device| device.open().ok()) {
             for optim in rules {
-                let together = bits(train(device, optim, |optim| Arc::new(optim)));
-                let single = bits(train(device, optim, |optim| Arc::new(OneByOne(optim))));
+                let together = bits(train(device, 5, optim, |optim| Arc::new(optim)));
+                let single = bits(train(device, 5, optim, |optim| Arc::new(OneByOne(optim))));
                 let different = together.iter().zip(&single).filter(|(a, b)| a != b).count();
                 assert_eq!((different, together.len()), (0, single.len()), "{device:?}, {optim:?}");
             }
         }
+    }
+
+    /// On the CPU, and on a GPU where there is one. Two updates only: more of them amplify the difference.
+    #[test]
+    fn a_fused_update_is_the_update_to_rounding() {
+        let sgd = Optim::Sgd { momentum: 0.9, weight_decay: 1e-2, nesterov: true };
+        for device in [Device::Cpu, Device::Cuda(0)].iter().filter_map(|device| device.open().ok()) {
+            for optim in [Optim::sgd(0.0), Optim::sgd(0.9), sgd, Optim::adam().with_weight_decay(1e-2), Optim::adamw()]
+            {
+                let fused = train(device, 2, optim, |optim| Arc::new(FusedOptim::new(optim).unwrap()));
+                let expected = train(device, 2, optim, |optim| Arc::new(optim));
+                let off = |(a, b): (&f32, &f32)| (a - b).abs() / b.abs().max(1.0);
+                let gap = fused.iter().flatten().zip(expected.iter().flatten()).map(off).fold(0.0, f32::max);
+                assert!(gap < 1e-5, "{device:?}, {optim:?}: off by {gap:e}");
+            }
+        }
+        let refused = FusedOptim::new(Optim::rms_prop(0.9)).err().unwrap().to_string();
+        assert!(refused.contains("SGD, Adam or AdamW") && refused.contains("got RMSprop"), "{refused}");
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::failure::{Failure, Fault};
 use crate::model::Model;
 use crate::runtime::all_reduce::RingAllReduce;
 use crate::runtime::graphs::WorkerGraphs;
-use crate::runtime::optimizer::Optimizer;
+use crate::runtime::optimizer::{Optim, Optimizer};
 use crate::runtime::parameter_groups::{ParameterGroups, ParameterSettings};
 use crate::runtime::partition::{Partition, PartitionOptions, WorkerTensors};
 use crate::runtime::stage::Stage;
@@ -129,6 +129,7 @@ impl BuiltWorker {
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
         if let Some(index) = cuda::index(device) {
             CudaStream::new(index)?.enter()?;
+            engine::set_cuda_math(job.tf32, job.cudnn_benchmark)?;
             cuda::backward_on_this_thread();
         }
         // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
@@ -145,10 +146,14 @@ impl BuiltWorker {
             partition.freeze(|name| groups.freezes(name))?;
         }
         let trained = || partitions.values().flat_map(Partition::trained);
-        let mut optimizer = Optimizer::new(model.update_rule(job.optim), trained().count());
+        let rule = |optim: Optim| match job.fused_optimizer {
+            true => model.fused_update_rule(optim).map_err(|e| Fault::invalid_job("`Builder::fused_optimizer`", e)),
+            false => Ok(model.update_rule(optim)),
+        };
+        let mut optimizer = Optimizer::new(rule(job.optim)?, trained().count());
         for (index, (spec, _)) in trained().enumerate() {
             let ParameterSettings { rate_factor, weight_decay } = groups.settings(&spec.name);
-            let rule = weight_decay.map(|decay| model.update_rule(job.optim.with_weight_decay(decay)));
+            let rule = weight_decay.map(|decay| rule(job.optim.with_weight_decay(decay))).transpose()?;
             optimizer.set_group(index, rate_factor, rule)?;
         }
         let stage = Stage {

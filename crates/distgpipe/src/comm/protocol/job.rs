@@ -3,7 +3,7 @@
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::timeouts::Timeouts;
 use crate::comm::topology::Topology;
-use crate::engine::{self, Device, Devices, Precision};
+use crate::engine::{self, Device, Devices, Precision, Tf32};
 use crate::failure::Fault;
 use crate::model::loss::Loss;
 use crate::model::ModelSpec;
@@ -54,6 +54,15 @@ pub struct Job {
     /// Whether workers on GPUs record their passes as CUDA graphs.
     #[serde(default)]
     pub graphs: GraphOptions,
+    /// Where GPUs use TF32.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub tf32: Tf32,
+    /// Whether cuDNN measures its algorithms for each new shape.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub cudnn_benchmark: bool,
+    /// Whether parameters are updated by libtorch's fused kernels.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub fused_optimizer: bool,
     /// Whether reports contain single events ([`Span`](crate::runtime::trace::Span)), for a trace.
     pub trace: bool,
     /// The time-outs of the run.
@@ -62,6 +71,10 @@ pub struct Job {
     pub faults: String,
     /// The address of each member of the run; `None` for those in the driver's process.
     pub addresses: Vec<Option<String>>,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 impl Job {
