@@ -35,6 +35,7 @@ train() { # NAME FLAGS...
     [[ "$*" == *--data* ]] && flags="--epochs 1 --optimizer sgd --lr 0.01 --momentum 0"
     [[ "$*" == *--limit* ]] && flags="--data digits --optimizer sgd --lr 0.01 --momentum 0"
     [[ "$*" == *--optimizer* ]] && flags="--data digits --limit 640 --epochs 1"
+    [[ "$*" == *resnet* ]] && flags="--data digits --limit 640 --epochs 1 --optimizer sgd --lr 1e-9 --momentum 0"
     "$binary" train --batch 64 --threads 2 --schedule gpipe $evaluation --log "$work/$name" $flags "$@" >"$work/$name.out" 2>&1 &
     trained+=($!)
 }
@@ -46,7 +47,7 @@ compare() { # NAME REFERENCE STEPS LARGEST_RELATIVE_DIFFERENCE WHAT
     if ! python3 - "$work/$1/steps.jsonl" "$work/$2/steps.jsonl" "${@:3}" <<'PYTHON'
 import json, sys
 steps, most, what = int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
-got, expected = ([json.loads(line)["loss"] for line in open(path)][:steps] for path in sys.argv[1:3])
+got, expected = ([step["loss"] for step in map(json.loads, open(path)) if "loss" in step][:steps] for path in sys.argv[1:3])
 assert len(got) == len(expected) == steps, (len(got), len(expected))
 gap = max(abs(a - b) / abs(b) for a, b in zip(got, expected))
 print(f"{'ok    ' if gap <= most else 'FAILED'}  {what}: losses of {steps} steps differ by {gap:.1e}, expected at most {most:.0e}")
@@ -116,15 +117,18 @@ for name in conv split recompute ragged adam accumulated frozen words; do
     compare $name-graphs $name-eager $steps 1e-4 "graphs on two streams and no graphs ($name)"
     compare $name-stream $name-eager $steps 1e-5 "graphs on one stream and no graphs ($name)"
 done
-# The running statistics of batch norms decide the loss on the test data.
+# Training would amplify rounding, so it hardly moves the weights. The running statistics of batch norms decide the loss on the test data.
 compare norms-stream norms-eager 10 1e-5 "graphs on one stream and no graphs (batch norms)"
+compare norms-graphs norms-eager 10 1e-5 "graphs on two streams and no graphs (batch norms)"
 test_loss() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["epochs"][-1]["test_loss"])' "$work/$1/summary.json"; }
-if [[ $(test_loss norms-stream) == "$(test_loss norms-eager)" ]]; then
-    echo "ok      graphs on one stream and no graphs: the same loss on the test data ($(test_loss norms-eager))"
-else
-    failed=1
-    echo "FAILED  loss on the test data: $(test_loss norms-stream) with graphs, $(test_loss norms-eager) without"
-fi
+for name in norms-stream norms-graphs; do
+    if python3 -c 'import sys; a, b = map(float, sys.argv[1:]); sys.exit(abs(a - b) > 1e-5 * abs(b))' "$(test_loss $name)" "$(test_loss norms-eager)"; then
+        echo "ok      $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss norms-eager)"
+    else
+        failed=1
+        echo "FAILED  $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss norms-eager)"
+    fi
+done
 compare cast-graphs cast-eager 10 1e-2 "graphs on two streams and no graphs (bf16)"
 grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's log has no finished run:"; tail -n 5 "$work/serve.out"; }
 exit $failed

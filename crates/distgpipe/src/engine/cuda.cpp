@@ -248,30 +248,4 @@ char *dg_copy(at::Tensor *to, at::Tensor *from) {
   });
 }
 
-// Adds each tensor of `from` to the one of `to`.
-char *dg_add(at::Tensor **to, at::Tensor **from, size_t count) {
-  return guarded([&] {
-    c10::AutoGradMode no_grad(false);
-    std::vector<at::Tensor> sums, terms;
-    for (size_t i = 0; i < count; ++i) {
-      sums.push_back(*to[i]);
-      terms.push_back(*from[i]);
-    }
-    if (!sums.empty())
-      at::_foreach_add_(sums, terms);
-  });
-}
-
-// Sets the tensors to 0.
-char *dg_zero(at::Tensor **tensors, size_t count) {
-  return guarded([&] {
-    c10::AutoGradMode no_grad(false);
-    std::vector<at::Tensor> all;
-    for (size_t i = 0; i < count; ++i)
-      all.push_back(*tensors[i]);
-    if (!all.empty())
-      at::_foreach_zero_(all);
-  });
-}
-
 } // extern "C"

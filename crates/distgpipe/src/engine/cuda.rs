@@ -42,8 +42,6 @@ extern "C" {
     ) -> *mut c_char;
     fn dg_set_grad(tensor: *const C_tensor, gradient: *const C_tensor) -> *mut c_char;
     fn dg_copy(to: *const C_tensor, from: *const C_tensor) -> *mut c_char;
-    fn dg_add(to: *const *const C_tensor, from: *const *const C_tensor, count: usize) -> *mut c_char;
-    fn dg_zero(tensors: *const *const C_tensor, count: usize) -> *mut c_char;
 }
 
 /// The number of a CUDA device; `None` for any other device.
@@ -310,21 +308,4 @@ pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<(), Fault> {
 pub fn copy(to: &Tensor, from: &Tensor) -> Result<(), Fault> {
     // SAFETY: live tensors; nothing else holds a Rust reference to their memory.
     outcome(unsafe { dg_copy(to.as_ptr(), from.as_ptr()) }).map_err(Fault::engine)
-}
-
-/// Adds each tensor of `from` to the one of `to`.
-pub fn add(to: &[Tensor], from: &[Tensor]) -> Result<(), Fault> {
-    if to.len() != from.len() {
-        return Err(Fault::internal("a sum for each term", format!("{} and {}", to.len(), from.len())));
-    }
-    let pointers = |tensors: &[Tensor]| tensors.iter().map(Tensor::as_ptr).collect::<Vec<_>>();
-    // SAFETY: as many live tensors as the count says, on whose memory nothing else holds a Rust reference.
-    outcome(unsafe { dg_add(pointers(to).as_ptr(), pointers(from).as_ptr(), to.len()) }).map_err(Fault::engine)
-}
-
-/// Sets all values of the tensors to 0.
-pub fn zero(tensors: &[Tensor]) -> Result<(), Fault> {
-    let pointers: Vec<*const C_tensor> = tensors.iter().map(Tensor::as_ptr).collect();
-    // SAFETY: as many live tensors as the count says, on whose memory nothing else holds a Rust reference.
-    outcome(unsafe { dg_zero(pointers.as_ptr(), pointers.len()) }).map_err(Fault::engine)
 }

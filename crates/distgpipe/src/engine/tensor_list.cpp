@@ -34,11 +34,15 @@ enum Operation {
   kDivScalarInPlace = 10,
   kCopyInPlace = 11,
   kMaxNorm = 12,
+  kZeroInPlace = 13,
 };
 
 std::vector<at::Tensor> apply(int operation, const std::vector<at::Tensor> &self, const std::vector<at::Tensor> &other,
                               const std::vector<at::Tensor> &third, double scalar) {
   switch (operation) {
+  case kZeroInPlace:
+    at::_foreach_zero_(self);
+    return {};
   case kMulScalar:
     return at::_foreach_mul(self, scalar);
   case kMulScalarInPlace:

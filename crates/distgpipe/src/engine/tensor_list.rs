@@ -84,6 +84,7 @@ enum Operation {
     DivScalarInPlace = 10,
     CopyInPlace = 11,
     MaxNorm = 12,
+    ZeroInPlace = 13,
 }
 
 /// Tensors that an operation changes or reads together. All lists of an operation have as many tensors.
@@ -192,6 +193,11 @@ impl TensorList {
 
     pub fn div_scalar_(&self, divisor: f64) -> Result<&Self, Fault> {
         self.change(Operation::DivScalarInPlace, [None, None], divisor)
+    }
+
+    /// Sets all values to 0.
+    pub fn zero_(&self) -> Result<&Self, Fault> {
+        self.change(Operation::ZeroInPlace, [None, None], 0.0)
     }
 
     /// Copies the values of tensors of the same shapes.

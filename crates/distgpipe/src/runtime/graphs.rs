@@ -17,7 +17,7 @@
 
 use crate::comm::protocol::StepCommand;
 use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool};
-use crate::engine::{self, SeedTable};
+use crate::engine::{self, SeedTable, TensorList};
 use crate::failure::Fault;
 use crate::runtime::deferred_batch_norm::CollectedStatistics;
 use crate::runtime::micro_batch_pass::{Forward, ForwardOutput, GradientParcel, InFlight, Kept, LossTarget, Score};
@@ -163,17 +163,23 @@ impl GradientSums {
 
     /// Sets all sums to 0 and makes those of the first lane the gradients again.
     fn clear(&self) -> Result<(), Fault> {
-        self.of_lanes.iter().try_for_each(|sums| cuda::zero(sums))?;
+        tch::no_grad(|| self.of_lanes.iter().try_for_each(|sums| list(sums).zero_().map(drop)))?;
         self.parameters.iter().zip(&self.of_lanes[0]).try_for_each(|(parameter, sum)| cuda::set_grad(parameter, sum))
     }
 
     /// Adds the sums of all lanes to those of the first.
     fn add_lanes(&self) -> Result<(), Fault> {
-        self.of_lanes.iter().skip(1).try_for_each(|sums| {
-            cuda::add(&self.of_lanes[0], sums)?;
-            cuda::zero(sums)
+        tch::no_grad(|| {
+            self.of_lanes.iter().skip(1).map(|sums| list(sums)).try_for_each(|sums| {
+                list(&self.of_lanes[0]).add_(&sums)?;
+                sums.zero_().map(drop)
+            })
         })
     }
+}
+
+fn list(tensors: &[Tensor]) -> TensorList {
+    tensors.iter().collect()
 }
 
 /// A recorded micro-batch of a partition.
