@@ -384,8 +384,7 @@ impl Builder {
     }
 
     /// Whether workers on GPUs record their training passes as CUDA graphs, and how many micro-batches of a worker a GPU may compute
-    /// at a time. By default they do where it is possible. Gradients are those of a run without graphs up to rounding,
-    /// because each stream sums its own.
+    /// at a time. By default they do where it is possible. The numbers do not depend on it.
     pub fn graphs(mut self, graphs: GraphOptions) -> Self {
         self.job.graphs = graphs;
         self

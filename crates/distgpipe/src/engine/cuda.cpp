@@ -200,38 +200,21 @@ char *dg_empty_cache() {
   return guarded([&] { allocator().emptyCache({0, 0}); });
 }
 
-// The gradients of the outputs with respect to some parameters, which are added to `sums`, and to some other leaves, which are
-// returned; null where there is none. `used` tells of each parameter whether it has one. Frees the autograd graph.
-char *dg_gradients(at::Tensor **outputs, at::Tensor **upstream, size_t outputs_count, at::Tensor **parameters,
-                   at::Tensor **sums, bool *used, size_t parameters_count, at::Tensor **leaves, at::Tensor **gradients,
-                   size_t leaves_count) {
+// The gradients of the outputs with respect to the inputs; null where there is none. Frees the autograd graph.
+char *dg_gradients(at::Tensor **outputs, at::Tensor **upstream, size_t outputs_count, at::Tensor **inputs,
+                   at::Tensor **gradients, size_t inputs_count) {
   return guarded([&] {
-    torch::autograd::variable_list outs, grads, inputs;
+    torch::autograd::variable_list outs, grads, of;
     for (size_t i = 0; i < outputs_count; ++i) {
       outs.push_back(*outputs[i]);
       grads.push_back(upstream[i] ? *upstream[i] : at::Tensor());
     }
-    for (size_t i = 0; i < parameters_count; ++i)
-      inputs.push_back(*parameters[i]);
-    for (size_t i = 0; i < leaves_count; ++i)
-      inputs.push_back(*leaves[i]);
-    auto found = torch::autograd::grad(outs, inputs, grads, /*retain_graph=*/false, /*create_graph=*/false,
+    for (size_t i = 0; i < inputs_count; ++i)
+      of.push_back(*inputs[i]);
+    auto found = torch::autograd::grad(outs, of, grads, /*retain_graph=*/false, /*create_graph=*/false,
                                        /*allow_unused=*/true);
-    c10::AutoGradMode no_grad(false);
-    std::vector<at::Tensor> to, from;
-    for (size_t i = 0; i < parameters_count; ++i) {
-      used[i] = found[i].defined();
-      if (used[i]) {
-        to.push_back(*sums[i]);
-        from.push_back(found[i]);
-      }
-    }
-    if (!to.empty())
-      at::_foreach_add_(to, from);
-    for (size_t i = 0; i < leaves_count; ++i) {
-      at::Tensor &gradient = found[parameters_count + i];
-      gradients[i] = gradient.defined() ? new at::Tensor(gradient) : nullptr;
-    }
+    for (size_t i = 0; i < inputs_count; ++i)
+      gradients[i] = found[i].defined() ? new at::Tensor(found[i]) : nullptr;
   });
 }
 

@@ -32,13 +32,9 @@ extern "C" {
         outputs: *const *const C_tensor,
         upstream: *const *const C_tensor,
         outputs_count: usize,
-        parameters: *const *const C_tensor,
-        sums: *const *const C_tensor,
-        used: *mut bool,
-        parameters_count: usize,
-        leaves: *const *const C_tensor,
+        inputs: *const *const C_tensor,
         gradients: *mut *mut C_tensor,
-        leaves_count: usize,
+        inputs_count: usize,
     ) -> *mut c_char;
     fn dg_set_grad(tensor: *const C_tensor, gradient: *const C_tensor) -> *mut c_char;
     fn dg_copy(to: *const C_tensor, from: *const C_tensor) -> *mut c_char;
@@ -248,53 +244,23 @@ pub fn empty_cache() -> Result<(), Fault> {
     outcome(unsafe { dg_empty_cache() }).map_err(Fault::engine)
 }
 
-/// What [`gradients`] found.
-pub struct Gradients {
-    /// Whether each parameter has a gradient.
-    pub used: Vec<bool>,
-    /// The gradient of each leaf.
-    pub leaves: Vec<Option<Tensor>>,
-}
-
-/// Runs the backward pass from `outputs` with their upstream gradients. Adds the gradient of each parameter to its tensor of `sums`
-/// and returns those of the leaves. Frees the autograd graph.
-pub fn gradients(
-    outputs: &[(Tensor, Option<Tensor>)],
-    parameters: &[&Tensor],
-    sums: &[Tensor],
-    leaves: &[&Tensor],
-) -> Result<Gradients, Fault> {
-    if parameters.len() != sums.len() {
-        return Err(Fault::internal("a sum for each parameter", format!("{} and {}", parameters.len(), sums.len())));
-    }
-    let pointers = |tensors: &[&Tensor]| tensors.iter().map(|t| t.as_ptr()).collect::<Vec<_>>();
-    let outs: Vec<*const C_tensor> = outputs.iter().map(|(o, _)| o.as_ptr()).collect();
+/// Runs the backward pass from `outputs` with their upstream gradients. Returns the gradient of each input, and leaves those that are
+/// kept in leaves as they are. Frees the autograd graph.
+pub fn gradients(outputs: &[(Tensor, Option<Tensor>)], inputs: &[&Tensor]) -> Result<Vec<Option<Tensor>>, Fault> {
+    let outs: Vec<*const C_tensor> = outputs.iter().map(|(output, _)| output.as_ptr()).collect();
     let upstream: Vec<*const C_tensor> =
-        outputs.iter().map(|(_, g)| g.as_ref().map_or(std::ptr::null(), |g| g.as_ptr())).collect();
-    let (parameters, leaves) = (pointers(parameters), pointers(leaves));
-    let sums: Vec<*const C_tensor> = sums.iter().map(|t| t.as_ptr()).collect();
-    let mut used = vec![false; parameters.len()];
-    let mut found = vec![std::ptr::null_mut::<C_tensor>(); leaves.len()];
+        outputs.iter().map(|(_, gradient)| gradient.as_ref().map_or(std::ptr::null(), Tensor::as_ptr)).collect();
+    let inputs: Vec<*const C_tensor> = inputs.iter().map(|input| input.as_ptr()).collect();
+    let mut found = vec![std::ptr::null_mut::<C_tensor>(); inputs.len()];
     // SAFETY: each array has as many elements as the count passed with it, of tensors that outlive the call. The shim stores null or
-    // a handle from `new` for each leaf, which tch's Tensor then owns, also if it fails later.
+    // a handle from `new` for each input, which tch's Tensor then owns, also if it fails later.
     let done = outcome(unsafe {
-        dg_gradients(
-            outs.as_ptr(),
-            upstream.as_ptr(),
-            outs.len(),
-            parameters.as_ptr(),
-            sums.as_ptr(),
-            used.as_mut_ptr(),
-            parameters.len(),
-            leaves.as_ptr(),
-            found.as_mut_ptr(),
-            leaves.len(),
-        )
+        dg_gradients(outs.as_ptr(), upstream.as_ptr(), outs.len(), inputs.as_ptr(), found.as_mut_ptr(), inputs.len())
     });
     // SAFETY: see above.
-    let leaves = found.into_iter().map(|raw| (!raw.is_null()).then(|| unsafe { Tensor::from_ptr(raw) })).collect();
+    let found = found.into_iter().map(|raw| (!raw.is_null()).then(|| unsafe { Tensor::from_ptr(raw) })).collect();
     done.map_err(Fault::engine)?;
-    Ok(Gradients { used, leaves })
+    Ok(found)
 }
 
 /// Makes a tensor of the same shape the gradient of a leaf, so that backward passes add to it.

@@ -9,9 +9,9 @@
 //!   steps 3 …      input ─copy─► static tensors ─► graph ─► static tensors ─► as any output
 //! ```
 //!
-//! - Micro-batches are dealt to lanes: a stream, a pool of memory and sums of gradients each. The passes of a lane run in the order in
-//!   which they were recorded, so a pass may use memory that an earlier one no longer needs, as without graphs. Lanes run beside
-//!   each other and fill the GPU. Their sums of gradients are added at the end of the step.
+//! - Micro-batches are dealt to lanes: a stream and a pool of memory each. The passes of a lane run in the order in which they were
+//!   recorded, so a pass may use memory that an earlier one no longer needs, as without graphs. Lanes run beside each other and
+//!   fill the GPU. Gradients are added in the order of the plan, whatever the number of lanes, so their bits do not depend on it.
 //! - A step of another size (the last batch of an epoch), evaluation, and passes that cannot be recorded run without graphs.
 //! - No tensor of a graph is used after the step: a worker waits for its GPU before it reports.
 
@@ -26,6 +26,7 @@ use crate::runtime::portal::Parcel;
 use distgpipe_core::schedule::{Op, Plan};
 use distgpipe_core::{MicroBatchId, PartitionId};
 use serde::{Deserialize, Serialize};
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::str::FromStr;
@@ -116,34 +117,28 @@ struct Lane {
     pool: GraphPool,
 }
 
-/// The gradients of a partition's parameters, summed by each lane. Those of the first lane are the gradients themselves.
+/// The gradients of a partition's parameters, to which recorded passes add.
 struct GradientSums {
     parameters: Vec<Tensor>,
+    sums: Vec<Tensor>,
     /// Whether any pass has a gradient for the parameter.
     used: Vec<bool>,
-    of_lanes: Vec<Vec<Tensor>>,
 }
 
 impl GradientSums {
-    fn new(partition: &mut Partition, lanes: usize) -> Result<Self, Fault> {
-        let parameters = partition.use_lane(0)?;
-        let zeros = |parameter: &Tensor| Ok::<_, Fault>(parameter.f_detach()?.f_zeros_like()?);
-        let mut own = Vec::new();
+    fn new(parameters: Vec<Tensor>) -> Result<Self, Fault> {
+        let mut sums = Vec::new();
         for parameter in &parameters {
-            own.push(match engine::grad(parameter) {
+            sums.push(match engine::grad(parameter) {
                 Some(gradient) => gradient,
                 None => {
-                    let gradient = zeros(parameter)?;
-                    cuda::set_grad(parameter, &gradient)?;
-                    gradient
+                    let zeros = parameter.f_detach()?.f_zeros_like()?;
+                    cuda::set_grad(parameter, &zeros)?;
+                    zeros
                 }
             });
         }
-        let mut of_lanes = vec![own];
-        for _ in 1..lanes {
-            of_lanes.push(parameters.iter().map(zeros).collect::<Result<_, _>>()?);
-        }
-        Ok(GradientSums { used: vec![false; parameters.len()], parameters, of_lanes })
+        Ok(GradientSums { used: vec![false; parameters.len()], parameters, sums })
     }
 
     /// Drops the sums of parameters that no pass uses: the optimizer must not see a gradient of theirs.
@@ -152,34 +147,18 @@ impl GradientSums {
         for (parameter, _) in self.parameters.iter().zip(&used).filter(|(_, used)| !**used) {
             engine::clear_grad(parameter);
         }
-        let keep = |tensors: &mut Vec<Tensor>| {
+        for tensors in [&mut self.parameters, &mut self.sums] {
             let mut used = used.iter();
             tensors.retain(|_| used.next() == Some(&true));
-        };
-        self.of_lanes.iter_mut().for_each(keep);
-        keep(&mut self.parameters);
+        }
         self.used = vec![true; self.parameters.len()];
     }
 
-    /// Sets all sums to 0 and makes those of the first lane the gradients again.
+    /// Sets all sums to 0 and makes them the gradients again.
     fn clear(&self) -> Result<(), Fault> {
-        tch::no_grad(|| self.of_lanes.iter().try_for_each(|sums| list(sums).zero_().map(drop)))?;
-        self.parameters.iter().zip(&self.of_lanes[0]).try_for_each(|(parameter, sum)| cuda::set_grad(parameter, sum))
+        tch::no_grad(|| self.sums.iter().collect::<TensorList>().zero_().map(drop))?;
+        self.parameters.iter().zip(&self.sums).try_for_each(|(parameter, sum)| cuda::set_grad(parameter, sum))
     }
-
-    /// Adds the sums of all lanes to those of the first.
-    fn add_lanes(&self) -> Result<(), Fault> {
-        tch::no_grad(|| {
-            self.of_lanes.iter().skip(1).map(|sums| list(sums)).try_for_each(|sums| {
-                list(&self.of_lanes[0]).add_(&sums)?;
-                sums.zero_().map(drop)
-            })
-        })
-    }
-}
-
-fn list(tensors: &[Tensor]) -> TensorList {
-    tensors.iter().collect()
 }
 
 /// A recorded micro-batch of a partition.
@@ -197,6 +176,8 @@ struct RecordedPass {
 
 struct RecordedBackward {
     graph: Graph,
+    /// Adds the gradients of the parameters.
+    addition: Graph,
     upstream: Vec<Vec<Option<Tensor>>>,
     gradients: Vec<GradientParcel>,
 }
@@ -215,6 +196,8 @@ pub struct WorkerGraphs {
     current: usize,
     passes: HashMap<(PartitionId, MicroBatchId), RecordedPass>,
     sums: BTreeMap<PartitionId, GradientSums>,
+    /// The last addition of gradients in this step, for which that of another lane waits.
+    added: Option<Event>,
     refused: BTreeMap<PartitionId, String>,
     report: Option<GraphReport>,
 }
@@ -243,6 +226,7 @@ impl WorkerGraphs {
             current: 0,
             passes: HashMap::new(),
             sums: BTreeMap::new(),
+            added: None,
             refused: BTreeMap::new(),
             report: None,
         }))
@@ -290,7 +274,7 @@ impl WorkerGraphs {
         Ok(())
     }
 
-    /// Ends a training step: the worker's own stream waits for all lanes, and their sums are added.
+    /// Ends a training step: the worker's own stream waits for all lanes.
     pub fn end_step(&mut self) -> Result<(), Fault> {
         if self.lanes_used > 1 {
             let mut done = Vec::new();
@@ -307,10 +291,8 @@ impl WorkerGraphs {
             let refused = self.refused.iter().map(|(partition, why)| (partition.0, why.clone())).collect();
             self.report = Some(GraphReport { micro_batches: self.passes.len(), refused });
         }
-        if self.active {
-            self.sums.values().try_for_each(GradientSums::add_lanes)?;
-        }
         self.active = false;
+        self.added = None;
         self.lanes_used = 1;
         self.enter_own_stream()
     }
@@ -470,11 +452,12 @@ impl WorkerGraphs {
         mut in_flight: InFlight,
         upstream: Vec<Vec<Option<Tensor>>>,
     ) -> Result<Vec<GradientParcel>, Fault> {
-        let pass = self.passes.get_mut(&(id, micro_batch)).filter(|_| self.active);
+        let pass = self.passes.get(&(id, micro_batch)).filter(|_| self.active);
         match pass {
             Some(RecordedPass { backward: Some(backward), .. }) if in_flight.is_recorded() => {
                 if backward.fits(&upstream) {
-                    return backward.run(&upstream);
+                    backward.copy_upstream(&upstream)?;
+                    return run_backward(backward, self.device, self.lanes_used, &mut self.added);
                 }
             }
             Some(_) if self.progress == Progress::Recording => {
@@ -508,40 +491,63 @@ impl WorkerGraphs {
             .iter()
             .map(|gradients| gradients.iter().map(copy).collect())
             .collect::<Result<Vec<Vec<Option<Tensor>>>, Fault>>()?;
-        if !self.sums.contains_key(&id) {
-            self.sums.insert(id, GradientSums::new(partition, self.lanes.len())?);
-        }
         let parameters = partition.use_lane(self.current)?;
-        partition.use_lane(0)?;
-        let sums = self.sums.get_mut(&id).ok_or_else(|| Fault::internal("sums of gradients", "none"))?;
+        let own = partition.use_lane(0)?;
+        let sums = match self.sums.entry(id) {
+            Entry::Occupied(sums) => sums.into_mut(),
+            Entry::Vacant(entry) => entry.insert(GradientSums::new(own)?),
+        };
         let lane = &self.lanes[self.current];
-        let recorded = lane.pool.record(|| {
+        let arrived = || in_flight.arrived().iter().flat_map(|(_, tensors)| tensors);
+        let (graph, mut found) = lane.pool.record(|| {
             let roots = in_flight.roots(&upstream)?;
-            let leaves: Vec<&Tensor> =
-                in_flight.arrived().iter().flat_map(|(_, tensors)| tensors).filter(|t| t.requires_grad()).collect();
-            let parameters: Vec<&Tensor> = parameters.iter().collect();
-            if roots.is_empty() {
-                return Ok(cuda::Gradients { used: Vec::new(), leaves: leaves.iter().map(|_| None).collect() });
+            let inputs: Vec<&Tensor> = parameters.iter().chain(arrived().filter(|t| t.requires_grad())).collect();
+            match roots.is_empty() {
+                true => Ok(inputs.iter().map(|_| None).collect()),
+                false => cuda::gradients(&roots, &inputs),
             }
-            cuda::gradients(&roots, &parameters, &sums.of_lanes[self.current], &leaves)
-        });
-        let (graph, found) = recorded?;
-        sums.used.iter_mut().zip(found.used).for_each(|(used, now)| *used |= now);
-        let mut found = found.leaves.into_iter();
-        let mut gradient = |tensor: &Tensor| tensor.requires_grad().then(|| found.next().flatten()).flatten();
+        })?;
+        let mut leaves = found.split_off(parameters.len()).into_iter();
+        sums.used.iter_mut().zip(&found).for_each(|(used, gradient)| *used |= gradient.is_some());
+        let terms = sums.sums.iter().zip(&found).filter_map(|(sum, gradient)| Some((sum, gradient.as_ref()?)));
+        let (to, from): (TensorList, TensorList) =
+            (terms.clone().map(|(sum, _)| sum).collect(), terms.map(|(_, gradient)| gradient).collect());
+        let (addition, ()) = lane.pool.record(|| match from.is_empty() {
+            true => Ok(()),
+            false => tch::no_grad(|| to.add_(&from).map(drop)),
+        })?;
+        let mut gradient = |tensor: &Tensor| tensor.requires_grad().then(|| leaves.next().flatten()).flatten();
         let gradients: Vec<GradientParcel> = in_flight
             .arrived()
             .iter()
             .map(|(from, tensors)| (*from, tensors.iter().map(&mut gradient).collect()))
             .collect();
-        graph.launch()?;
-        let backward = RecordedBackward { graph, upstream, gradients };
-        let gradients = backward.clone_gradients();
+        let backward = RecordedBackward { graph, addition, upstream, gradients };
+        let gradients = run_backward(&backward, self.device, self.lanes_used, &mut self.added)?;
         if let Some(pass) = self.passes.get_mut(&(id, micro_batch)) {
             pass.backward = Some(backward);
         }
         Ok(gradients)
     }
+}
+
+/// Runs a recorded backward pass, and adds its gradients after those of the pass before it in the plan.
+fn run_backward(
+    backward: &RecordedBackward,
+    device: usize,
+    lanes: usize,
+    added: &mut Option<Event>,
+) -> Result<Vec<GradientParcel>, Fault> {
+    backward.graph.launch()?;
+    if let Some(added) = added.take() {
+        added.wait()?;
+    }
+    backward.addition.launch()?;
+    if lanes > 1 {
+        *added = Some(Event::record(device)?);
+    }
+    let clone = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
+    Ok(backward.gradients.iter().map(|(to, tensors)| (*to, tensors.iter().map(clone).collect())).collect())
 }
 
 fn same_shape(a: &Tensor, b: &Tensor) -> bool {
@@ -598,20 +604,11 @@ impl RecordedBackward {
             && self.upstream.iter().zip(upstream).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(same))
     }
 
-    fn run(&self, upstream: &[Vec<Option<Tensor>>]) -> Result<Vec<GradientParcel>, Fault> {
+    fn copy_upstream(&self, upstream: &[Vec<Option<Tensor>>]) -> Result<(), Fault> {
         let pairs = self.upstream.iter().flatten().zip(upstream.iter().flatten());
-        for (own, arrived) in pairs {
-            if let (Some(own), Some(arrived)) = (own, arrived) {
-                cuda::copy(own, arrived)?;
-            }
-        }
-        self.graph.launch()?;
-        Ok(self.clone_gradients())
-    }
-
-    fn clone_gradients(&self) -> Vec<GradientParcel> {
-        let clone = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
-        self.gradients.iter().map(|(to, tensors)| (*to, tensors.iter().map(clone).collect())).collect()
+        pairs
+            .filter_map(|(own, arrived)| own.as_ref().zip(arrived.as_ref()))
+            .try_for_each(|(own, t)| cuda::copy(own, t))
     }
 }
 
