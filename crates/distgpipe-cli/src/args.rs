@@ -260,7 +260,8 @@ pub struct TrainFlags {
     #[arg(long, value_name = "auto|on|off", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub graphs: Option<GraphMode>,
-    /// How many micro-batches of a worker a GPU may compute at a time with --graphs, 1 to 8 [default: 2, or 1 with --recompute]
+    /// How many micro-batches of a worker a GPU may compute at a time with --graphs, 1 to 8 [default: 4, or 2 with --recompute,
+    /// divided by the workers on the GPU]
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub graph_streams: Option<usize>,

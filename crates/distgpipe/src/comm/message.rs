@@ -128,8 +128,8 @@ impl Message {
     pub fn take_over(&mut self) -> Result<(), Fault> {
         let Some(ready) = self.ready.take() else { return Ok(()) };
         ready.wait()?;
-        let on_gpu = self.tensors.iter().flatten().filter(|tensor| cuda::index(tensor.device()).is_some());
-        on_gpu.map(cuda::keep_for_stream).collect()
+        let mut on_gpu = self.tensors.iter().flatten().filter(|tensor| cuda::index(tensor.device()).is_some());
+        on_gpu.try_for_each(cuda::keep_for_stream)
     }
 
     /// Whether the message belongs to a training step and carries tensors.

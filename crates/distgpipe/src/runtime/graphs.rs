@@ -79,8 +79,8 @@ impl fmt::Display for GraphMode {
 pub struct GraphOptions {
     /// Whether passes are recorded.
     pub mode: GraphMode,
-    /// How many micro-batches of a worker the GPU may compute at a time: 1 to [`LANES_MAX`]. By default 2, or 1 if micro-batches are
-    /// recomputed to save memory.
+    /// How many micro-batches of a worker the GPU may compute at a time: 1 to [`LANES_MAX`]. By default the workers of a GPU share 4,
+    /// or 2 if micro-batches are recomputed to save memory.
     pub streams: Option<usize>,
 }
 
@@ -203,16 +203,15 @@ pub struct WorkerGraphs {
 }
 
 impl WorkerGraphs {
-    /// The graphs of a worker whose thread has entered its own stream; `None` if it has none.
-    pub fn new(options: GraphOptions, plan: &Plan, device: tch::Device) -> Result<Option<Self>, Fault> {
+    /// The graphs of a worker whose thread has entered its own stream; `None` if it has none. `sharing` is how many workers of the run
+    /// have the same device.
+    pub fn new(options: GraphOptions, plan: &Plan, device: tch::Device, sharing: usize) -> Result<Option<Self>, Fault> {
         let Some(device) = cuda::index(device).filter(|_| options.mode != GraphMode::Off) else { return Ok(None) };
+        let mut actions = plan.placement().worker_ids().flat_map(|worker| plan.actions(worker));
+        let on_device = if actions.any(|action| action.op == Op::Recompute) { 2 } else { 4 };
+        let streams = options.streams.unwrap_or((on_device / sharing.max(1)).max(1));
         let mut lanes = vec![Lane { stream: CudaStream::current(device)?, pool: GraphPool::new(device) }];
-        let recomputes = plan
-            .placement()
-            .worker_ids()
-            .flat_map(|worker| plan.actions(worker))
-            .any(|action| action.op == Op::Recompute);
-        for _ in 1..options.streams.unwrap_or(if recomputes { 1 } else { 2 }) {
+        for _ in 1..streams {
             lanes.push(Lane { stream: CudaStream::new(device)?, pool: GraphPool::new(device) });
         }
         Ok(Some(WorkerGraphs {
@@ -630,7 +629,7 @@ mod tests {
     fn a_worker_on_the_cpu_has_no_graphs() {
         let plan = Schedule::GPipe.plan(&Request::new("a,b".parse().unwrap(), 2)).unwrap();
         for mode in [GraphMode::Auto, GraphMode::On, GraphMode::Off] {
-            let graphs = WorkerGraphs::new(GraphOptions { mode, streams: None }, &plan, tch::Device::Cpu);
+            let graphs = WorkerGraphs::new(GraphOptions { mode, streams: None }, &plan, tch::Device::Cpu, 1);
             assert!(matches!(graphs, Ok(None)));
         }
     }

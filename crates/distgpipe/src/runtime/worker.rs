@@ -133,8 +133,10 @@ impl BuiltWorker {
             cuda::backward_on_this_thread();
         }
         // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
+        let members = 0..topology.plan().placement().workers();
+        let sharing = members.filter(|&member| job.devices.for_worker(member) == job.device()).count();
         let graphs = match job.replicas {
-            1 => WorkerGraphs::new(job.graphs, topology.plan(), device)?,
+            1 => WorkerGraphs::new(job.graphs, topology.plan(), device, sharing)?,
             _ => None,
         };
         let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links)?;
