@@ -37,6 +37,7 @@ pub use digits::{DigitFiles, Digits};
 pub use folder::ImageFiles;
 pub use glue::Glue;
 pub use image::{ImageOptions, ImageSet};
+pub(crate) use loader::BatchDevices;
 pub use loader::{Epoch, LastBatch, Loader, LoaderOptions, Order};
 pub use pass::LoadPass;
 pub use subset::Subset;

@@ -20,6 +20,7 @@ mod recorded_draws;
 mod resource_limits;
 mod tensor_list;
 mod threads;
+mod upload;
 
 pub use autocast::{Autocast, Precision};
 pub use clock::{boot_time, utc_now};
@@ -47,6 +48,7 @@ pub(crate) use tensor_list::{FusedAdam, FusedSgd, TensorList};
 #[cfg(test)]
 pub(crate) use threads::refusal;
 pub use threads::{check_threads, default_threads, spawn, spawn_scoped, ThreadCountError, ThreadError, THREADS_MAX};
+pub(crate) use upload::{attach_to_gpu, in_pinned_memory, Uploading, Uploads};
 
 use crate::failure::Fault;
 use tch::Tensor;

@@ -172,7 +172,7 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
         check(rows, self.len())?;
         let side = self.options.side as i64;
         let dims = [rows.len() as i64, CHANNELS as i64, side, side];
-        let mut images = engine::empty(&dims, Kind::Float, self.options.layout)?;
+        let mut images = pass.empty(&dims, Kind::Float, self.options.layout)?;
         let values = engine::floats_mut(&mut images).unwrap_or_default();
         pass.fill(values, rows, |row, into, scratch: &mut Scratch| {
             let image = self.source.image(row, &mut scratch.decoded)?;

@@ -8,10 +8,19 @@
 //! queue of 2               0        0 1      1 2     2 3
 //! trainer                  [ step 0         ][ step 1 ]
 //! ```
+//!
+//! For a pipeline on a GPU, batches are loaded into pinned memory, and the copy of the next batch to the GPU starts when the trainer
+//! takes one. So the GPU holds one batch more than it computes on, and never waits for a copy if the loading keeps up.
+//!
+//! ```text
+//! copies       [batch 1       ] [batch 2       ]
+//! GPU          [ step 0         ][ step 1         ]
+//! ```
 
 use super::{DataError, Dataset, LoadPass};
-use crate::driver::pipeline::Batch;
-use crate::engine::{self, Stream};
+use crate::driver::pipeline::{Batch, Pipeline};
+use crate::engine::{self, Stream, Uploading, Uploads};
+use crate::failure::Fault;
 use crate::model::layer::SampleShape;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{sync_channel, Receiver};
@@ -161,9 +170,22 @@ impl Loader {
     /// Starts loading an epoch at one of its batches. The batches are those that [`epoch`](Self::epoch) would return from
     /// there on.
     pub fn epoch_from(&self, epoch: u64, batch: usize) -> Epoch {
+        self.epoch_on(BatchDevices::default(), epoch, batch)
+    }
+
+    /// The same for this pipeline: if its workers are threads that use a GPU, each batch is copied there while the step before runs.
+    pub fn epoch_for(&self, pipeline: &Pipeline, epoch: u64, batch: usize) -> Epoch {
+        self.epoch_on(pipeline.batch_devices(), epoch, batch)
+    }
+
+    fn epoch_on(&self, devices: BatchDevices, epoch: u64, batch: usize) -> Epoch {
         if let Err(error) = self.require_batch_memory() {
             return Epoch::failed(error);
         }
+        let prefetch = match Prefetch::new(devices) {
+            Ok(prefetch) => prefetch,
+            Err(fault) => return Epoch::failed(fault.into()),
+        };
         let mut plan = self.rows(epoch);
         plan.drain(..batch.min(plan.len()));
         let left = plan.len();
@@ -174,9 +196,13 @@ impl Loader {
         let (send, receive) = sync_channel(AHEAD);
         let thread = engine::spawn("loader", move || {
             engine::attach_thread(1, 0);
-            let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told);
+            let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told).for_gpu(devices.inputs);
+            let attached = devices.any().map_or(Ok(()), engine::attach_to_gpu);
             for rows in plan {
-                let batch = load(&data, &rows, pass);
+                let batch = match &attached {
+                    Ok(()) => load(&data, &rows, pass).and_then(|batch| Ok(devices.pinned(batch)?)),
+                    Err(fault) => Err(Fault::engine(fault.to_string()).into()),
+                };
                 // The receiver is gone: the epoch was dropped.
                 if send.send(batch).is_err() {
                     return;
@@ -187,7 +213,7 @@ impl Loader {
             Ok(thread) => (Some(thread), None),
             Err(error) => (None, Some(DataError::Failed(error.into()))),
         };
-        Epoch { receive: Some(receive), thread, failed, given_up, left }
+        Epoch { receive: Some(receive), thread, failed, given_up, left, prefetch }
     }
 
     /// Checks that a batch fits in memory, before the first one is loaded.
@@ -224,12 +250,93 @@ pub struct Epoch {
     failed: Option<DataError>,
     given_up: Arc<AtomicBool>,
     left: usize,
+    /// Absent if the batches stay on the host.
+    prefetch: Option<Prefetch>,
+}
+
+/// The CUDA devices on which the workers of this process need the inputs and the targets of a batch, by number. `None` leaves them on
+/// the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BatchDevices {
+    pub inputs: Option<usize>,
+    pub target: Option<usize>,
+}
+
+impl BatchDevices {
+    fn any(self) -> Option<usize> {
+        self.inputs.or(self.target)
+    }
+
+    /// The batch in pinned memory, as far as it is copied to a GPU.
+    fn pinned(self, mut batch: Batch) -> Result<Batch, Fault> {
+        if let Some(device) = self.inputs {
+            batch.inputs =
+                batch.inputs.iter().map(|input| engine::in_pinned_memory(input, device)).collect::<Result<_, _>>()?;
+        }
+        if let Some(device) = self.target {
+            batch.target = engine::in_pinned_memory(&batch.target, device)?;
+        }
+        Ok(batch)
+    }
+}
+
+/// Copies each batch to the GPU while the batch before it is used.
+struct Prefetch {
+    inputs: Option<Uploads>,
+    target: Option<Uploads>,
+    /// The next batch, on its way.
+    next: Option<Result<CopiedBatch, DataError>>,
+}
+
+/// A batch on its way to the GPU.
+struct CopiedBatch {
+    batch: Batch,
+    inputs: Option<Uploading>,
+    target: Option<Uploading>,
+}
+
+impl Prefetch {
+    /// `None` if nothing is copied.
+    fn new(devices: BatchDevices) -> Result<Option<Self>, Fault> {
+        if devices.any().is_none() {
+            return Ok(None);
+        }
+        let inputs = devices.inputs.map(Uploads::new).transpose()?;
+        let target = devices.target.map(Uploads::new).transpose()?;
+        Ok(Some(Prefetch { inputs, target, next: None }))
+    }
+
+    fn start(&self, batch: Batch) -> Result<CopiedBatch, DataError> {
+        let inputs = self.inputs.as_ref().map(|uploads| uploads.start(&batch.inputs.iter().collect::<Vec<_>>()));
+        let target = self.target.as_ref().map(|uploads| uploads.start(&[&batch.target]));
+        let (inputs, target) = (inputs.transpose()?, target.transpose()?);
+        Ok(CopiedBatch { batch, inputs, target })
+    }
+
+    /// Takes a batch, and starts to copy the one after it if that is loaded.
+    fn take(&mut self, from: &Receiver<Result<Batch, DataError>>, left: usize) -> Result<Batch, DataError> {
+        let current = match self.next.take() {
+            Some(copied) => copied,
+            None => from.recv().unwrap_or(Err(DataError::LoaderPanicked)).and_then(|batch| self.start(batch)),
+        }?;
+        if left > 0 {
+            self.next = from.try_recv().ok().map(|batch| batch.and_then(|batch| self.start(batch)));
+        }
+        let CopiedBatch { mut batch, inputs, target } = current;
+        if let Some(inputs) = inputs {
+            batch.inputs = inputs.finish()?;
+        }
+        if let Some(target) = target.map(Uploading::finish).transpose()?.and_then(|mut tensors| tensors.pop()) {
+            batch.target = target;
+        }
+        Ok(batch)
+    }
 }
 
 impl Epoch {
     /// An epoch whose only item is an error.
     fn failed(error: DataError) -> Self {
-        Epoch { receive: None, thread: None, failed: Some(error), given_up: Arc::default(), left: 1 }
+        Epoch { receive: None, thread: None, failed: Some(error), given_up: Arc::default(), left: 1, prefetch: None }
     }
 }
 
@@ -242,7 +349,11 @@ impl Iterator for Epoch {
             self.left = 0;
             return Some(Err(error));
         }
-        let batch = self.receive.as_ref()?.recv().unwrap_or(Err(DataError::LoaderPanicked));
+        let receive = self.receive.as_ref()?;
+        let batch = match &mut self.prefetch {
+            Some(prefetch) => prefetch.take(receive, self.left),
+            None => receive.recv().unwrap_or(Err(DataError::LoaderPanicked)),
+        };
         if batch.is_err() {
             self.left = 0;
         }
@@ -293,6 +404,37 @@ mod tests {
             let values: Vec<f32> = rows.iter().map(|&r| r as f32).collect();
             Ok(Batch::new(Tensor::from_slice(&values).view([-1, 1]), Tensor::from_slice(&values)))
         }
+    }
+
+    /// On the CPU, and on a GPU where there is one.
+    #[test]
+    fn the_batches_for_a_pipeline_are_those_of_the_epoch_on_its_device() {
+        use crate::engine::Device;
+        use crate::model::zoo::Mlp;
+        let loader = Loader::new(numbers(40, false), LoaderOptions::training(7, 3)).unwrap();
+        let expected: Vec<Batch> = loader.epoch_from(2, 1).collect::<Result<_, _>>().unwrap();
+        for device in [Device::Cpu, Device::Cuda(0)] {
+            let Ok(opened) = device.open() else { continue };
+            let build = |place: &str| {
+                let builder = Pipeline::builder(Mlp::default().model().unwrap()).threads(1).micro_batches(2);
+                builder.device(device).place(place).build().unwrap()
+            };
+            for pipeline in [build("a"), build("a,b,a"), build("a,b")] {
+                let got: Vec<Batch> = loader.epoch_for(&pipeline, 2, 1).collect::<Result<_, _>>().unwrap();
+                assert_eq!(got.len(), expected.len());
+                for (got, expected) in got.iter().zip(&expected) {
+                    assert_eq!((got.inputs[0].device(), got.target.device()), (opened, opened));
+                    assert_eq!(got.inputs[0].to_device(tch::Device::Cpu), expected.inputs[0]);
+                    assert_eq!(got.target.to_device(tch::Device::Cpu), expected.target);
+                    assert_eq!(got.samples, expected.samples);
+                }
+            }
+        }
+        // An error arrives in its place, also through the prefetch.
+        let unlucky = Loader::new(numbers(40, true), LoaderOptions::testing(10)).unwrap();
+        let pipeline = Pipeline::builder(Mlp::default().model().unwrap()).build().unwrap();
+        let outcomes: Vec<bool> = unlucky.epoch_for(&pipeline, 0, 0).map(|batch| batch.is_ok()).collect();
+        assert_eq!(outcomes, [true, false]);
     }
 
     /// 16 TB of row numbers were allocated, which ended the process.

@@ -4,10 +4,11 @@
 //! number, never on the thread, so the batch does not depend on the number of threads.
 
 use super::DataError;
-use crate::engine::{self, Stream};
+use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use tch::{Kind, Tensor};
 
 /// The pass over the data that a batch belongs to.
 #[derive(Clone, Copy, Debug)]
@@ -15,20 +16,37 @@ pub struct LoadPass<'a> {
     stream: Stream,
     threads: usize,
     given_up: &'a AtomicBool,
+    /// The number of the CUDA device that the batches are copied to.
+    gpu: Option<usize>,
 }
 
 impl LoadPass<'static> {
     /// One epoch of a run, loaded by the calling thread alone.
     pub fn new(seed: u64, epoch: u64) -> Self {
         static NEVER: AtomicBool = AtomicBool::new(false);
-        LoadPass { stream: Stream::new(seed).named("augmentation").at(epoch), threads: 1, given_up: &NEVER }
+        LoadPass { stream: Stream::new(seed).named("augmentation").at(epoch), threads: 1, given_up: &NEVER, gpu: None }
     }
 }
 
 impl<'a> LoadPass<'a> {
     /// The same pass with several threads, and a flag that cancels the loading.
     pub(super) fn shared(self, threads: usize, given_up: &'a AtomicBool) -> LoadPass<'a> {
-        LoadPass { stream: self.stream, threads, given_up }
+        LoadPass { stream: self.stream, threads, given_up, gpu: self.gpu }
+    }
+
+    /// The same pass for batches that are copied to this CUDA device.
+    pub(super) fn for_gpu(self, gpu: Option<usize>) -> Self {
+        LoadPass { gpu, ..self }
+    }
+
+    /// A tensor of uninitialized values for the inputs of a batch, in memory from which they are copied fastest to where the batch is
+    /// needed.
+    ///
+    /// # Errors
+    /// If there is not enough memory.
+    pub fn empty(&self, dims: &[i64], kind: Kind, layout: Layout) -> Result<Tensor, Fault> {
+        let device = self.gpu.map_or(tch::Device::Cpu, tch::Device::Cuda);
+        engine::empty_near(device, dims, kind, layout)
     }
 
     /// The random stream of a row in this epoch.

@@ -25,6 +25,7 @@ use crate::comm::notice::Notify;
 use crate::comm::protocol::{Command, Job, Purpose, TensorSet};
 use crate::comm::timeouts::Timeouts;
 use crate::comm::topology::Topology;
+use crate::data::BatchDevices;
 use crate::driver::builder::Builder;
 use crate::driver::launch::{self, LaunchOptions, WorkerSet, Workers};
 use crate::engine::{self, Device};
@@ -36,7 +37,7 @@ use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroups};
 use distgpipe_core::balance::Found;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::Plan;
-use distgpipe_core::WorkerId;
+use distgpipe_core::{PartitionId, WorkerId};
 pub(crate) use links::LinkTraffic;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -253,6 +254,25 @@ impl Pipeline {
     /// [`Device::Auto`] stays so, because the worker's host decides.
     pub fn devices(&self) -> &[Device] {
         &self.devices
+    }
+
+    /// The GPUs on which the workers of this process need the inputs and the targets of a batch. Where the replicas do not share a GPU,
+    /// the batch stays on the host, and each of them copies its rows.
+    pub(crate) fn batch_devices(&self) -> BatchDevices {
+        let gpu = |partition: PartitionId| {
+            let worker = self.plan().placement().worker_of(partition);
+            let members = (0..self.topology.replicas()).map(|replica| self.topology.member(replica, worker));
+            let of_member = |member: WorkerId| match self.devices.get(member.index()) {
+                Some(Device::Cuda(index)) if member == WorkerId(0) || matches!(self.placed, Workers::Threads) => {
+                    Some(*index)
+                }
+                _ => None,
+            };
+            let mut devices = members.map(of_member);
+            let first = devices.next().flatten();
+            first.filter(|_| devices.all(|device| device == first))
+        };
+        BatchDevices { inputs: gpu(PartitionId(0)), target: gpu(PartitionId::new(self.plan().partitions() - 1)) }
     }
 
     /// libtorch threads of each worker.

@@ -42,7 +42,7 @@ pub(super) fn evaluate_all(
 ) -> Result<EpochTotals, TrainError> {
     let mut totals = EpochTotals::new(loader.classes());
     let mut requested = Instant::now();
-    for batch in loader.epoch(0) {
+    for batch in loader.epoch_for(pipeline, 0, 0) {
         let outcome = pipeline.evaluate(&batch?)?;
         totals.add(&outcome, requested.elapsed().as_secs_f64());
         if each(pipeline, &outcome)?.is_break() {

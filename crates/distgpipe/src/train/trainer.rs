@@ -446,7 +446,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn batches(&self, from: &Progress) -> Epoch {
-        self.train.epoch_from(from.epoch, usize::try_from(from.batch).unwrap_or(usize::MAX))
+        self.train.epoch_for(self.pipeline, from.epoch, usize::try_from(from.batch).unwrap_or(usize::MAX))
     }
 
     /// The best epoch so far.
