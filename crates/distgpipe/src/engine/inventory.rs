@@ -1,10 +1,11 @@
 //! What this machine has to compute on, and which of the libraries that a GPU needs can be loaded.
 
+use super::kernels::{Library, Nvrtc};
 use super::{ffi, Device};
 use libc::{c_char, c_int, c_uint, c_void};
 use serde::Serialize;
-use std::ffi::{CStr, CString};
-use std::path::{Path, PathBuf};
+use std::ffi::CStr;
+use std::path::Path;
 
 /// What [`inventory`] finds.
 #[derive(Clone, Debug, Serialize)]
@@ -67,14 +68,14 @@ pub struct GpuLibrary {
 const NO_DRIVER: &str = "install NVIDIA's driver, version 580 or later; in a container, start it with access to the GPUs (`docker run --gpus all`)";
 const NO_DEVICE: &str = "check that `nvidia-smi` lists a GPU, and that CUDA_VISIBLE_DEVICES is unset or names one";
 const NO_KERNELS: &str = "run `pip install torch==2.11.0`, and put the package's folder torch/lib into LD_LIBRARY_PATH; or build after `make setup CUDA=1`, which needs no LD_LIBRARY_PATH";
-const NO_COMPILER: &str = "it comes with `pip install torch==2.11.0`: put the folder nvidia/cu13/lib beside the package's folder torch into LD_LIBRARY_PATH; without it, codecs run on the CPU";
+const NO_COMPILER: &str = "run `pip install torch==2.11.0`, which brings it along; without it, codecs run on the CPU";
 
 /// Looks at the processor, the CUDA devices and the libraries of a GPU. Loads these libraries where they are found.
 pub fn inventory() -> Inventory {
     let (driver, cuda) = driver();
     let kernels = GpuLibrary::new("libtorch_cuda.so", "libtorch's kernels", super::device::load_cuda(), NO_KERNELS);
     let compiler =
-        GpuLibrary::new("libnvrtc.so.13", "compiler of the codecs' kernels", compiler().map(|_| ()), NO_COMPILER);
+        GpuLibrary::new("libnvrtc.so.13", "compiler of the codecs' kernels", Nvrtc::get().map(|_| ()), NO_COMPILER);
     Inventory { cpu: cpu(), cuda, libraries: vec![driver, kernels, compiler], auto: Device::Auto.resolved() }
 }
 
@@ -100,39 +101,6 @@ fn cpu() -> CpuInfo {
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         memory_bytes: kilobytes.trim_end_matches(" kB").parse::<u64>().unwrap_or(0) << 10,
         instructions: ffi::cpu_capability(),
-    }
-}
-
-/// A library that stays loaded.
-struct Library(*mut c_void);
-
-impl Library {
-    fn open(path: &Path) -> Result<Self, String> {
-        let text = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|_| "a path with a NUL".to_owned())?;
-        // SAFETY: dlopen gets a NUL-terminated path of one of NVIDIA's libraries, whose initializers need nothing of ours. dlerror is
-        // read on the same thread right after the failure.
-        unsafe {
-            let handle = libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL);
-            if !handle.is_null() {
-                return Ok(Library(handle));
-            }
-            let why = libc::dlerror();
-            Err(if why.is_null() {
-                "unknown reason".to_owned()
-            } else {
-                CStr::from_ptr(why).to_string_lossy().into_owned()
-            })
-        }
-    }
-
-    fn symbol(&self, name: &CStr) -> Result<*mut c_void, String> {
-        // SAFETY: the handle is open, and the name is NUL-terminated.
-        let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
-        if symbol.is_null() {
-            Err(format!("it has no function {}", name.to_string_lossy()))
-        } else {
-            Ok(symbol)
-        }
     }
 }
 
@@ -217,24 +185,6 @@ fn devices(library: &Library) -> Result<(String, Vec<CudaInfo>), String> {
     };
     let devices = (0..devices).map(describe).collect::<Result<_, String>>()?;
     Ok((format!("{}.{}", number / 1000, number % 1000 / 10), devices))
-}
-
-/// NVRTC: where the dynamic linker finds it, or beside the CUDA libraries of libtorch that are loaded. The `torch` package has them in
-/// `torch/lib` and `nvidia/cu13/lib`.
-fn compiler() -> Result<Library, String> {
-    let file = Path::new("libnvrtc.so.13");
-    Library::open(file).or_else(|why| {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-        let loaded = maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
-        let cuda = loaded.filter(|path| {
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            name.starts_with("libtorch_cuda.so") || name.starts_with("libcudart.so")
-        });
-        let mut folders: Vec<PathBuf> = cuda.filter_map(|path| path.parent().map(Path::to_owned)).collect();
-        folders.dedup();
-        let beside = folders.iter().flat_map(|folder| [folder.clone(), folder.join("../../nvidia/cu13/lib")]);
-        beside.map(|folder| folder.join(file)).find_map(|path| Library::open(&path).ok()).ok_or(why)
-    })
 }
 
 #[cfg(test)]
