@@ -37,8 +37,8 @@ tools:
 	    || missing "no Python 3.8 or later as $(PYTHON), which fetches libtorch: install it (Debian, Ubuntu: python3 and python3-pip)."; \
 	$$ok
 
-setup: tools ## check the tools and get libtorch 2.11.0 (once; kept in ~/.cache)
-	@$(PYTHON) scripts/libtorch.py
+setup: tools ## check the tools and get libtorch 2.11.0 (once; kept in ~/.cache); CUDA=1: with CUDA
+	@$(PYTHON) scripts/libtorch.py $(if $(filter-out 0,$(CUDA)),--cuda)
 
 demo: setup ## train a small network in a pipeline, now
 	cargo run --locked --release --bin distgpipe -- demo

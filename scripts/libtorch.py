@@ -9,6 +9,9 @@ It uses the first of these that works:
   4. The per-user cache, ${XDG_CACHE_HOME:-~/.cache}/distgpipe/libtorch-2.11.0-<machine>.
   5. The torch wheel from pip's package index (530 MB). Its CPU half goes into that cache (about 500 MB).
 
+With --cuda (`make setup CUDA=1`), only a libtorch with CUDA will do: of the first three sources, or, instead of the last two, the
+torch 2.11.0 package in a virtual environment of its own in the cache, where pip installs it with all of CUDA (some 5 GB).
+
 This script downloads the wheel itself, because pip starts over after an interruption and this script resumes. pip only
 says where the wheel is. Every wheel is pinned by its SHA-256.
 
@@ -79,6 +82,8 @@ LIBTORCH_SO = "/* libtorch without CUDA: everything is in libtorch_cpu. */\nINPU
 
 # The wheel, what is extracted from it, and some margin.
 DISK_BYTES_NEEDED = 1_150_000_000
+# The packages with all of CUDA, and what pip keeps while it installs them.
+CUDA_DISK_BYTES_NEEDED = 12_000_000_000
 ATTEMPTS_WITHOUT_PROGRESS_MAX = 5
 TIMEOUT_S = 60
 STAMP = ".complete"
@@ -139,6 +144,10 @@ def loading_fault_of(root):
 # --- The five sources -------------------------------------------------------------------------------------------------------
 
 
+def has_cuda(root):
+    return (root / "lib/libtorch_cuda.so").exists()
+
+
 def from_environment():
     value = os.environ.get("LIBTORCH")
     if not value:
@@ -170,6 +179,40 @@ def from_python():
             return root
         say(f"not using the installed torch at {root}: {fault}")
     return None
+
+
+def from_virtual_environment():
+    """The torch package with CUDA in a virtual environment in the cache, made at the first call."""
+    cache = cache_folder()
+    folder = cache / f"torch-cuda-{VERSION}"
+    package = lambda: next(iter(folder.glob("lib/python3*/site-packages/torch")), None)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise Trouble(f"cannot create the cache folder {cache} ({e.strerror}): set XDG_CACHE_HOME to a folder you can write to.")
+    with locked(cache / "lock"):
+        if not (folder / STAMP).exists():
+            free = shutil.disk_usage(str(cache)).free
+            if free < CUDA_DISK_BYTES_NEEDED:
+                raise Trouble(f"{cache} has {free // 10**6} MB free, and about {CUDA_DISK_BYTES_NEEDED // 10**6} MB are needed:"
+                              " free some space, or set XDG_CACHE_HOME to a folder on a larger disk.")
+            say(f"installing torch {VERSION} with CUDA into {folder}; this downloads about 3 GB, once")
+            for command, trouble in (
+                ([sys.executable, "-m", "venv", "--clear", str(folder)],
+                 f"{sys.executable} cannot make a virtual environment: install venv (Debian, Ubuntu: python3-venv)"),
+                ([str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "install", f"torch=={VERSION}"],
+                 f"pip could not install torch {VERSION}: see its message above"),
+            ):
+                if subprocess.run(command).returncode != 0:
+                    raise Trouble(f"{trouble}, or install torch {VERSION} yourself and activate its environment.")
+            (folder / STAMP).write_text(VERSION)
+    root = package()
+    fault = "has no package torch" if root is None else fault_of(root) or loading_fault_of(root)
+    if fault is None and not has_cuda(root):
+        fault = "has a torch without CUDA, which is what the package index offers for this machine"
+    if fault:
+        raise Trouble(f"{folder} {fault}: remove it and try again, or set LIBTORCH to the directory of a libtorch {VERSION} with CUDA.")
+    return root
 
 
 def cache_folder():
@@ -486,13 +529,22 @@ def link(root):
     fresh = LINK.with_name(f".libtorch.{os.getpid()}")
     os.symlink(str(root), str(fresh))
     os.replace(str(fresh), str(LINK))
+    if (CHECKOUT / "target").is_dir():
+        say("what has been built uses another libtorch: run `make clean` before the next build")
 
 
 def main():
     if sys.version_info < (3, 8):
         sys.exit("libtorch: Python 3.8 or later is needed.")
     try:
-        root = from_environment() or from_link() or from_python() or from_cache_or_index()
+        if "--cuda" in sys.argv[1:]:
+            root = from_environment()
+            if root and not has_cuda(root):
+                raise Trouble(f"LIBTORCH is {root}, which has no lib/libtorch_cuda.so: set it to a libtorch {VERSION} with CUDA, or unset it.")
+            found = (source() for source in (from_link, from_python))
+            root = root or next((root for root in found if root and has_cuda(root)), None) or from_virtual_environment()
+        else:
+            root = from_environment() or from_link() or from_python() or from_cache_or_index()
         link(root)
     except Trouble as trouble:
         sys.exit(f"libtorch: {trouble}")
