@@ -8,6 +8,12 @@ use distgpipe::engine::{inventory, CpuInfo, CudaInfo, Inventory};
 /// Flags of `distgpipe devices`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
+Examples:
+  What is there, what works, and what to do about the rest:
+      distgpipe devices
+  The number of GPUs, for a script:
+      distgpipe devices --json | jq '.cuda | length'
+
 Devices are named as --device of `train`, `serve` and `worker` takes them. A GPU needs the three libraries of the second table.
 The exit status is 0 also if there is no GPU.")]
 pub struct DevicesArgs {
