@@ -12,7 +12,7 @@ RUST_MINOR_MIN := 89
 # seed, and PROPTEST_CASES for more of them.
 export PROPTEST_RNG_SEED ?= 1
 
-.PHONY: help tools setup demo test test-isa mpi test-mpi test-export examples fuzz-smoke bench golden lint clean
+.PHONY: help tools setup demo test test-isa test-kernels mpi test-mpi test-export examples fuzz-smoke bench golden lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -49,6 +49,10 @@ test: setup ## all tests, and a short run of the fuzz targets
 
 test-isa: setup ## the numeric tests with each instruction set (or some: ISA="avx2 sse41")
 	scripts/test-isa.sh $(ISA)
+
+test-kernels: setup target/tools/nvrtc/made ## compile the kernels for GPUs with NVRTC; needs no GPU
+	LD_LIBRARY_PATH="$(CURDIR)/target/tools/nvrtc/nvidia/cu13/lib:$$LD_LIBRARY_PATH" DISTGPIPE_KERNEL_TESTS=1 \
+	    cargo test --locked -p distgpipe --lib engine::kernels
 
 mpi: setup ## build the binary with MPI, for `mpirun distgpipe train`; see docs/clusters.md
 	scripts/mpi-packages.sh
@@ -97,6 +101,11 @@ lint: setup ## formatting, clippy and rustdoc, warnings denied
 clean: ## remove what was built; libtorch and its link stay
 	cargo clean
 	rm -rf fuzz/target fuzz/artifacts
+
+# NVIDIA's compiler at run time, as it comes with a CUDA build of PyTorch 2.11.
+target/tools/nvrtc/made:
+	$(PYTHON) -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target target/tools/nvrtc nvidia-cuda-nvrtc==13.0.88
+	@touch $@
 
 # PyTorch for the golden figures and for the peers; nothing else needs it.
 .venv/made: bench/requirements.txt

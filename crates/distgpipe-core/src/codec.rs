@@ -41,6 +41,7 @@
 //! | `rice` | Golomb–Rice coded positions, for `topk` |
 //! | `wrapped`, `lru_cache` | the codec inside a wrapper; bounded state |
 //! | `body_part` | what the bytes of a body are, for `zstd` |
+//! | `form` | the parameters of a codec, for kernels on a GPU |
 //! | `half_adapter` | `F16` and `BF16` tensors for `F32` codecs |
 
 use crate::wire::{DType, Layout, TensorMeta};
@@ -56,6 +57,7 @@ pub mod executor;
 pub mod fast;
 pub mod feedback;
 mod floats;
+mod form;
 mod grid;
 pub mod half;
 mod half_adapter;
@@ -80,11 +82,13 @@ pub mod zstd;
 pub use body_part::{BodyPart, PartForm};
 pub use error::CodecError;
 pub use executor::{Executor, SerialExecutor};
+pub use form::{BinEnds, BodyForm, CodecForm};
+pub use lru_cache::LruCache;
 pub use members::{parse, CodecId, Member, ALL};
 pub use simd::{simd_level, SimdLevel, SimdLevelError, SIMD_VARIABLE};
 pub use spec::CodecSpec;
 
-use checks::{check_body, check_codec, check_f32, check_meta, check_out, elements_of};
+use checks::{check_body, check_codec, check_f32, check_meta, check_out, check_received, elements_of};
 use floats::{floats, magnitude_max, push_f32, take_f32, BLOCK};
 use members::{beginning, number, parse_f32, Arguments};
 
@@ -191,6 +195,17 @@ pub trait Codec: Send {
     /// Decodes `body` into `out`, which is [`meta.decoded_bytes()`](TensorMeta::decoded_bytes) long, in this machine's
     /// byte order. After an error the content of `out` is unspecified.
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError>;
+
+    /// The form of this codec's bodies, if other code may make and read them. A decoder of that form must call
+    /// [`check`](Codec::check) first.
+    fn form(&self) -> Option<CodecForm> {
+        None
+    }
+
+    /// Checks a body as [`decode`](Codec::decode) does, without decoding it. For codecs with a [`form`](Codec::form) only.
+    fn check(&self, _meta: &TensorMeta, _body: &[u8]) -> Result<(), CodecError> {
+        Ok(())
+    }
 
     /// Whether the codec uses [`CodecContext::samples`].
     fn wants_samples(&self) -> bool {

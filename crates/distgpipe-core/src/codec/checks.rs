@@ -48,14 +48,26 @@ pub(super) fn check_out(meta: &TensorMeta, out: &[u8]) -> Result<(), CodecError>
 
 /// [`check_meta`] for a codec whose bodies have a fixed length, which is checked too; returns the number of elements.
 pub(super) fn check_body(codec: &impl Codec, meta: &TensorMeta, body: &[u8], out: &[u8]) -> Result<usize, CodecError> {
-    let id = codec.id();
-    check_meta(id, meta, out)?;
-    let elements = out.len() / meta.dtype.size_bytes();
+    check_meta(codec.id(), meta, out)?;
+    check_length(codec, meta, body)?;
+    Ok(out.len() / meta.dtype.size_bytes())
+}
+
+/// As [`check_body`], for a body of `F32` values that this crate does not decode.
+pub(super) fn check_received(codec: &impl Codec, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+    check_codec(codec.id(), meta)?;
+    if meta.dtype != DType::F32 {
+        return Err(CodecError::DType { codec: codec.id(), got: meta.dtype });
+    }
+    check_length(codec, meta, body)
+}
+
+fn check_length(codec: &impl Codec, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
     let mut dims = [0; DIMS_MAX];
     dims.iter_mut().zip(meta.shape.dims()).for_each(|(to, &dim)| *to = dim as usize);
     let expected = codec.encoded_bytes(meta.dtype, &dims[..meta.shape.rank()]) as u64;
     if body.len() as u64 != expected {
-        return Err(CodecError::BodyLength { codec: id, expected, got: body.len() as u64 });
+        return Err(CodecError::BodyLength { codec: codec.id(), expected, got: body.len() as u64 });
     }
-    Ok(elements)
+    Ok(())
 }

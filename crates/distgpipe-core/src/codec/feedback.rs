@@ -17,8 +17,8 @@
 
 use super::lru_cache::LruCache;
 use super::wrapped::WrappedCodec;
-use super::{check_f32, check_meta, floats, magnitude_max};
-use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
+use super::{check_codec, check_f32, check_meta, floats, magnitude_max};
+use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, Member, TensorView};
 use crate::wire::{DType, Layout, TensorMeta};
 use std::sync::Arc;
 
@@ -145,6 +145,15 @@ impl Codec for Feedback {
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         check_meta(self.id(), meta, out)?;
         self.inner.decode(meta, body, out)
+    }
+
+    fn form(&self) -> Option<CodecForm> {
+        self.inner.form().map(|form| CodecForm { feedback: true, ..form })
+    }
+
+    fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        check_codec(self.id(), meta)?;
+        self.inner.check(meta, body)
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

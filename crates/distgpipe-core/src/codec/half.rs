@@ -9,8 +9,11 @@
 //! it raw and counts it, and training continues with the right numbers.
 
 use super::kernel_runner::KernelRunner;
-use super::{check_body, check_f32, elements_of, floats, simd};
-use super::{Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, PartForm, TensorView};
+use super::TensorView;
+use super::{check_body, check_f32, check_received, elements_of, floats, simd};
+use super::{
+    Arguments, BodyForm, BodyPart, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, Member, PartForm,
+};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -109,6 +112,14 @@ impl Codec for Half {
             HalfFormat::BF16 => simd::values_of_bf16s(level, bytes, out),
         });
         Ok(())
+    }
+
+    fn form(&self) -> Option<CodecForm> {
+        Some(BodyForm::Half(self.format).into())
+    }
+
+    fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        check_received(self, meta, body)
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

@@ -9,7 +9,7 @@
 
 use super::half::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
 use super::kernel_runner::KernelRunner;
-use super::{check_out, Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
+use super::{check_out, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -90,6 +90,14 @@ impl Codec for HalfPrecisionAdapter {
             _ => narrow_to(wide, narrow, nearest_bf16),
         });
         Ok(())
+    }
+
+    fn form(&self) -> Option<CodecForm> {
+        self.inner.form()
+    }
+
+    fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        self.inner.check(&TensorMeta { dtype: wide(meta.dtype), ..*meta }, body)
     }
 
     fn wants_samples(&self) -> bool {

@@ -12,7 +12,7 @@ pub(super) const ENTRY_BYTES: usize = 256;
 
 /// Values by key, with a bound on their total size.
 #[derive(Debug)]
-pub(super) struct LruCache<K, V> {
+pub struct LruCache<K, V> {
     bytes_max: usize,
     bytes: usize,
     clock: u64,
@@ -28,6 +28,7 @@ struct Cached<V> {
 }
 
 impl<K: Copy + Eq + Hash, V> LruCache<K, V> {
+    /// An empty cache for at most this many bytes.
     pub fn new(bytes_max: usize) -> Self {
         LruCache { bytes_max, bytes: 0, clock: 0, entries: HashMap::new(), oldest_first: BTreeMap::new() }
     }
@@ -61,6 +62,7 @@ impl<K: Copy + Eq + Hash, V> LruCache<K, V> {
         before
     }
 
+    /// Drops all entries.
     pub fn clear(&mut self) {
         *self = LruCache::new(self.bytes_max);
     }

@@ -4,7 +4,7 @@ use super::bits::{self, packed_bytes};
 use super::grid::{code_max, Grid};
 use super::kernel_runner::KernelRunner;
 use super::simd::{self, Level};
-use super::{elements_of, push_f32, take_f32, CodecError, CodecId, BLOCK};
+use super::{elements_of, push_f32, take_f32, BinEnds, BodyForm, CodecError, CodecForm, CodecId, BLOCK};
 
 /// `2^S` bins, each with a grid of `2^Q` values.
 #[derive(Clone, Debug)]
@@ -101,6 +101,22 @@ impl QuantileBins {
         }
     }
 
+    /// The form of bodies with these bins.
+    pub fn form(&self, ends: BinEnds) -> CodecForm {
+        BodyForm::Bins { code_bits: self.code_bits, bin_bits: self.bin_bits, ends }.into()
+    }
+
+    /// Checks the grids of a body. The caller has checked its length.
+    pub fn check(&self, codec: CodecId, body: &[u8]) -> Result<(), CodecError> {
+        (0..self.count()).try_for_each(|bin| self.grid(codec, body, bin).map(|_| ()))
+    }
+
+    /// The grid of a bin in a body.
+    fn grid(&self, codec: CodecId, body: &[u8], bin: usize) -> Result<Grid, CodecError> {
+        let (lo, step) = (take_f32(body, bin), take_f32(body, self.count() + bin));
+        Grid::from_peer(codec, bin, lo, step, code_max(self.code_bits))
+    }
+
     /// Decodes a body. The caller has checked its length.
     pub fn decode(
         &mut self,
@@ -109,12 +125,10 @@ impl QuantileBins {
         body: &[u8],
         out: &mut [u8],
     ) -> Result<(), CodecError> {
-        let (table, packed) = body.split_at(self.table_bytes());
-        let (los, steps) = table.split_at(table.len() / 2);
+        let packed = &body[self.table_bytes()..];
         self.grids.clear();
         for bin in 0..self.count() {
-            let (lo, step) = (take_f32(los, bin), take_f32(steps, bin));
-            self.grids.push(Grid::from_peer(codec, bin, lo, step, code_max(self.code_bits))?);
+            self.grids.push(self.grid(codec, body, bin)?);
         }
         let (elements, width) = (out.len() / 4, self.width());
         let decoding = self.decoding(runner.level, elements);

@@ -17,8 +17,8 @@
 use super::kernel_runner::KernelRunner;
 use super::order_statistics::{OrderStatistics, Values};
 use super::quantile_bins::QuantileBins;
-use super::{check_body, check_f32, number};
-use super::{Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView};
+use super::{check_body, check_f32, check_received, number};
+use super::{Arguments, BinEnds, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, Member, TensorView};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -102,6 +102,15 @@ impl Codec for Sort {
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         check_body(self, meta, body, out)?;
         self.bins.decode(CodecId::Sort, &self.runner, body, out)
+    }
+
+    fn form(&self) -> Option<CodecForm> {
+        Some(self.bins.form(BinEnds::Quantiles))
+    }
+
+    fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        check_received(self, meta, body)?;
+        self.bins.check(self.id(), body)
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

@@ -26,10 +26,10 @@ use super::grid::{code_max, Grid};
 use super::half::{f16_from_f32, f32_from_f16};
 use super::kernel_runner::{check_finite, KernelRunner};
 use super::simd::{self, Level, Noise};
-use super::{check_body, check_f32, number};
+use super::{check_body, check_f32, check_received, number};
 use super::{
-    elements_of, Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, Member, PartForm, TensorView,
-    BLOCK,
+    elements_of, Arguments, BodyForm, BodyPart, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, Member,
+    PartForm, TensorView, BLOCK,
 };
 use crate::wire::{DType, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
@@ -164,6 +164,18 @@ impl TileFormat {
         packed_bytes(elements, self.bits)
     }
 
+    /// The exponent, the table and the codes of a received body, whose length has been checked.
+    fn parts(self, body: &[u8], elements: usize) -> Result<(i32, &[u8], &[u8]), CodecError> {
+        let (head, body) = body.split_at(4);
+        let exponent = i32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+        if !EXPONENTS.contains(&exponent) {
+            return Err(CodecError::Exponent { got: exponent });
+        }
+        let (table, packed) = body.split_at(self.table_bytes(elements));
+        check_table(table)?;
+        Ok((exponent, table, packed))
+    }
+
     /// The smallest number of values that are whole tiles and whose codes are whole bytes.
     fn unit(self) -> usize {
         // The tile times the power of two that makes it a multiple of eight.
@@ -233,13 +245,7 @@ impl Codec for Tile {
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         let elements = check_body(self, meta, body, out)?;
-        let (head, body) = body.split_at(4);
-        let exponent = i32::from_le_bytes([head[0], head[1], head[2], head[3]]);
-        if !EXPONENTS.contains(&exponent) {
-            return Err(CodecError::Exponent { got: exponent });
-        }
-        let (table, packed) = body.split_at(self.format.table_bytes(elements));
-        check_table(table)?;
+        let (exponent, table, packed) = self.format.parts(body, elements)?;
         let (format, level) = (self.format, self.runner.level);
         let decoder = Decoder { format, level, exponent, table, packed, elements };
         let mut dims = [0; DIMS_MAX];
@@ -256,13 +262,24 @@ impl Codec for Tile {
         Ok(())
     }
 
+    fn form(&self) -> Option<CodecForm> {
+        let TileFormat { bits, tile } = self.format;
+        Some(BodyForm::Tile { bits, tile: tile as u32, rounding: self.rounding }.into())
+    }
+
+    fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        check_received(self, meta, body)?;
+        let elements = meta.shape.dims().iter().fold(1, |product: usize, &dim| product.saturating_mul(dim as usize));
+        self.format.parts(body, elements).map(|_| ())
+    }
+
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {
         self.runner.set_executor(executor);
     }
 }
 
 /// The key of a tensor's random numbers: its seed, mixed by the finalizer of SplitMix64.
-fn key(seed: u64) -> u32 {
+pub fn key(seed: u64) -> u32 {
     let mixed = (seed ^ seed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     (mixed >> 32) as u32

@@ -10,8 +10,11 @@
 use super::bits::{self, packed_bytes};
 use super::grid::{code_max, Grid};
 use super::kernel_runner::KernelRunner;
-use super::{check_body, check_f32, number, push_f32, simd, take_f32};
-use super::{elements_of, Arguments, Codec, CodecContext, CodecError, CodecId, Executor, Member, TensorView, BLOCK};
+use super::{check_body, check_f32, check_received, number, push_f32, simd, take_f32};
+use super::{
+    elements_of, Arguments, BinEnds, BodyForm, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, Member,
+    TensorView, BLOCK,
+};
 use crate::wire::{DType, TensorMeta};
 use std::sync::Arc;
 
@@ -43,6 +46,11 @@ impl Uniform {
     /// The codec with codes of this many bits, from 1 to 16; `None` for other numbers.
     pub fn new(bits: u32) -> Option<Self> {
         (1..=bits::WIDTH_MAX).contains(&bits).then(|| Uniform { bits, runner: KernelRunner::default() })
+    }
+
+    /// The grid of a body whose length has been checked.
+    fn grid(&self, body: &[u8]) -> Result<Grid, CodecError> {
+        Grid::from_peer(CodecId::Uniform, 0, take_f32(body, 0), take_f32(body, 1), code_max(self.bits))
     }
 
     /// The size in bytes of this many codes, which is a multiple of [`bits::GROUP`].
@@ -83,9 +91,7 @@ impl Codec for Uniform {
 
     fn decode(&mut self, meta: &TensorMeta, body: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
         let elements = check_body(self, meta, body, out)?;
-        let (table, packed) = body.split_at(TABLE_BYTES);
-        let (lo, step) = (take_f32(table, 0), take_f32(table, 1));
-        let grid = Grid::from_peer(self.id(), 0, lo, step, code_max(self.bits))?;
+        let (grid, packed) = (self.grid(body)?, &body[TABLE_BYTES..]);
         let (piece, level) = (self.runner.piece(elements, BLOCK), self.runner.level);
         let work = out.chunks_mut(4 * piece).zip(packed.chunks(self.packed(piece)));
         self.runner.each(work, |(out, packed)| {
@@ -97,6 +103,15 @@ impl Codec for Uniform {
             }
         });
         Ok(())
+    }
+
+    fn form(&self) -> Option<CodecForm> {
+        Some(BodyForm::Bins { code_bits: self.bits, bin_bits: 0, ends: BinEnds::Range }.into())
+    }
+
+    fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        check_received(self, meta, body)?;
+        self.grid(body).map(|_| ())
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

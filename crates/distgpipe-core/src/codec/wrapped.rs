@@ -3,7 +3,9 @@
 //! There are two instances, because a codec either encodes or decodes. At the sending end the second one decodes what
 //! the first has encoded, so that the sender knows what the receiver gets. At the receiving end it decodes the bodies.
 
-use super::{parse_f32, Arguments, BodyPart, Codec, CodecContext, CodecError, CodecId, Executor, TensorView};
+use super::{
+    parse_f32, Arguments, BodyPart, Codec, CodecContext, CodecError, CodecForm, CodecId, Executor, TensorView,
+};
 use crate::wire::{DType, Shape, TensorMeta, DIMS_MAX};
 use std::sync::Arc;
 
@@ -45,6 +47,15 @@ impl WrappedCodec {
 
     pub fn body_parts(&self, dtype: DType, dims: &[usize], body: &[u8], each: &mut dyn FnMut(BodyPart)) {
         self.encoder.body_parts(dtype, dims, body, each);
+    }
+
+    pub fn form(&self) -> Option<CodecForm> {
+        self.encoder.form()
+    }
+
+    /// Checks a body of this codec whose header names the wrapper.
+    pub fn check(&self, meta: &TensorMeta, body: &[u8]) -> Result<(), CodecError> {
+        self.decoder.check(&TensorMeta { codec: self.decoder.id(), ..*meta }, body)
     }
 
     /// Encodes a tensor without decoding it.

@@ -11,6 +11,7 @@ mod decoder;
 mod dtype;
 mod encoder;
 mod executor;
+mod on_device;
 
 pub use decoder::Decoder;
 pub(crate) use dtype::dtype_of;
@@ -24,6 +25,7 @@ use crate::runtime::trace::BackgroundRecorder;
 use distgpipe_core::codec::{Codec, Executor, SerialExecutor};
 use distgpipe_core::schedule::Plan;
 use executor::Threads;
+use on_device::Residuals;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -91,9 +93,15 @@ fn executor(threads: usize) -> Arc<dyn Executor> {
 /// The codecs of one direction of a link, created at first use. The plan bounds their number.
 struct CodecCache {
     link_codecs: LinkCodecs,
-    codecs: HashMap<PartitionEdge, Option<Box<dyn Codec>>>,
+    codecs: HashMap<PartitionEdge, Option<EdgeCodec>>,
     /// The value of [`LinkCodecs::resets`] when the codecs were created.
     resets: u64,
+}
+
+/// The codec of an edge, with what it keeps on a GPU.
+struct EdgeCodec {
+    codec: Box<dyn Codec>,
+    residuals: Residuals,
 }
 
 impl CodecCache {
@@ -102,13 +110,14 @@ impl CodecCache {
     }
 
     /// The codec of an edge; `None` if the edge is raw.
-    fn codec(&mut self, edge: PartitionEdge) -> Option<&mut Box<dyn Codec>> {
+    fn codec(&mut self, edge: PartitionEdge) -> Option<&mut EdgeCodec> {
         let resets = self.link_codecs.resets.load(Ordering::Acquire);
         if resets != self.resets {
             self.resets = resets;
             self.codecs.clear();
         }
-        self.codecs.entry(edge).or_insert_with(|| self.link_codecs.codec(edge)).as_mut()
+        let codec = || self.link_codecs.codec(edge).map(|codec| EdgeCodec { codec, residuals: Residuals::default() });
+        self.codecs.entry(edge).or_insert_with(codec).as_mut()
     }
 }
 
@@ -230,5 +239,70 @@ mod tests {
         assert!(refused.contains("12 bytes") && refused.contains("1099511627776"), "{refused}");
         header.body_bytes = 11;
         assert!(decoder.read(&header, &meta, |_| panic!("nothing may be read")).is_err());
+    }
+
+    /// A worker with a GPU and one without send the same bytes and get the same values, step by step. Without `DISTGPIPE_GPU_TESTS=1`
+    /// it does nothing, because CI has no GPU.
+    #[test]
+    fn links_of_a_gpu_carry_the_bytes_of_the_cpu() {
+        if std::env::var("DISTGPIPE_GPU_TESTS").as_deref() != Ok("1") {
+            eprintln!("NOT TESTED: this test needs a GPU and DISTGPIPE_GPU_TESTS=1");
+            return;
+        }
+        let gpu = crate::engine::Device::Cuda(0).open().unwrap();
+        for codec in [
+            "tile:4",
+            "tile:3~",
+            "sort:8",
+            "fast:8",
+            "f16",
+            "uniform:4",
+            "feedback(tile:2)",
+            "feedback(sort:4)",
+            "topk:0.1",
+        ] {
+            for kind in [tch::Kind::Float, tch::Kind::BFloat16, tch::Kind::Half] {
+                let ends = [tch::Device::Cpu, gpu].map(|device| {
+                    let mut link_codecs = link_codecs(codec);
+                    link_codecs.device = device;
+                    let encoder = Encoder::new(link_codecs.clone(), Counters::default());
+                    (device, encoder, Decoder::new(link_codecs, Counters::default()))
+                });
+                let [mut here, mut there] = ends;
+                for step in 0..6 {
+                    let x = tch::no_grad(|| Tensor::randn([3, 5, 7, 9], (tch::Kind::Float, tch::Device::Cpu)));
+                    let x = x.to_kind(kind);
+                    let x = match step {
+                        2 | 3 => crate::engine::with_layout(&x, crate::engine::Layout::ChannelsLast).unwrap(),
+                        4 => {
+                            let _ = x.view([-1]).narrow(0, 77, 1).fill_(f64::NAN);
+                            x
+                        }
+                        _ => x,
+                    };
+                    let send = |(device, encoder, decoder): &mut (tch::Device, Encoder, Decoder)| {
+                        let mut message = message(Kind::Activation);
+                        (message.encoding.training, message.encoding.seed) = (true, step);
+                        let sent = encoder.with_encoded(&message, 0, &x.to_device(*device), |meta, body| {
+                            let got = decoder.decode(&message.tag, &meta, body)?;
+                            Ok((meta, body.to_vec(), got))
+                        });
+                        sent.unwrap()
+                    };
+                    let (cpu, gpu) = (send(&mut here), send(&mut there));
+                    assert_eq!((cpu.0, &cpu.1), (gpu.0, &gpu.1), "{codec} {kind:?} in step {step}");
+                    let raw = cpu.0.codec == CodecId::Raw;
+                    assert_eq!(raw, step == 4, "{codec} {kind:?} in step {step}");
+                    assert_eq!(gpu.2.device().is_cuda(), !raw && codec != "topk:0.1", "{codec}");
+                    assert_eq!(cpu.2.stride(), gpu.2.stride(), "{codec} {kind:?} in step {step}");
+                    let got = gpu.2.to_device(tch::Device::Cpu);
+                    assert_eq!(
+                        crate::engine::bytes(&cpu.2),
+                        crate::engine::bytes(&got),
+                        "{codec} {kind:?} in step {step}"
+                    );
+                }
+            }
+        }
     }
 }

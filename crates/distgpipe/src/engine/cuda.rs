@@ -97,6 +97,19 @@ impl CudaStream {
     }
 }
 
+/// Gives the calling thread a stream of its own, unless it has one. The stream waits for what the thread has given the default one.
+pub fn own_stream(device: usize) -> Result<(), Fault> {
+    if CudaStream::current(device)?.id != DEFAULT_STREAM {
+        return Ok(());
+    }
+    let before = Event::record(device)?;
+    CudaStream::new(device)?.enter()?;
+    before.wait()
+}
+
+/// libtorch's number of a device's default stream.
+const DEFAULT_STREAM: i64 = 0;
+
 /// CUDA's own handle of the calling thread's current stream.
 pub fn current_stream(device: usize) -> Result<*mut c_void, Fault> {
     CudaStream::current(device)?.native()

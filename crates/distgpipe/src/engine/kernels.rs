@@ -4,6 +4,7 @@
 //! A kernel computes what a function of the CPU computes, bit for bit. Its arithmetic is in a header that a C++ compiler for the CPU
 //! understands too, so that tests compare the two without a GPU.
 
+pub mod codecs;
 mod driver;
 mod library;
 mod nvrtc;
@@ -107,7 +108,7 @@ fn cuda_index(tensor: &Tensor) -> Result<usize, Fault> {
 
 /// Whether kernels can be compiled and launched on this device; otherwise why not.
 pub fn check(device: usize) -> Result<(), Fault> {
-    RANDOM.on(device).map(drop)
+    [&RANDOM, &codecs::PROGRAM].into_iter().try_for_each(|program| program.on(device).map(drop))
 }
 
 /// Fills a dense tensor on a CUDA device as [`Stream::bernoulli`](super::Stream::bernoulli) does, with the seed in `seed`, an `Int64`
@@ -143,4 +144,51 @@ pub fn bernoulli(tensor: &mut Tensor, p: f64, seed: &Tensor) -> Result<(), Fault
     // SAFETY: the arguments are those of the kernel. A dense tensor has `count` elements of the kernel's size from its data pointer, and
     // the seed has eight bytes. libtorch reuses the memory of tensors only for work behind this one on the same stream.
     unsafe { module.launch(device, kernel, extent(tensor.numel().div_ceil(2), 256), arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// NVRTC, if it is on this machine. `make test-kernels` installs it for these tests, and they must find it then.
+    fn nvrtc() -> Option<&'static Nvrtc> {
+        match Nvrtc::get() {
+            Ok(nvrtc) => Some(nvrtc),
+            Err(why) if std::env::var_os("DISTGPIPE_KERNEL_TESTS").is_some() => panic!("{why}"),
+            Err(why) => {
+                eprintln!("NOT TESTED, `make test-kernels` does: {why}");
+                None
+            }
+        }
+    }
+
+    /// A fused multiply-add rounds once instead of twice, so codes at midpoints would differ from those of the CPU.
+    #[test]
+    fn every_kernel_compiles_and_has_no_fused_multiply_add() {
+        let Some(nvrtc) = nvrtc() else { return };
+        for program in [&RANDOM, &codecs::PROGRAM] {
+            for architecture in nvrtc.architectures().unwrap() {
+                let code = nvrtc.ptx(program, architecture).unwrap();
+                let text = String::from_utf8_lossy(code.bytes());
+                for kernel in program.kernels {
+                    let entry = format!(".entry {}(", kernel.to_string_lossy());
+                    assert!(text.contains(&entry), "{} has no {entry}", program.name);
+                }
+                assert!(!text.contains("fma."), "{} for {architecture}", program.name);
+            }
+        }
+    }
+
+    #[test]
+    fn code_is_for_the_gpu_that_is_there_or_for_one_before_it() {
+        let Some(nvrtc) = nvrtc() else { return };
+        assert!(matches!(nvrtc.compile(&RANDOM, 90), Ok(nvrtc::Code::Cubin(_))));
+        assert!(matches!(nvrtc.compile(&RANDOM, 990), Ok(nvrtc::Code::Ptx(_))));
+        let refused = nvrtc.compile(&RANDOM, 35).unwrap_err();
+        assert!(refused.contains("and the GPU has 3.5"), "{refused}");
+        let wrong =
+            Program { name: "wrong.cu", source: "__global__ void f() { nothing(); }", headers: &[], kernels: &[] };
+        let refused = nvrtc.compile(&wrong, 90).unwrap_err();
+        assert!(refused.contains("compiling the kernels of wrong.cu") && refused.contains("nothing"), "{refused}");
+    }
 }

@@ -1,7 +1,7 @@
 //! The receiving end of a link: bytes to tensors.
 
 use super::dtype::kind_of;
-use super::{CodecCache, LinkCodecs};
+use super::{on_device, CodecCache, LinkCodecs};
 use crate::comm::message::Tag;
 use crate::comm::traffic::Counters;
 use crate::engine::{self, Layout};
@@ -65,6 +65,11 @@ impl Decoder {
             let at_most = if codec.size_varies() { "at most " } else { "" };
             return Err(Fault::protocol(format!("{at_most}{max} bytes for {tag}"), header.body_bytes.to_string()));
         }
+        if self.decodes_on_device(&tag, meta)? {
+            let mut body = body_for(self.device(tag.kind), header.body_bytes)?;
+            fill(bytes_of(&mut body)?)?;
+            return self.decode_on_device(&tag, meta, &body);
+        }
         let mut body = std::mem::take(&mut self.body);
         body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
         fill(&mut body)?;
@@ -75,18 +80,46 @@ impl Decoder {
 
     /// Decodes the tensor of a body that has arrived whole.
     pub fn decode(&mut self, tag: &Tag, meta: &TensorMeta, body: &[u8]) -> Result<Tensor, Fault> {
+        if self.decodes_on_device(tag, meta)? {
+            let mut copy = body_for(self.device(tag.kind), body.len() as u64)?;
+            bytes_of(&mut copy)?.copy_from_slice(body);
+            return self.decode_on_device(tag, meta, &copy);
+        }
         let start = now_ns();
         let mut tensor = empty(meta, self.device(tag.kind))?;
         let bytes = bytes_of(&mut tensor)?;
         let decoded = self.codec(tag, meta.codec)?.decode(meta, body, bytes);
         decoded.map_err(|source| Fault::Codec { tensor: tag.to_string(), source })?;
+        self.count(tag, meta, start);
+        Ok(tensor)
+    }
+
+    /// Whether a tensor is decoded on the worker's GPU.
+    fn decodes_on_device(&mut self, tag: &Tag, meta: &TensorMeta) -> Result<bool, Fault> {
+        let device = self.device(tag.kind);
+        Ok(device != tch::Device::Cpu && on_device::decodes(self.codec(tag, meta.codec)?, meta, device))
+    }
+
+    /// Decodes a body in host memory on the worker's GPU.
+    fn decode_on_device(&mut self, tag: &Tag, meta: &TensorMeta, body: &Tensor) -> Result<Tensor, Fault> {
+        let start = now_ns();
+        let device = self.device(tag.kind);
+        let codec = self.codec(tag, meta.codec)?;
+        let bytes = engine::bytes(body).unwrap_or_default();
+        codec.check(meta, bytes).map_err(|source| Fault::Codec { tensor: tag.to_string(), source })?;
+        let tensor = on_device::decode(codec, meta, body, device)?;
+        self.count(tag, meta, start);
+        tensor.ok_or_else(|| Fault::internal("a codec with kernels", meta.codec.to_string()))
+    }
+
+    /// Counts a decoded tensor that has crossed an edge.
+    fn count(&self, tag: &Tag, meta: &TensorMeta, start: u64) {
         if let Some((edge, codecs)) = tag.edge().zip(self.codecs.as_ref()) {
             self.counters.count_decoded(edge, now_ns().saturating_sub(start));
             if meta.codec != CodecId::Raw {
                 codecs.link_codecs.background.record(tag.step, Phase::Decode, tag, start);
             }
         }
-        Ok(tensor)
     }
 
     /// The codec for a frame that says codec `id` encoded it. Any frame may be raw; otherwise it must be the job's codec.
@@ -96,8 +129,8 @@ impl Decoder {
         }
         let codecs = tag.edge().zip(self.codecs.as_mut());
         match codecs.and_then(|(edge, codecs)| codecs.codec(edge)) {
-            Some(codec) if codec.id() == id => Ok(codec.as_mut()),
-            Some(codec) => Err(Fault::protocol(format!("{tag} in codec {} or raw", codec.id()), id.to_string())),
+            Some(edge) if edge.codec.id() == id => Ok(edge.codec.as_mut()),
+            Some(edge) => Err(Fault::protocol(format!("{tag} in codec {} or raw", edge.codec.id()), id.to_string())),
             None => Err(Fault::protocol(format!("{tag} raw"), format!("codec {id}"))),
         }
     }
@@ -118,6 +151,12 @@ fn empty(meta: &TensorMeta, device: tch::Device) -> Result<Tensor, Fault> {
         engine::require_memory("a tensor from a peer", needs_bytes, "use smaller batches, or more micro-batches")?;
     }
     engine::empty_near(device, &dims, kind, layout)
+}
+
+/// Host memory for a body that is decoded on `device`.
+fn body_for(device: tch::Device, bytes: u64) -> Result<Tensor, Fault> {
+    let length = i64::try_from(bytes).unwrap_or(i64::MAX);
+    engine::empty_near(device, &[length], tch::Kind::Uint8, Layout::Contiguous)
 }
 
 /// The bytes of a new tensor.

@@ -1,7 +1,8 @@
 //! The sending end of a link: tensors to bytes.
 
 use super::dtype::dtype_of;
-use super::{CodecCache, LinkCodecs};
+use super::on_device::{self, Encoded};
+use super::{CodecCache, EdgeCodec, LinkCodecs};
 use crate::comm::message::Message;
 use crate::comm::traffic::{Counters, EncodingCost, PartitionEdge};
 use crate::engine::{self, Layout, TensorBytes};
@@ -9,7 +10,7 @@ use crate::failure::Fault;
 use crate::runtime::trace::{now_ns, Phase};
 use distgpipe_core::codec::raw::Raw;
 use distgpipe_core::codec::{Codec, CodecContext, CodecError, CodecId, TensorView};
-use distgpipe_core::wire::{self, Shape, TensorMeta, HEADER_BYTES};
+use distgpipe_core::wire::{self, DType, Shape, TensorMeta, HEADER_BYTES};
 use tch::Tensor;
 
 /// The bytes of an encoded tensor.
@@ -82,7 +83,7 @@ impl Encoder {
         Ok((meta, bytes))
     }
 
-    /// Encodes a tensor into `body`. If its encoding is its bytes in memory, it returns the tensor on this host instead.
+    /// Encodes a tensor into `body`. If the encoding is the memory of a tensor on this host, it returns that tensor instead.
     fn encode_tensor(
         &mut self,
         message: &Message,
@@ -90,45 +91,74 @@ impl Encoder {
         tensor: &Tensor,
     ) -> Result<(TensorMeta, Option<Tensor>), Fault> {
         let start = now_ns();
-        let tensor = engine::on_host(tensor)?;
-        let bytes = bytes_of(&tensor)?;
         let dims: Vec<usize> = tensor.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
         let shape = Shape::new(&dims).map_err(Fault::invalid_model)?;
-        let layout = match engine::layout(&tensor) {
+        let dtype = dtype_of(tensor.kind())?;
+        let layout = match engine::layout(tensor) {
             Some(Layout::ChannelsLast) => wire::Layout::ChannelsLast,
             _ => wire::Layout::Contiguous,
         };
-        let view = TensorView { dtype: dtype_of(tensor.kind())?, dims: &dims, layout, bytes };
-        let encoded = self.encode(message, index, view)?;
-        let meta = TensorMeta { dtype: view.dtype, layout, shape, codec: encoded.unwrap_or(CodecId::Raw) };
-        // Most raw tensors are sent from where they are, without a copy.
-        let in_memory = encoded.is_none() && Raw.is_identity(view.dtype);
-        let body = if in_memory { bytes } else { &self.body };
-        if let Some(edge) = message.tag.edge() {
-            let cost = EncodingCost {
-                raw_bytes: bytes.len() as u64,
-                wire_bytes: (HEADER_BYTES + body.len()) as u64,
-                encode_ns: now_ns().saturating_sub(start),
-            };
-            self.counters.count_encoded(edge, cost);
-            if encoded.is_some() {
-                self.codecs.link_codecs.background.record(message.tag.step, Phase::Encode, &message.tag, start);
-            }
+        let meta = |codec: CodecId| TensorMeta { dtype, layout, shape, codec };
+        let raw_bytes = (tensor.numel() * dtype.size_bytes()) as u64;
+        let on_device = self.encode_on_device(message, index, tensor)?;
+        if let OnDevice::Encoded(codec, body) = on_device {
+            self.count(message, raw_bytes, body.numel(), Some(codec), start);
+            return Ok((meta(codec), Some(body)));
         }
-        Ok((meta, in_memory.then_some(tensor)))
+        let tensor = engine::on_host(tensor)?;
+        let view = TensorView { dtype, dims: &dims, layout, bytes: bytes_of(&tensor)? };
+        let refused = matches!(on_device, OnDevice::Refused);
+        let encoded = if refused { None } else { self.encode_with_codec(message, index, view)? };
+        // Most raw tensors are sent from where they are, without a copy.
+        let in_memory = encoded.is_none() && Raw.is_identity(dtype);
+        if encoded.is_none() {
+            self.encode_raw(message, view)?;
+        }
+        let wire_bytes = if in_memory { view.bytes.len() } else { self.body.len() };
+        self.count(message, raw_bytes, wire_bytes, encoded, start);
+        Ok((meta(encoded.unwrap_or(CodecId::Raw)), in_memory.then_some(tensor)))
     }
 
-    /// Fills `body`, unless the raw encoding of the tensor is its bytes in memory. Returns the codec; `None` for raw.
-    fn encode(&mut self, message: &Message, index: usize, view: TensorView<'_>) -> Result<Option<CodecId>, Fault> {
+    /// Counts an encoded tensor that crosses an edge.
+    fn count(&self, message: &Message, raw_bytes: u64, body_bytes: usize, codec: Option<CodecId>, start: u64) {
+        let Some(edge) = message.tag.edge() else { return };
+        let wire_bytes = (HEADER_BYTES + body_bytes) as u64;
+        let encode_ns = now_ns().saturating_sub(start);
+        self.counters.count_encoded(edge, EncodingCost { raw_bytes, wire_bytes, encode_ns });
+        if codec.is_some() {
+            self.codecs.link_codecs.background.record(message.tag.step, Phase::Encode, &message.tag, start);
+        }
+    }
+
+    /// Encodes a tensor on its GPU, if it is on one and the edge's codec has kernels.
+    fn encode_on_device(&mut self, message: &Message, index: usize, tensor: &Tensor) -> Result<OnDevice, Fault> {
+        if tensor.device() == tch::Device::Cpu || !message.encoding.compress {
+            return Ok(OnDevice::Unsupported);
+        }
+        let edge = message.tag.edge().and_then(|edge| Some((edge, self.codecs.codec(edge)?)));
+        let Some((edge, EdgeCodec { codec, residuals })) = edge else { return Ok(OnDevice::Unsupported) };
+        let context = context(message, index);
+        let values = match on_device::encode(codec.as_ref(), tensor, &context, residuals)? {
+            Encoded::Unsupported => return Ok(OnDevice::Unsupported),
+            Encoded::Body(body) => return Ok(OnDevice::Encoded(codec.id(), body)),
+            Encoded::Refused(values) => engine::on_host(&values)?,
+        };
+        // The codec on the CPU says why. It has no residuals, so it must not add them.
+        let dims: Vec<usize> = values.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
+        let bytes = bytes_of(&values)?;
+        let view = TensorView { dtype: DType::F32, dims: &dims, layout: wire::Layout::Contiguous, bytes };
+        self.body.clear();
+        if let Err(error) = codec.encode(view, &CodecContext { training: false, ..context }, &mut self.body) {
+            let dtype = dtype_of(tensor.kind())?;
+            record_refusal(&self.counters, edge, dtype, &dims, &error);
+        }
+        Ok(OnDevice::Refused)
+    }
+
+    /// Fills `body` with the raw encoding of a tensor, unless that is its bytes in memory.
+    fn encode_raw(&mut self, message: &Message, view: TensorView<'_>) -> Result<(), Fault> {
         self.body.clear();
         if let Some(edge) = message.tag.edge() {
-            let encoded = match message.encoding.compress {
-                true => self.encode_with_codec(edge, message, index, view)?,
-                false => None,
-            };
-            if encoded.is_some() {
-                return Ok(encoded);
-            }
             if self.codecs.codec(edge).is_some() {
                 self.counters.count_sent_raw(edge);
             }
@@ -137,38 +167,57 @@ impl Encoder {
             let encoded = Raw.encode(view, &CodecContext::default(), &mut self.body);
             encoded.map_err(|source| Fault::Codec { tensor: message.tag.to_string(), source })?;
         }
-        Ok(None)
+        Ok(())
     }
 
-    /// Fills `body` with the edge's codec. Returns `None` if the edge has none, or if the codec refuses the tensor.
+    /// Fills `body` with the codec of the message's edge. Returns `None` if the tensor is to be sent raw: the edge has no codec, or the
+    /// codec refuses the tensor.
     fn encode_with_codec(
         &mut self,
-        edge: PartitionEdge,
         message: &Message,
         index: usize,
         view: TensorView<'_>,
     ) -> Result<Option<CodecId>, Fault> {
-        let Some(codec) = self.codecs.codec(edge) else { return Ok(None) };
-        let options = &message.encoding;
-        let context = CodecContext {
-            slot: u64::from(message.tag.micro_batch) << 16 | index as u64,
-            seed: options.seed.wrapping_add(index as u64),
-            samples: &options.samples,
-            training: options.training,
-        };
-        match codec.encode(view, &context, &mut self.body) {
+        self.body.clear();
+        let Some(edge) = message.tag.edge().filter(|_| message.encoding.compress) else { return Ok(None) };
+        let Some(EdgeCodec { codec, .. }) = self.codecs.codec(edge) else { return Ok(None) };
+        match codec.encode(view, &context(message, index), &mut self.body) {
             Ok(()) => Ok(Some(codec.id())),
             Err(error) if error.refuses_tensor() => {
-                let kind = match error {
-                    CodecError::DType { .. } => "type",
-                    CodecError::NotFinite { .. } => "not finite",
-                    CodecError::Overflow { .. } => "too large",
-                    _ => "shape",
-                };
-                self.counters.record_refusal(edge, kind, || format!("{} {:?}: {error}", view.dtype, view.dims));
+                record_refusal(&self.counters, edge, view.dtype, view.dims, &error);
                 Ok(None)
             }
             Err(source) => Err(Fault::Codec { tensor: message.tag.to_string(), source }),
         }
     }
+}
+
+/// What became of a tensor on its GPU.
+enum OnDevice {
+    /// It must be encoded on the CPU.
+    Unsupported,
+    /// It must be sent raw.
+    Refused,
+    /// The codec and the body, in host memory.
+    Encoded(CodecId, Tensor),
+}
+
+fn context(message: &Message, index: usize) -> CodecContext<'_> {
+    let options = &message.encoding;
+    CodecContext {
+        slot: u64::from(message.tag.micro_batch) << 16 | index as u64,
+        seed: options.seed.wrapping_add(index as u64),
+        samples: &options.samples,
+        training: options.training,
+    }
+}
+
+fn record_refusal(counters: &Counters, edge: PartitionEdge, dtype: DType, dims: &[usize], error: &CodecError) {
+    let kind = match error {
+        CodecError::DType { .. } => "type",
+        CodecError::NotFinite { .. } => "not finite",
+        CodecError::Overflow { .. } => "too large",
+        _ => "shape",
+    };
+    counters.record_refusal(edge, kind, || format!("{dtype} {dims:?}: {error}"));
 }

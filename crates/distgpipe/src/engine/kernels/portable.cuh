@@ -1,4 +1,4 @@
-// The subset of CUDA that the kernels' headers use, so that a C++ compiler for the CPU can compile them too.
+// What the kernels' headers need of CUDA, so that a C++ compiler for the CPU can compile them too.
 #pragma once
 
 using u8 = unsigned char;
@@ -12,3 +12,35 @@ using i32 = int;
 #else
 #define FUNCTION static inline
 #endif
+
+FUNCTION u32 bits_of(float value) {
+  union {
+    float value;
+    u32 bits;
+  } both = {value};
+  return both.bits;
+}
+
+FUNCTION float float_of(u32 bits) {
+  union {
+    u32 bits;
+    float value;
+  } both = {bits};
+  return both.value;
+}
+
+FUNCTION u64 bits_of(double value) {
+  union {
+    double value;
+    u64 bits;
+  } both = {value};
+  return both.bits;
+}
+
+FUNCTION double double_of(u64 bits) {
+  union {
+    u64 bits;
+    double value;
+  } both = {bits};
+  return both.value;
+}

@@ -1,0 +1,191 @@
+//! The kernels for GPUs, run on the CPU by `kernels_on_cpu/`: their bodies and decoded values are those of the codecs, bit for bit, and
+//! so are the masks. A GPU is not needed, a C++ compiler is.
+
+use distgpipe_core::codec::half::HalfFormat;
+use distgpipe_core::codec::tile::{key, Rounding};
+use distgpipe_core::codec::{parse, BinEnds, BodyForm, CodecContext, TensorView, ALL};
+use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+/// The program with the kernels, compiled at the first call. Without fused multiply-adds, as the kernels are.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kernels_on_cpu/main.cpp");
+        let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels_on_cpu");
+        let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+        let options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-o"];
+        let status = Command::new(&compiler).args(options).arg(&program).arg(source).status();
+        assert!(status.is_ok_and(|status| status.success()), "{compiler} could not compile {source}");
+        program
+    })
+}
+
+fn run(command: &str, kind: &str, numbers: [u64; 5], input: &[u8]) -> Vec<u8> {
+    let mut child = Command::new(program())
+        .args([command, kind])
+        .args(numbers.map(|number| number.to_string()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{command} {kind} {numbers:?}: {}", output.status);
+    output.stdout
+}
+
+/// What the program is told of a codec.
+fn arguments(form: BodyForm, count: usize, seed: u64) -> (&'static str, [u64; 5]) {
+    let count = count as u64;
+    match form {
+        BodyForm::Half(format) => ("half", [count, u64::from(format == HalfFormat::BF16), 0, 0, 0]),
+        BodyForm::Tile { bits, tile, rounding } => {
+            let stochastic = u64::from(rounding == Rounding::Stochastic);
+            ("tile", [count, bits.into(), tile.into(), stochastic, key(seed).into()])
+        }
+        BodyForm::Bins { code_bits, bin_bits, ends } => {
+            let ends = match ends {
+                BinEnds::Range => 0,
+                BinEnds::Quantiles => 1,
+                BinEnds::Sample(size) => size.into(),
+            };
+            ("bins", [count, code_bits.into(), bin_bits.into(), ends, seed])
+        }
+    }
+}
+
+/// Compares body and values of a codec with those of the kernels.
+fn compare(text: &str, values: &[f32], seed: u64) {
+    let (mut encoder, mut decoder) = (parse(text).unwrap(), parse(text).unwrap());
+    let form = encoder.form().unwrap().body;
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+    let dims = [values.len()];
+    let view = TensorView { dtype: DType::F32, dims: &dims, layout: Layout::Contiguous, bytes: &bytes };
+    let mut body = Vec::new();
+    let encoded = encoder.encode(view, &CodecContext { seed, ..CodecContext::default() }, &mut body);
+    let (kind, numbers) = arguments(form, values.len(), seed);
+    let output = run("encode", kind, numbers, &bytes);
+    let (status, by_kernel) = output.split_at(4);
+    assert_eq!(status != [0; 4], encoded.is_err(), "{text}: {encoded:?} of {values:?}");
+    if encoded.is_err() {
+        return;
+    }
+    let differing = body.iter().zip(by_kernel).position(|(a, b)| a != b);
+    assert_eq!((body.len(), differing), (by_kernel.len(), None), "{text} of {values:?}");
+
+    let shape = Shape::new(&dims).unwrap();
+    let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: decoder.id() };
+    let mut decoded = vec![0; bytes.len()];
+    decoder.decode(&meta, &body, &mut decoded).unwrap();
+    assert_eq!(decoded, run("decode", kind, numbers, &body), "{text} of {values:?}");
+}
+
+/// The texts of all codecs that have a form, without those around others.
+fn texts() -> impl Iterator<Item = &'static str> {
+    let texts = ALL.iter().flat_map(|member| member.examples).copied();
+    texts.filter(|text| parse(text).unwrap().form().is_some_and(|form| !form.feedback))
+}
+
+/// Numbers that do not repeat soon.
+fn mixed(seed: u32) -> impl Iterator<Item = u32> {
+    (seed..).map(|at| {
+        let mixed = (at ^ at >> 16).wrapping_mul(0x7feb_352d);
+        let mixed = (mixed ^ mixed >> 15).wrapping_mul(0x846c_a68b);
+        mixed ^ mixed >> 16
+    })
+}
+
+/// Values spread like those of a layer: sums of uniform numbers.
+fn bell(seed: u32, count: usize) -> Vec<f32> {
+    let mut numbers = mixed(seed).map(|number| number as f32 / u32::MAX as f32);
+    (0..count).map(|_| (0..4).map(|_| numbers.next().unwrap()).sum::<f32>() - 2.0).collect()
+}
+
+#[test]
+fn ordinary_values() {
+    for (number, text) in texts().enumerate() {
+        for count in [1, 2, 7, 8, 9, 65, 1000] {
+            compare(text, &bell(number as u32 * 7919, count), number as u64);
+        }
+    }
+}
+
+/// Half of the values are 0 of either sign, as after a ReLU, or few values are repeated.
+#[test]
+fn repeated_values_and_zeros() {
+    let relu = |seed| bell(seed, 700).into_iter().map(|x: f32| if x < -1.0 { -0.0 } else { x.max(0.0) });
+    for text in texts() {
+        compare(text, &relu(3).collect::<Vec<_>>(), 3);
+        compare(text, &relu(4).map(|x| (x * 4.0).round()).collect::<Vec<_>>(), 4);
+        compare(text, &[2.5; 300], 5);
+        compare(text, &[-0.0; 70], 6);
+        compare(text, &[0.0, -0.0, 0.0].repeat(30), 7);
+    }
+}
+
+/// Values of every magnitude, denormal numbers, and the ends of the range of floats.
+#[test]
+fn all_magnitudes() {
+    let finite = |seed| mixed(seed).map(f32::from_bits).filter(|value| value.is_finite());
+    for text in texts() {
+        compare(text, &finite(1).take(300).collect::<Vec<_>>(), 8);
+        compare(text, &finite(9).map(|x| x % 60000.0).take(300).collect::<Vec<_>>(), 9);
+        let denormal: Vec<f32> = mixed(5).map(|bits| f32::from_bits(bits & 0x8000_0fff)).take(200).collect();
+        compare(text, &denormal, 10);
+        compare(text, &[f32::MIN, f32::MAX, 1.0, -1.0, 0.0], 11);
+        compare(text, &[1e30, 1.000_000_1e30, 1.1e30], 12);
+    }
+}
+
+/// Exactly between two codes, where a fused multiply-add rounds to the other one.
+#[test]
+fn midpoints() {
+    for (number, text) in texts().enumerate() {
+        let lo = -1.7f32 * 1.13f32.powi(number as i32);
+        for steps in [15.0f32, 63.0, 255.0, 4095.0] {
+            let step = 0.013_37f32 * 0.97f32.powi(number as i32);
+            let between = |code: f32| (f64::from(lo) + (f64::from(code) + 0.5) * f64::from(step)) as f32;
+            let mut values: Vec<f32> = (0..400).map(|at| between((at as f32 * 1.618) % steps)).collect();
+            values[0] = lo;
+            values[399] = (f64::from(lo) + f64::from(steps) * f64::from(step)) as f32;
+            compare(text, &values, number as u64);
+        }
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_are_refused() {
+    for text in texts() {
+        for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in [0, 31, 99] {
+                let mut values = bell(1, 100);
+                values[at] = wrong;
+                compare(text, &values, 1);
+            }
+        }
+        compare(text, &[65519.0, 1.0], 1);
+        compare(text, &[65520.0, 1.0], 1);
+    }
+}
+
+/// The masks of `Stream::bernoulli`, whose own tests have the same first values.
+#[test]
+fn masks() {
+    let threshold = (0.3 * 2f64.powi(32)).round() as u64;
+    let expected = [1., 0., 0., 1., 1., 1., 1., 0., 1., 1., 1., 0., 1., 1., 0., 0., 1., 0., 1., 0., 0.];
+    let one = u64::from(1f32.to_bits());
+    let values = run("bernoulli", "4", [21, threshold, one, 42, 0], &[]);
+    let values: Vec<f32> = values.chunks_exact(4).map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap())).collect();
+    assert_eq!(values, expected);
+    for (bytes, one) in [("2", 0x3c00), ("8", 1f64.to_bits())] {
+        let values = run("bernoulli", bytes, [21, threshold, one, 42, 0], &[]);
+        let size = values.len() / 21;
+        let ones: Vec<f32> =
+            values.chunks_exact(size).map(|value| f32::from(value == &one.to_ne_bytes()[..size])).collect();
+        assert_eq!(ones, expected);
+    }
+}
