@@ -1,10 +1,22 @@
 #!/usr/bin/env bash
 # Measures distgpipe on one GPU, and plain PyTorch and torchgpipe doing the same work (bench/gpu.py).
-# usage: bench/gpu.sh OUT_DIR [BINARY]     needs: bench/gpu.py's packages in python3; the binary may have been built without CUDA
+# usage: bench/gpu.sh OUT_DIR [BINARY [CIFAR100_DIR]]     needs: bench/gpu.py's packages in python3; the binary may have been built without CUDA
+# Training from the loader reads CIFAR-100's files. Its speed does not depend on the pixels, so without the files the script makes some.
 set -uo pipefail
 out=$1
 binary=${2:-target/release/distgpipe}
+cifar=${3:-}
 mkdir -p "$out"
+if [[ -z $cifar ]]; then
+    cifar=$(mktemp -d)
+    trap 'rm -rf "$cifar"' EXIT
+    python3 -c '
+import os, sys
+for name, records in ("train", 50000), ("test", 10000):
+    with open(f"{sys.argv[1]}/{name}.bin", "wb") as file:
+        for i in range(records):
+            file.write(bytes([i % 20, i % 100]) + os.urandom(3072))' "$cifar"
+fi
 torch=$(python3 -c 'import os, torch; print(os.path.dirname(torch.__file__))')
 export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
@@ -19,8 +31,8 @@ export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 ours() { # NAME FLAGS...
     local name=$1 summary
     shift
-    if summary=$(timeout 120 "$binary" train --data synthetic --device cuda:0 --threads 4 --optimizer sgd --momentum 0 --lr 0.005 \
-        --no-evaluate --json --epochs 1 "$@" 2>>"$out/errors.txt"); then
+    if summary=$(timeout 120 "$binary" train --device cuda:0 --threads 4 --optimizer sgd --momentum 0 --lr 0.005 --no-evaluate --json \
+        --epochs 1 "$@" 2>>"$out/errors.txt"); then
         python3 -c 'import json, sys; print(json.dumps({"name": sys.argv[1], "flags": sys.argv[3:], **json.loads(sys.argv[2])}))' \
             "$name" "$summary" "$@" >>"$out/ours.jsonl"
     else
@@ -30,12 +42,12 @@ ours() { # NAME FLAGS...
 
 # Two steps warm up and one records; the median is over all steps.
 steps=20
-resnet="--model resnet --batch 64 --samples $((64 * steps)) --place a --chunks 8 --schedule gpipe"
-mobilenet="--model mobilenet_v2 --set dropout=0.0 --batch 256 --samples $((256 * steps))"
+resnet="--data synthetic --model resnet --batch 64 --samples $((64 * steps)) --place a --chunks 8 --schedule gpipe"
+mobilenet="--data synthetic --model mobilenet_v2 --set dropout=0.0 --batch 256 --samples $((256 * steps))"
 split="--partitions 3 --place client,server,client --chunks 8"
-unet="--model unet --set dropout=0.0 --batch 32 --samples $((32 * steps)) --place a --chunks 8 --schedule gpipe"
-amoebanet="--model amoebanet_d --set filters=256 --batch 64 --samples $((64 * steps)) --place a --chunks 8 --schedule gpipe"
-roberta="--model roberta --batch 64 --samples $((64 * steps)) --place a --chunks 8"
+unet="--data synthetic --model unet --set dropout=0.0 --batch 32 --samples $((32 * steps)) --place a --chunks 8 --schedule gpipe"
+amoebanet="--data synthetic --model amoebanet_d --set filters=256 --batch 64 --samples $((64 * steps)) --place a --chunks 8 --schedule gpipe"
+roberta="--data synthetic --model roberta --batch 64 --samples $((64 * steps)) --place a --chunks 8"
 ours "ResNet-101, 8 micro-batches" $resnet
 ours "ResNet-101, 8 micro-batches, without graphs" $resnet --graphs off
 ours "ResNet-101, 8 micro-batches, 4 streams" $resnet --graph-streams 4
@@ -45,6 +57,8 @@ ours "ResNet-101, 8 micro-batches, except-last" $resnet --recompute except-last
 ours "U-Net (5,64), 8 micro-batches, except-last" $unet --recompute except-last
 ours "AmoebaNet-D (18,256), 8 micro-batches, except-last" $amoebanet --recompute except-last
 ours "MobileNetV2, whole" $mobilenet --place a --chunks 1
+ours "MobileNetV2, whole, CIFAR-100 at 224 from the loader" --model mobilenet_v2 --set classes=100 --data cifar100 --data-dir "$cifar" \
+    --limit $((256 * 60)) --batch 256 --place a --chunks 1
 ours "MobileNetV2, 8 micro-batches" $mobilenet --place a --chunks 8
 for codec in raw tile:4 sort:8 sort:16; do
     ours "MobileNetV2, client-server-client, 8 micro-batches, $codec" $mobilenet $split --codec $codec
