@@ -2,7 +2,7 @@
 
 use super::kernels::{Library, Nvrtc};
 use super::{ffi, Device};
-use libc::{c_char, c_int, c_uint, c_void};
+use libc::{c_char, c_int, c_uint};
 use serde::Serialize;
 use std::ffi::CStr;
 use std::path::Path;
@@ -143,21 +143,14 @@ fn devices(library: &Library) -> Result<(String, Vec<CudaInfo>), String> {
     };
     // SAFETY: these are the signatures of the driver's functions, which have been stable since CUDA 3.2.
     let (init, version, count, get, name, memory, attribute) = unsafe {
-        use std::mem::transmute;
         (
-            transmute::<*mut c_void, extern "C" fn(c_uint) -> c_int>(library.symbol(c"cuInit")?),
-            transmute::<*mut c_void, extern "C" fn(*mut c_int) -> c_int>(library.symbol(c"cuDriverGetVersion")?),
-            transmute::<*mut c_void, extern "C" fn(*mut c_int) -> c_int>(library.symbol(c"cuDeviceGetCount")?),
-            transmute::<*mut c_void, extern "C" fn(*mut c_int, c_int) -> c_int>(library.symbol(c"cuDeviceGet")?),
-            transmute::<*mut c_void, extern "C" fn(*mut c_char, c_int, c_int) -> c_int>(
-                library.symbol(c"cuDeviceGetName")?,
-            ),
-            transmute::<*mut c_void, extern "C" fn(*mut usize, c_int) -> c_int>(
-                library.symbol(c"cuDeviceTotalMem_v2")?,
-            ),
-            transmute::<*mut c_void, extern "C" fn(*mut c_int, c_int, c_int) -> c_int>(
-                library.symbol(c"cuDeviceGetAttribute")?,
-            ),
+            library.function::<extern "C" fn(c_uint) -> c_int>(c"cuInit")?,
+            library.function::<extern "C" fn(*mut c_int) -> c_int>(c"cuDriverGetVersion")?,
+            library.function::<extern "C" fn(*mut c_int) -> c_int>(c"cuDeviceGetCount")?,
+            library.function::<extern "C" fn(*mut c_int, c_int) -> c_int>(c"cuDeviceGet")?,
+            library.function::<extern "C" fn(*mut c_char, c_int, c_int) -> c_int>(c"cuDeviceGetName")?,
+            library.function::<extern "C" fn(*mut usize, c_int) -> c_int>(c"cuDeviceTotalMem_v2")?,
+            library.function::<extern "C" fn(*mut c_int, c_int, c_int) -> c_int>(c"cuDeviceGetAttribute")?,
         )
     };
     check("cuInit", init(0))?;

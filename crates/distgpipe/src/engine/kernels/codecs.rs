@@ -266,7 +266,7 @@ pub fn decode(body: &Tensor, form: BodyForm, out: &mut Tensor) -> Result<(), Fau
     let (mut to, elements) = floats(out, form)?;
     let kernels = Kernels::of(out)?;
     let mut from = body.data_ptr();
-    if body.device() != out.device() || from as usize % 16 != 0 {
+    if body.device() != out.device() || !(from as usize).is_multiple_of(16) {
         return Err(Fault::internal("a body on the tensor's device, at a multiple of 16 bytes", format!("{body:?}")));
     }
     let (mut count, groups) = (elements as u64, extent(elements.div_ceil(8), THREADS));

@@ -83,26 +83,21 @@ impl Driver {
     fn load() -> Result<Driver, String> {
         let library = Library::open(Path::new("libcuda.so.1"))
             .map_err(|why| format!("kernels for the GPU need libcuda.so.1 ({why}): install NVIDIA's driver"))?;
-        /// The function of this name, with the type of the field that it is assigned to.
-        macro_rules! function {
-            ($name:literal) => {{
-                let address = library.symbol($name)?;
-                // SAFETY: cuda.h declares the function with the type of the field.
-                unsafe { std::mem::transmute::<*mut c_void, _>(address) }
-            }};
-        }
-        let driver = Driver {
-            init: function!(c"cuInit"),
-            error: function!(c"cuGetErrorString"),
-            device: function!(c"cuDeviceGet"),
-            attribute: function!(c"cuDeviceGetAttribute"),
-            retain: function!(c"cuDevicePrimaryCtxRetain"),
-            current: function!(c"cuCtxGetCurrent"),
-            push: function!(c"cuCtxPushCurrent_v2"),
-            pop: function!(c"cuCtxPopCurrent_v2"),
-            load: function!(c"cuModuleLoadData"),
-            function: function!(c"cuModuleGetFunction"),
-            launch: function!(c"cuLaunchKernel"),
+        // SAFETY: cuda.h declares the functions with the types of the fields.
+        let driver = unsafe {
+            Driver {
+                init: library.function(c"cuInit")?,
+                error: library.function(c"cuGetErrorString")?,
+                device: library.function(c"cuDeviceGet")?,
+                attribute: library.function(c"cuDeviceGetAttribute")?,
+                retain: library.function(c"cuDevicePrimaryCtxRetain")?,
+                current: library.function(c"cuCtxGetCurrent")?,
+                push: library.function(c"cuCtxPushCurrent_v2")?,
+                pop: library.function(c"cuCtxPopCurrent_v2")?,
+                load: library.function(c"cuModuleLoadData")?,
+                function: library.function(c"cuModuleGetFunction")?,
+                launch: library.function(c"cuLaunchKernel")?,
+            }
         };
         // SAFETY: may be called any number of times.
         driver.check(unsafe { (driver.init)(0) }, "starting CUDA")?;

@@ -13,7 +13,7 @@ pub struct Library {
 
 // SAFETY: handles of the dynamic linker may be used by every thread.
 unsafe impl Send for Library {}
-// SAFETY: as above; `symbol` only looks up.
+// SAFETY: as above; `function` only looks up.
 unsafe impl Sync for Library {}
 
 impl Library {
@@ -29,14 +29,19 @@ impl Library {
         Ok(Library { handle, name })
     }
 
-    /// The address of a function.
-    pub fn symbol(&self, name: &CStr) -> Result<*mut c_void, String> {
+    /// The function of this name.
+    ///
+    /// # Safety
+    /// `F` must be the type of a pointer to the function, as its library declares it.
+    pub unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F, String> {
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a pointer to a function") };
         // SAFETY: the handle is never closed, and the name is NUL-terminated.
         let address = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
-        match address.is_null() {
-            false => Ok(address),
-            true => Err(format!("{} has no function {}: it is too old", self.name, name.to_string_lossy())),
+        if address.is_null() {
+            return Err(format!("{} has no function {}: it is too old", self.name, name.to_string_lossy()));
         }
+        // SAFETY: both are pointers, and the caller promises the type.
+        Ok(unsafe { std::mem::transmute_copy(&address) })
     }
 }
 
@@ -97,8 +102,14 @@ mod tests {
         let Err(why) = Library::open(Path::new("libdistgpipe-none.so.1")) else { panic!("there is no such library") };
         assert!(why.contains("libdistgpipe-none.so.1"), "{why}");
         let libc = Library::open(Path::new("libc.so.6")).unwrap();
-        assert!(libc.symbol(c"malloc").is_ok());
-        let why = libc.symbol(c"distgpipe_none").unwrap_err();
+        // SAFETY: the type is that of `getpid`; there is no function of the other name.
+        let (getpid, none) = unsafe {
+            type Getpid = unsafe extern "C" fn() -> libc::pid_t;
+            (libc.function::<Getpid>(c"getpid").unwrap(), libc.function::<Getpid>(c"distgpipe_none"))
+        };
+        // SAFETY: `getpid` only returns a number.
+        assert_eq!(unsafe { getpid() }.unsigned_abs(), std::process::id());
+        let why = none.unwrap_err();
         assert!(why.contains("libc.so.6 has no function distgpipe_none"), "{why}");
     }
 }

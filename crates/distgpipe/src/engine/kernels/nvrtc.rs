@@ -74,25 +74,26 @@ impl Nvrtc {
 
     fn load() -> Result<Nvrtc, String> {
         let library = find()?;
-        /// The function of this name, with the type of the field that it is assigned to.
-        macro_rules! function {
-            ($name:literal) => {{
-                let address = library.symbol($name)?;
-                // SAFETY: nvrtc.h declares the function with the type of the field.
-                unsafe { std::mem::transmute::<*mut libc::c_void, _>(address) }
-            }};
+        // SAFETY: nvrtc.h declares the functions with the types of the fields.
+        unsafe {
+            Ok(Nvrtc {
+                create: library.function(c"nvrtcCreateProgram")?,
+                destroy: library.function(c"nvrtcDestroyProgram")?,
+                compile: library.function(c"nvrtcCompileProgram")?,
+                error: library.function(c"nvrtcGetErrorString")?,
+                log: Output {
+                    length: library.function(c"nvrtcGetProgramLogSize")?,
+                    get: library.function(c"nvrtcGetProgramLog")?,
+                },
+                ptx: Output { length: library.function(c"nvrtcGetPTXSize")?, get: library.function(c"nvrtcGetPTX")? },
+                cubin: Output {
+                    length: library.function(c"nvrtcGetCUBINSize")?,
+                    get: library.function(c"nvrtcGetCUBIN")?,
+                },
+                architecture_count: library.function(c"nvrtcGetNumSupportedArchs")?,
+                architectures: library.function(c"nvrtcGetSupportedArchs")?,
+            })
         }
-        Ok(Nvrtc {
-            create: function!(c"nvrtcCreateProgram"),
-            destroy: function!(c"nvrtcDestroyProgram"),
-            compile: function!(c"nvrtcCompileProgram"),
-            error: function!(c"nvrtcGetErrorString"),
-            log: Output { length: function!(c"nvrtcGetProgramLogSize"), get: function!(c"nvrtcGetProgramLog") },
-            ptx: Output { length: function!(c"nvrtcGetPTXSize"), get: function!(c"nvrtcGetPTX") },
-            cubin: Output { length: function!(c"nvrtcGetCUBINSize"), get: function!(c"nvrtcGetCUBIN") },
-            architecture_count: function!(c"nvrtcGetNumSupportedArchs"),
-            architectures: function!(c"nvrtcGetSupportedArchs"),
-        })
     }
 
     /// Compiles a program for an architecture. If the library does not know it yet, the result is PTX of the newest one before it,
