@@ -469,7 +469,8 @@ mod tests {
         assert_eq!(batches.int64_value(&[0]), 2);
     }
 
-    /// Norms of several sizes, the running statistics of each, and passes over them.
+    /// Norms of several sizes, the running statistics of each, and passes over them. In double precision, so that the order of
+    /// operations shows.
     struct Norms {
         running: Vec<(Tensor, Tensor, Tensor)>,
         deferred: DeferredBatchNorm,
@@ -478,7 +479,7 @@ mod tests {
     impl Norms {
         fn new(device: Device) -> Self {
             let norm = |channels: i64| {
-                let wave = Tensor::arange(channels, (Kind::Float, device)).sin();
+                let wave = Tensor::arange(channels, (Kind::Double, device)).sin();
                 (&wave * 0.5, &wave * &wave + 0.5, Tensor::zeros([], (Kind::Int64, device)))
             };
             Norms { running: [3, 70, 1].map(norm).into(), deferred: DeferredBatchNorm::default() }
@@ -489,7 +490,7 @@ mod tests {
                 let (channels, side) = (mean.size()[0], 1 + i as i64);
                 let count = rows * channels * side * side;
                 let x =
-                    (Tensor::arange(count, (Kind::Float, mean.device())) * (0.1 + f64::from(micro_batch))).cos() + 3.0;
+                    (Tensor::arange(count, (Kind::Double, mean.device())) * (0.1 + f64::from(micro_batch))).cos() + 3.0;
                 let tensors = NormTensors {
                     weight: None,
                     bias: None,
@@ -505,10 +506,10 @@ mod tests {
             self.running.iter().enumerate().map(pass).collect()
         }
 
-        fn bits(&self) -> Vec<u32> {
-            let values = |tensor: &Tensor| Vec::<f32>::try_from(tensor.to_device(Device::Cpu)).unwrap();
+        fn bits(&self) -> Vec<u64> {
+            let values = |tensor: &Tensor| Vec::<f64>::try_from(tensor.to_device(Device::Cpu)).unwrap();
             let all = self.running.iter().flat_map(|(mean, var, _)| [values(mean), values(var)]);
-            all.flatten().map(f32::to_bits).collect()
+            all.flatten().map(f64::to_bits).collect()
         }
     }
 
@@ -517,10 +518,10 @@ mod tests {
     }
 
     /// Chan's formulas, channel by channel and one micro-batch after another.
-    fn committed(running: (f32, f32), of: &[(f64, f32, f32)], momentum: f64) -> (f32, f32) {
+    fn committed(running: (f64, f64), of: &[(f64, f64, f64)], momentum: f64) -> (f64, f64) {
         let (mut count, mut mean, mut squares) = (0.0, 0.0, 0.0);
         for &(own, own_mean, own_var) in of {
-            let (own_mean, own_squares) = (f64::from(own_mean), f64::from(own_var) * (own - 1.0));
+            let own_squares = own_var * (own - 1.0);
             if count == 0.0 {
                 (mean, squares) = (own_mean, own_squares);
             } else {
@@ -530,14 +531,14 @@ mod tests {
             }
             count += own;
         }
-        let blend = |old: f32, new: f64| (f64::from(old) + (new - f64::from(old)) * momentum) as f32;
+        let blend = |old: f64, new: f64| old + (new - old) * momentum;
         (blend(running.0, mean), blend(running.1, squares / (count - 1.0)))
     }
 
     /// Two steps of 37 micro-batches of unequal sizes, so that some are merged before the end.
     #[test]
     fn running_statistics_have_the_bits_of_chans_formulas() {
-        let host = |tensor: &Tensor| Vec::<f32>::try_from(tensor.to_device(Device::Cpu)).unwrap();
+        let host = |tensor: &Tensor| Vec::<f64>::try_from(tensor.to_device(Device::Cpu)).unwrap();
         for device in devices() {
             let mut norms = Norms::new(device);
             for step in 0..2 {
