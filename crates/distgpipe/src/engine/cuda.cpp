@@ -132,6 +132,15 @@ char *dg_keep_for_stream(at::Tensor *tensor) {
   return guarded([&] { tensor->record_stream(guard().getStream(tensor->device())); });
 }
 
+// Whether the tensor is in memory of the host that a GPU reads directly.
+bool dg_is_pinned(at::Tensor *tensor) {
+  try {
+    return tensor->is_pinned();
+  } catch (...) {
+    return false;
+  }
+}
+
 // Backward passes that the calling thread starts run on it, so that those of several workers on one GPU do not queue up for
 // the engine thread of that GPU.
 void dg_backward_on_this_thread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(false); }

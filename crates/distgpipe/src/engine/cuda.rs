@@ -22,6 +22,7 @@ extern "C" {
     fn dg_event_block(event: *const c_void, device: c_int) -> *mut c_char;
     fn dg_event_free(event: *mut c_void);
     fn dg_keep_for_stream(tensor: *const C_tensor) -> *mut c_char;
+    fn dg_is_pinned(tensor: *const C_tensor) -> bool;
     fn dg_backward_on_this_thread();
     fn dg_capture_begin(device: c_int, pool: u64) -> *mut c_char;
     fn dg_capture_end(device: c_int, pool: u64, keep: bool, graph: *mut *mut c_void) -> *mut c_char;
@@ -161,6 +162,12 @@ impl fmt::Debug for Event {
 pub fn keep_for_stream(tensor: &Tensor) -> Result<(), Fault> {
     // SAFETY: a live tensor; libtorch notes the stream in its allocator.
     outcome(unsafe { dg_keep_for_stream(tensor.as_ptr()) }).map_err(Fault::engine)
+}
+
+/// Whether a tensor is in memory of the host that a GPU reads directly.
+pub fn is_pinned(tensor: &Tensor) -> bool {
+    // SAFETY: a live tensor, only read.
+    unsafe { dg_is_pinned(tensor.as_ptr()) }
 }
 
 /// Makes the backward passes of the calling thread run on it. By default those of all threads queue up for one thread per GPU.

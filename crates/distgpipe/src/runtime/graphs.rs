@@ -453,11 +453,11 @@ impl WorkerGraphs {
     ) -> Result<Vec<GradientParcel>, Fault> {
         let pass = self.passes.get(&(id, micro_batch)).filter(|_| self.active);
         match pass {
-            Some(RecordedPass { backward: Some(backward), .. }) if in_flight.is_recorded() => {
-                if backward.fits(&upstream) {
-                    backward.copy_upstream(&upstream)?;
-                    return run_backward(backward, self.device, self.lanes_used, &mut self.added);
-                }
+            Some(RecordedPass { backward: Some(backward), .. })
+                if in_flight.is_recorded() && backward.fits(&upstream) =>
+            {
+                backward.copy_upstream(&upstream)?;
+                return run_backward(backward, self.device, self.lanes_used, &mut self.added);
             }
             Some(_) if self.progress == Progress::Recording => {
                 match self.record_backward(id, micro_batch, partition, &in_flight, &upstream) {
