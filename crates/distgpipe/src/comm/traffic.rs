@@ -202,9 +202,14 @@ impl Counters {
         self.0.queued.fetch_sub(1, Ordering::AcqRel);
     }
 
+    /// How many messages wait in the link's queue, or are being sent.
+    pub fn queued(&self) -> usize {
+        usize::try_from(self.0.queued.load(Ordering::Acquire)).unwrap_or(0)
+    }
+
     /// Whether the queue is empty, so that the counts are complete.
     pub fn settled(&self) -> bool {
-        self.0.queued.load(Ordering::Acquire) == 0
+        self.queued() == 0
     }
 
     /// A snapshot of the counts.

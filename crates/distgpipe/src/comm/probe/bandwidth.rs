@@ -314,7 +314,7 @@ impl DialingEnd {
         self.end.expect(&order)?;
         let start = Instant::now();
         self.order(order)?;
-        self.end.send_tensors(codec, tensor_bytes, 1)?;
+        self.end.send_tensors(codec, tensor_bytes, 1, self.durations.order)?;
         self.received()?;
         let took = start.elapsed();
         self.report()?;
@@ -336,7 +336,7 @@ impl DialingEnd {
                 self.end.prepare(tensor_bytes)?;
                 let before = self.end.sending(codec);
                 self.order(order(messages, 0))?;
-                self.end.send_tensors(codec, tensor_bytes, messages)?;
+                self.end.send_tensors(codec, tensor_bytes, messages, self.durations.order)?;
                 let report = self.report()?;
                 Ok(Transfer::new(report.received, self.end.sent_since(codec, &before), tensor_bytes))
             }
@@ -429,7 +429,7 @@ fn answer_orders(end: &mut End, limits: &Durations) -> Result<(), Fault> {
         if order.back > 0 {
             end.prepare(order.tensor_bytes)?;
             let before = end.sending(order.codec);
-            end.send_tensors(order.codec, order.tensor_bytes, order.back)?;
+            end.send_tensors(order.codec, order.tensor_bytes, order.back, limits.order)?;
             end.wait_until_sent(limits.order)?;
             report.sent = end.sent_since(order.codec, &before);
         }

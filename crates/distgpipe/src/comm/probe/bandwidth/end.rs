@@ -319,8 +319,16 @@ impl End {
         Ok(())
     }
 
-    /// Sends tensors of a size that was [prepared](Self::prepare).
-    pub fn send_tensors(&mut self, codec: usize, tensor_bytes: u64, messages: u64) -> Result<(), Fault> {
+    /// Sends tensors of a size that was [prepared](Self::prepare). Fails if a peer that does not acknowledge what it gets keeps the
+    /// queue full for as long as `limit`.
+    pub fn send_tensors(
+        &mut self,
+        codec: usize,
+        tensor_bytes: u64,
+        messages: u64,
+        limit: Duration,
+    ) -> Result<(), Fault> {
+        let start = Instant::now();
         let values = self.values.as_ref().ok_or_else(|| Fault::internal("values to send", "none"))?;
         let tensor = values.f_narrow(0, 0, rows(tensor_bytes))?;
         let PartitionEdge { pass, from, to } = edge(self.side.sends(), codec);
@@ -329,19 +337,25 @@ impl End {
             let tag = Tag { kind: kind_of(pass), step: self.sent, micro_batch: 0, from: from.0, to: to.0 };
             let mut message = Message::tensors(tag, vec![Some(tensor.shallow_clone())]);
             message.encoding.compress = true;
+            // A queue that is full would make the sender wait without an end.
+            self.wait_for_queue(QUEUE - 1, start, limit)?;
             self.send(message)?;
         }
         Ok(())
+    }
+
+    /// Waits until everything has been written to the socket.
+    pub fn wait_until_sent(&self, limit: Duration) -> Result<(), Fault> {
+        self.wait_for_queue(0, Instant::now(), limit)
     }
 
     fn send(&self, message: Message) -> Result<(), Fault> {
         self.connection.outgoing().ok_or(Fault::Lost)?.send(message)
     }
 
-    /// Waits until everything has been written to the socket.
-    pub fn wait_until_sent(&self, limit: Duration) -> Result<(), Fault> {
-        let start = Instant::now();
-        while !self.connection.counters().settled() {
+    /// Waits until at most so many messages wait in the queue or are being sent.
+    fn wait_for_queue(&self, messages: usize, start: Instant, limit: Duration) -> Result<(), Fault> {
+        while self.connection.counters().queued() > messages {
             self.abort.check()?;
             if start.elapsed() >= limit {
                 return Err(too_long(limit));

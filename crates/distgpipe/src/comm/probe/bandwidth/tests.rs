@@ -56,7 +56,7 @@ fn orders_beyond_the_limits_and_tensors_that_were_not_ordered_end_the_test() {
                 end.send_text(Kind::Command, &order).unwrap();
             }
             // The connection may have ended meanwhile.
-            let _ = end.send_tensors(0, bytes, messages);
+            let _ = end.send_tensors(0, bytes, messages, LIMIT);
         })
     };
     for (order, bytes, messages) in [
@@ -98,7 +98,7 @@ fn a_listening_end_that_sends_what_was_not_ordered_ends_the_test() {
     let mut listening = End::start(far.into(), &test(&["raw"]), Side::Listening, Timeouts::default()).unwrap();
     dialing.expect(&order(ROW_BYTES, 0, 1)).unwrap();
     listening.prepare(2 * ROW_BYTES).unwrap();
-    listening.send_tensors(0, 2 * ROW_BYTES, 1).unwrap();
+    listening.send_tensors(0, 2 * ROW_BYTES, 1, LIMIT).unwrap();
     let said = dialing.next_event(LIMIT).unwrap_err().to_string();
     assert!(said.contains("expected a tensor of the order") && said.contains("8192 bytes"), "{said}");
 }
@@ -187,4 +187,25 @@ fn the_busiest_thread_is_the_limit_and_otherwise_the_wire() {
     }
     let decoding = Receipt { decode_ns: 900_000_000, cpu_ns: 950_000_000, ..received };
     assert_eq!(Transfer::new(decoding, sent(0, 0, 0), 4096).limit(), Limit::Decode);
+}
+
+/// A peer that orders tensors and then reads nothing once held its place for as long as it liked.
+#[test]
+fn a_peer_that_does_not_take_what_it_ordered_ends_the_test() {
+    let (relay, listener) = (TcpListener::bind("127.0.0.1:0").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let near = TcpStream::connect(relay.local_addr().unwrap()).unwrap();
+    let (mut from_near, mut to_far) =
+        (relay.accept().unwrap().0, TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+    let far = listener.accept().unwrap().0;
+    // Nothing comes back through the relay.
+    let relaying = std::thread::spawn(move || std::io::copy(&mut from_near, &mut to_far));
+    let limits = Durations { order: Duration::from_millis(500), ..Durations::default() };
+    let answering = std::thread::spawn(move || answer(far.into(), &test(&["raw"]), Timeouts::default(), &limits));
+    let mut end = End::start(near.into(), &test(&["raw"]), Side::Dialing, Timeouts::default()).unwrap();
+    let start = Instant::now();
+    end.send_text(Kind::Command, &order(1 << 20, 0, 4096)).unwrap();
+    let refused = answering.join().unwrap().unwrap_err().to_string();
+    assert!(refused.contains("0.5 s") && start.elapsed() < LIMIT, "{refused}");
+    drop(end);
+    let _ = relaying.join();
 }
