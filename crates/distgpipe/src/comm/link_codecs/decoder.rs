@@ -68,7 +68,7 @@ impl Decoder {
         if self.decodes_on_device(&tag, meta)? {
             let mut body = body_for(self.device(tag.kind), header.body_bytes)?;
             fill(bytes_of(&mut body)?)?;
-            return self.decode_on_device(&tag, meta, &body);
+            return self.decode_received(&tag, meta, &body);
         }
         let mut body = std::mem::take(&mut self.body);
         body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
@@ -83,7 +83,7 @@ impl Decoder {
         if self.decodes_on_device(tag, meta)? {
             let mut copy = body_for(self.device(tag.kind), body.len() as u64)?;
             bytes_of(&mut copy)?.copy_from_slice(body);
-            return self.decode_on_device(tag, meta, &copy);
+            return self.decode_received(tag, meta, &copy);
         }
         let start = now_ns();
         let mut tensor = empty(meta, self.device(tag.kind))?;
@@ -100,14 +100,29 @@ impl Decoder {
         Ok(device != tch::Device::Cpu && on_device::decodes(self.codec(tag, meta.codec)?, meta, device))
     }
 
-    /// Decodes a body in host memory on the worker's GPU.
+    /// Decodes the tensor of a body that this process has encoded, from its memory on this host or on a GPU.
+    pub(super) fn decode_from(&mut self, tag: &Tag, meta: &TensorMeta, body: &Tensor) -> Result<Tensor, Fault> {
+        if body.device() == self.device(tag.kind) && self.decodes_on_device(tag, meta)? {
+            return self.decode_on_device(tag, meta, body);
+        }
+        let host = engine::on_host(body)?;
+        let bytes = engine::bytes(&host).ok_or_else(|| Fault::internal("a dense tensor in host memory", "another"))?;
+        self.decode(tag, meta, bytes)
+    }
+
+    /// Decodes a body from a peer, in host memory, on the worker's GPU.
+    fn decode_received(&mut self, tag: &Tag, meta: &TensorMeta, body: &Tensor) -> Result<Tensor, Fault> {
+        let bytes = engine::bytes(body).unwrap_or_default();
+        let checked = self.codec(tag, meta.codec)?.check(meta, bytes);
+        checked.map_err(|source| Fault::Codec { tensor: tag.to_string(), source })?;
+        self.decode_on_device(tag, meta, body)
+    }
+
+    /// Decodes a valid body on the worker's GPU.
     fn decode_on_device(&mut self, tag: &Tag, meta: &TensorMeta, body: &Tensor) -> Result<Tensor, Fault> {
         let start = now_ns();
         let device = self.device(tag.kind);
-        let codec = self.codec(tag, meta.codec)?;
-        let bytes = engine::bytes(body).unwrap_or_default();
-        codec.check(meta, bytes).map_err(|source| Fault::Codec { tensor: tag.to_string(), source })?;
-        let tensor = on_device::decode(codec, meta, body, device)?;
+        let tensor = on_device::decode(self.codec(tag, meta.codec)?, meta, body, device)?;
         self.count(tag, meta, start);
         tensor.ok_or_else(|| Fault::internal("a codec with kernels", meta.codec.to_string()))
     }

@@ -2,7 +2,7 @@
 
 use super::dtype::dtype_of;
 use super::on_device::{self, Encoded};
-use super::{CodecCache, EdgeCodec, LinkCodecs};
+use super::{CodecCache, Decoder, EdgeCodec, LinkCodecs};
 use crate::comm::message::Message;
 use crate::comm::traffic::{Counters, EncodingCost, PartitionEdge};
 use crate::engine::{self, Layout, TensorBytes};
@@ -59,8 +59,22 @@ impl Encoder {
         then: impl FnOnce(TensorMeta, &[u8]) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
         match self.encode_tensor(message, index, tensor)? {
-            (meta, Some(host)) => then(meta, bytes_of(&host)?),
+            (meta, Some(memory)) => then(meta, bytes_of(&engine::on_host(&memory)?)?),
             (meta, None) => then(meta, &self.body),
+        }
+    }
+
+    /// Encodes tensor `index` of a message, and decodes it as the other end would. A body that is made and read on one GPU stays there.
+    pub fn round_trip(
+        &mut self,
+        message: &Message,
+        index: usize,
+        tensor: &Tensor,
+        decoder: &mut Decoder,
+    ) -> Result<Tensor, Fault> {
+        match self.encode_tensor(message, index, tensor)? {
+            (meta, Some(memory)) => decoder.decode_from(&message.tag, &meta, &memory),
+            (meta, None) => decoder.decode(&message.tag, &meta, &self.body),
         }
     }
 
@@ -72,8 +86,8 @@ impl Encoder {
         index: usize,
         tensor: &Tensor,
     ) -> Result<(TensorMeta, EncodedBytes), Fault> {
-        let (meta, host) = self.encode_tensor(message, index, tensor)?;
-        let bytes = match host {
+        let (meta, memory) = self.encode_tensor(message, index, tensor)?;
+        let bytes = match memory.map(|memory| engine::on_host(&memory)).transpose()? {
             None => EncodedBytes::Owned(std::mem::take(&mut self.body)),
             Some(host) if message.tag.edge().is_some() => {
                 EncodedBytes::Tensor(TensorBytes::new(&host).ok_or_else(|| not_dense(&host))?)
@@ -83,7 +97,7 @@ impl Encoder {
         Ok((meta, bytes))
     }
 
-    /// Encodes a tensor into `body`. If the encoding is the memory of a tensor on this host, it returns that tensor instead.
+    /// Encodes a tensor into `body`. If the encoding is the memory of a tensor, on this host or on a GPU, it returns that tensor instead.
     fn encode_tensor(
         &mut self,
         message: &Message,
@@ -198,7 +212,7 @@ enum OnDevice {
     Unsupported,
     /// It must be sent raw.
     Refused,
-    /// The codec and the body, in host memory.
+    /// The codec and the body, in the GPU's memory.
     Encoded(CodecId, Tensor),
 }
 

@@ -31,7 +31,7 @@ pub(super) enum Encoded {
     Unsupported,
     /// The codec refuses these values, which are the tensor with the residual of its slot.
     Refused(Tensor),
-    /// The bytes of the body, on the host.
+    /// The bytes of the body, on the GPU.
     Body(Tensor),
 }
 
@@ -42,7 +42,7 @@ fn supported(device: Device, form: BodyForm, kind: Kind, elements: usize) -> Opt
     kernels::check(index).is_ok().then_some(index)
 }
 
-/// Encodes a tensor on its GPU. Waits until the body is on the host.
+/// Encodes a tensor on its GPU. Waits until it is known whether the codec takes it.
 pub(super) fn encode(
     codec: &dyn Codec,
     tensor: &Tensor,
@@ -67,22 +67,21 @@ pub(super) fn encode(
         let dims: Vec<usize> = values.size().iter().map(|&dim| usize::try_from(dim).unwrap_or(0)).collect();
         let body_bytes = codec.encoded_bytes(DType::F32, &dims);
         let room = codecs::encode(&ordered, form, context.seed, body_bytes)?;
-        let mut host = engine::empty_near(room.device(), &room.size(), Kind::Uint8, Layout::Contiguous)?;
-        host.f_copy_(&room)?;
-        if engine::bytes(&host).and_then(|bytes| bytes.first_chunk()) != Some(&[0; 4]) {
+        let head = engine::on_host(&room.f_narrow(0, 0, codecs::HEAD_BYTES as i64)?)?;
+        if engine::bytes(&head).and_then(|bytes| bytes.first_chunk()) != Some(&[0; 4]) {
             return Ok(Encoded::Refused(values));
         }
-        let (head, length) = (codecs::HEAD_BYTES as i64, body_bytes as i64);
+        let body = room.f_narrow(0, codecs::HEAD_BYTES as i64, body_bytes as i64)?;
         if feedback {
             let mut decoded = ordered.f_empty_like()?;
-            codecs::decode(&room.f_narrow(0, head, length)?, form, &mut decoded)?;
+            codecs::decode(&body, form, &mut decoded)?;
             let (least, most) = (f64::from(f32::MIN), f64::from(f32::MAX));
             let residual = ordered.f_sub(&decoded)?.f_clamp_(least, most)?;
             let layout = engine::layout(&values).unwrap_or(Layout::Contiguous);
             let residual = engine::with_layout(&residual, layout)?;
             residuals.0.insert(context.slot, residual, 4 * values.numel());
         }
-        Ok(Encoded::Body(host.f_narrow(0, head, length)?))
+        Ok(Encoded::Body(body))
     })
 }
 
@@ -92,8 +91,8 @@ pub(super) fn decodes(codec: &dyn Codec, meta: &TensorMeta, device: Device) -> b
     codec.form().is_some_and(|form| supported(device, form.body, kind_of(meta.dtype), elements).is_some())
 }
 
-/// Decodes a body on a GPU, if [`decodes`] says so. `body` is in host memory, from where copies to the GPU are fast. The result is
-/// ready when the thread's current stream has got that far. `None` if the codec has no kernels.
+/// Decodes a body on a GPU, if [`decodes`] says so. `body` is there already, or in host memory from where copies to the GPU are fast.
+/// The result is ready when the thread's current stream has got that far. `None` if the codec has no kernels.
 pub(super) fn decode(
     codec: &dyn Codec,
     meta: &TensorMeta,
@@ -105,7 +104,7 @@ pub(super) fn decode(
     tch::no_grad(|| {
         let dims: Vec<i64> = meta.shape.dims().iter().map(|&dim| i64::try_from(dim).unwrap_or(i64::MAX)).collect();
         let mut values = Tensor::f_empty(&dims, (Kind::Float, device))?;
-        codecs::decode(&body.f_to_device_(device, Kind::Uint8, true, true)?, form.body, &mut values)?;
+        codecs::decode(&body.f_to_device_(device, Kind::Uint8, true, false)?, form.body, &mut values)?;
         if let (wire::Layout::ChannelsLast, &[n, channels, height, width]) = (meta.layout, dims.as_slice()) {
             values = match form.body {
                 BodyForm::Tile { .. } => engine::with_layout(&values, Layout::ChannelsLast)?,

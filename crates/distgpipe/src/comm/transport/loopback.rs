@@ -89,9 +89,7 @@ fn pump(mut options: LoopbackOptions, queued: &Receiver<Message>, abandoned: &At
                 return Ok(());
             }
             let Some(tensor) = message.tensors[index].take() else { continue };
-            let (encoder, decoder) = (&mut options.encoder, &mut options.decoder);
-            let decoded = encoder
-                .with_encoded(&message, index, &tensor, |meta, body| decoder.decode(&message.tag, &meta, body))?;
+            let decoded = options.encoder.round_trip(&message, index, &tensor, &mut options.decoder)?;
             message.tensors[index] = Some(decoded);
         }
         options.received.arrivals().begin(Receiving::Nothing);
