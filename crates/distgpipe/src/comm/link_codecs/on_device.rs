@@ -54,6 +54,7 @@ pub(super) fn encode(
         return Ok(Encoded::Unsupported);
     };
     cuda::own_stream(index)?;
+    cuda::keep_for_stream(tensor)?;
     tch::no_grad(|| {
         let wide = dense(&tensor.f_detach()?.f_to_kind(Kind::Float)?)?;
         let feedback = feedback && context.training;
