@@ -84,7 +84,7 @@ fn images_are_classified_as_the_test_loader_and_the_library_do() {
     images(&root);
     let weights = root.join("model.safetensors");
     // Each pixel counts, so that other preprocessing gives other probabilities.
-    let set = ["--set", "input=[3,32,32]", "--set", "hidden=[16]", "--set", "classes=2"];
+    let set = ["--set", "input=[3,32,32]", "--set", "hidden=[16]", "--set", "classes=2", "--set", "dropout=0.0"];
     let data = ["--model", "mlp", "--data", "image-folder", "--data-dir", text(&root)];
     let run = ["--batch", "4", "--chunks", "2", "--epochs", "8", "--lr", "0.005", "--save", text(&weights), "--json"];
     let trained = json(&[&["train"], &set[..], &data, &run].concat());
@@ -177,7 +177,7 @@ fn images_are_normalised_as_in_training() {
     let root = directory("inference/normalised");
     images(&root);
     let weights = root.join("model.safetensors");
-    let set = ["--set", "input=[3,32,32]", "--set", "hidden=[16]", "--set", "classes=2"];
+    let set = ["--set", "input=[3,32,32]", "--set", "hidden=[16]", "--set", "classes=2", "--set", "dropout=0.0"];
     let data = ["--model", "mlp", "--data", "image-folder", "--data-dir", text(&root)];
     let colours = ["--normalise", "0.5,0.4,0.3/0.5,0.6,0.7"];
     let run = ["--batch", "4", "--chunks", "2", "--epochs", "8", "--lr", "0.005", "--save", text(&weights), "--json"];
