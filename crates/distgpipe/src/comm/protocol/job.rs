@@ -52,7 +52,7 @@ pub struct Job {
     /// The floating-point type of the forward pass.
     pub precision: Precision,
     /// Whether workers on GPUs record their passes as CUDA graphs.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub graphs: GraphOptions,
     /// Where GPUs use TF32.
     #[serde(default, skip_serializing_if = "is_default")]
