@@ -275,6 +275,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cudnn_benchmark: Option<bool>,
+    /// Let cuDNN take only algorithms that give equal bits in every run on a GPU
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cudnn_deterministic: Option<bool>,
     /// Update the parameters with libtorch's fused kernels, which round differently; only for sgd, adam and adamw
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]

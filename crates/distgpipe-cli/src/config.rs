@@ -264,6 +264,7 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
         .precision(flags.precision.unwrap_or_default())
         .tf32(flags.tf32.unwrap_or_default())
         .cudnn_benchmark(flags.cudnn_benchmark == Some(true))
+        .cudnn_deterministic(flags.cudnn_deterministic == Some(true))
         .graphs(flags.graph_options())
         .on_notice(report::notice)
         .faults(flags.faults.clone().unwrap_or_default());

@@ -18,6 +18,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("Builder::clip_norm", "--clip-norm"),
     ("Builder::codecs", "--codec"),
     ("Builder::cudnn_benchmark", "--cudnn-benchmark"),
+    ("Builder::cudnn_deterministic", "--cudnn-deterministic"),
     ("Builder::device", "--device"),
     ("Builder::faults", "--faults"),
     ("Builder::freeze", "--freeze"),

@@ -37,6 +37,7 @@ const BOTH: &[&str] = &[
     "precision",
     "tf32",
     "cudnn-benchmark",
+    "cudnn-deterministic",
     "no-channels-last",
     "batch",
     "json",

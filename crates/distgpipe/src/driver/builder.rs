@@ -187,6 +187,7 @@ impl Builder {
             precision: Precision::default(),
             tf32: Tf32::default(),
             cudnn_benchmark: false,
+            cudnn_deterministic: false,
             fused_optimizer: false,
             graphs: GraphOptions::default(),
             trace: false,
@@ -406,6 +407,13 @@ impl Builder {
         self
     }
 
+    /// Whether cuDNN takes only algorithms that give equal bits in every run; off by default. Others add in the order in which
+    /// kernels happen to run.
+    pub fn cudnn_deterministic(mut self, deterministic: bool) -> Self {
+        self.job.cudnn_deterministic = deterministic;
+        self
+    }
+
     /// Whether the parameters are updated by libtorch's fused kernels, which exist for [`Optim::Sgd`], [`Optim::Adam`] and
     /// [`Optim::AdamW`]; off by default. They round differently, on a CPU too. Checkpoints do not depend on it.
     pub fn fused_optimizer(mut self, fused: bool) -> Self {
@@ -620,7 +628,8 @@ impl Builder {
         let measured = match &options.profile {
             Some(_) => None,
             None => {
-                engine::set_cuda_math(self.job.tf32, self.job.cudnn_benchmark).map_err(BuildError::CutTensor)?;
+                engine::set_cuda_math(self.job.tf32, self.job.cudnn_benchmark, self.job.cudnn_deterministic)
+                    .map_err(BuildError::CutTensor)?;
                 Some(profile::measure(&self.model, &options.sample, &profile::ProfileOptions::of(&self.job))?)
             }
         };

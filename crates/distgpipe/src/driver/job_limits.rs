@@ -170,6 +170,7 @@ mod tests {
             precision: Precision::default(),
             tf32: Tf32::default(),
             cudnn_benchmark: false,
+            cudnn_deterministic: false,
             fused_optimizer: false,
             graphs: GraphOptions::default(),
             trace: false,

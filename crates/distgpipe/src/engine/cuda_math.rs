@@ -6,7 +6,12 @@ use std::fmt;
 use std::str::FromStr;
 
 extern "C" {
-    fn dg_cuda_math(tf32_products: bool, tf32_convolutions: bool, cudnn_benchmark: bool) -> *mut c_char;
+    fn dg_cuda_math(
+        tf32_products: bool,
+        tf32_convolutions: bool,
+        cudnn_benchmark: bool,
+        cudnn_deterministic: bool,
+    ) -> *mut c_char;
 }
 
 /// Where NVIDIA GPUs may round the inputs of 32-bit products to TF32, which has 10 bits of mantissa instead of 23 and is several times
@@ -46,9 +51,15 @@ impl fmt::Display for Tf32 {
     }
 }
 
-/// Sets where TF32 may be used, and whether cuDNN measures its algorithms for each new shape, for all of this process.
-pub fn set_cuda_math(tf32: Tf32, cudnn_benchmark: bool) -> Result<(), crate::failure::Fault> {
+/// Sets where TF32 may be used, whether cuDNN measures its algorithms for each new shape, and whether it takes only those that give
+/// equal bits in every run, for all of this process.
+pub fn set_cuda_math(
+    tf32: Tf32,
+    cudnn_benchmark: bool,
+    cudnn_deterministic: bool,
+) -> Result<(), crate::failure::Fault> {
+    let (products, convolutions) = (tf32 == Tf32::On, tf32 != Tf32::Off);
     // SAFETY: sets flags of libtorch's global context, which are plain values.
-    super::ffi::outcome(unsafe { dg_cuda_math(tf32 == Tf32::On, tf32 != Tf32::Off, cudnn_benchmark) })
+    super::ffi::outcome(unsafe { dg_cuda_math(products, convolutions, cudnn_benchmark, cudnn_deterministic) })
         .map_err(crate::failure::Fault::engine)
 }

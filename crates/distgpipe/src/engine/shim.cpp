@@ -313,12 +313,14 @@ char *dg_cpu_capability() {
   }
 }
 
-// Where CUDA devices may use TF32, and whether cuDNN measures its algorithms.
-char *dg_cuda_math(bool tf32_products, bool tf32_convolutions, bool cudnn_benchmark) {
+// Where CUDA devices may use TF32, whether cuDNN measures its algorithms, and whether it takes only those that give equal bits in
+// every run.
+char *dg_cuda_math(bool tf32_products, bool tf32_convolutions, bool cudnn_benchmark, bool cudnn_deterministic) {
   return guarded([&] {
     at::globalContext().setAllowTF32CuBLAS(tf32_products);
     at::globalContext().setAllowTF32CuDNN(tf32_convolutions);
     at::globalContext().setBenchmarkCuDNN(cudnn_benchmark);
+    at::globalContext().setDeterministicCuDNN(cudnn_deterministic);
   });
 }
 

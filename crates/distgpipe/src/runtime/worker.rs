@@ -129,7 +129,7 @@ impl BuiltWorker {
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
         if let Some(index) = cuda::index(device) {
             CudaStream::new(index)?.enter()?;
-            engine::set_cuda_math(job.tf32, job.cudnn_benchmark)?;
+            engine::set_cuda_math(job.tf32, job.cudnn_benchmark, job.cudnn_deterministic)?;
             cuda::backward_on_this_thread();
         }
         // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.

@@ -60,6 +60,9 @@ pub struct Job {
     /// Whether cuDNN measures its algorithms for each new shape.
     #[serde(default, skip_serializing_if = "is_default")]
     pub cudnn_benchmark: bool,
+    /// Whether cuDNN takes only algorithms that give equal bits in every run.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub cudnn_deterministic: bool,
     /// Whether parameters are updated by libtorch's fused kernels.
     #[serde(default, skip_serializing_if = "is_default")]
     pub fused_optimizer: bool,
