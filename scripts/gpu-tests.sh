@@ -98,6 +98,8 @@ twins adam $mlp --chunks 4 --optimizer adam --lr 0.001 --clip-norm 0.5
 twins accumulated $mlp --chunks 4 --accumulate 2
 twins frozen $mlp --chunks 4 --partitions 2 --place a,b --freeze layers.0.*
 evaluation= twins norms --model resnet --set depth=18 --set image=32 --set classes=10 --chunks 2 --recompute except-last
+# More micro-batches than batch norms collect before they merge, on workers that share the GPU.
+evaluation= twins merged --model resnet --set depth=18 --set image=32 --set classes=10 --chunks 20 --partitions 3 --place a,b,a
 twins words $roberta --chunks 4 --data synthetic --samples 640
 twins cast $model --chunks 4 --precision bf16
 wait "${trained[@]}"
@@ -116,22 +118,22 @@ compare codec codec-threads 10 1e-3 "tile:4 between processes and between thread
 for name in conv split recompute ragged adam accumulated frozen words; do
     steps=10
     [[ $name == ragged ]] && steps=18
-    compare $name-graphs $name-eager $steps 1e-5 "graphs on two streams and no graphs ($name)"
+    compare $name-graphs $name-eager $steps 1e-5 "graphs on several streams and no graphs ($name)"
     compare $name-stream $name-eager $steps 1e-5 "graphs on one stream and no graphs ($name)"
 done
 # Training would amplify rounding, so it hardly moves the weights. The running statistics of batch norms decide the loss on the test data.
 compare norms-stream norms-eager 10 1e-5 "graphs on one stream and no graphs (batch norms)"
-compare norms-graphs norms-eager 10 1e-5 "graphs on two streams and no graphs (batch norms)"
+compare norms-graphs norms-eager 10 1e-5 "graphs on several streams and no graphs (batch norms)"
 test_loss() { python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["epochs"][-1]["test_loss"])' "$work/$1/summary.json"; }
-for name in norms-stream norms-graphs; do
-    if python3 -c 'import sys; a, b = map(float, sys.argv[1:]); sys.exit(abs(a - b) > 1e-5 * abs(b))' "$(test_loss $name)" "$(test_loss norms-eager)"; then
-        echo "ok      $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss norms-eager)"
+for name in norms-stream norms-graphs merged-stream merged-graphs; do
+    if python3 -c 'import sys; a, b = map(float, sys.argv[1:]); sys.exit(abs(a - b) > 1e-5 * abs(b))' "$(test_loss $name)" "$(test_loss ${name%-*}-eager)"; then
+        echo "ok      $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss ${name%-*}-eager)"
     else
         failed=1
-        echo "FAILED  $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss norms-eager)"
+        echo "FAILED  $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss ${name%-*}-eager)"
     fi
 done
-compare cast-graphs cast-eager 10 1e-2 "graphs on two streams and no graphs (bf16)"
+compare cast-graphs cast-eager 10 1e-2 "graphs on several streams and no graphs (bf16)"
 grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's log has no finished run:"; tail -n 5 "$work/serve.out"; }
 if [[ -n ${CODEC_TESTS-} ]]; then
     DISTGPIPE_GPU_TESTS=1 "$CODEC_TESTS" --nocapture --test-threads 1 || failed=1

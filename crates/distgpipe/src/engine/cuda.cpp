@@ -198,10 +198,10 @@ char *dg_graph_launch(cudaGraphExec_t graph, int device) {
 
 // Frees the graph and its use of the pool.
 void dg_graph_free(cudaGraphExec_t graph, int device, uint64_t pool) {
-  guarded([&] {
+  std::free(guarded([&] {
     runtime().destroy_exec(graph);
     allocator().releasePool(static_cast<c10::DeviceIndex>(device), pool_of(pool));
-  });
+  }));
 }
 
 // Returns memory that the allocator keeps for later to the driver.

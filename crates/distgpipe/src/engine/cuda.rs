@@ -253,7 +253,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: freed once; CUDA waits for a launch that still runs.
+        // SAFETY: freed once; CUDA keeps what a launch that still runs needs.
         unsafe { dg_graph_free(self.raw.as_ptr(), number(self.pool.device), self.pool.number) }
     }
 }

@@ -15,7 +15,7 @@ extern "C" {
 }
 
 /// Where NVIDIA GPUs may round the inputs of 32-bit products to TF32, which has 10 bits of mantissa instead of 23 and is several times
-/// as fast. Sums stay at 32 bits. A CPU does not know it.
+/// as fast. Sums stay at 32 bits. It has no effect on a CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tf32 {

@@ -211,7 +211,7 @@ int64_t dg_version(at::Tensor *tensor) {
 }
 
 void dg_bump_version(at::Tensor *tensor) {
-  guarded([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
+  std::free(guarded([&] { tensor->unsafeGetTensorImpl()->bump_version(); }));
 }
 
 char *dg_normal(at::Tensor *tensor, double mean, double deviation, uint64_t seed) {

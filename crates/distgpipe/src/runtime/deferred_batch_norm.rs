@@ -188,12 +188,17 @@ impl DeferredBatchNorm {
         Ok((part(0)?, part(1)?))
     }
 
+    /// Whether the next training pass merges.
+    pub(crate) fn is_full(&self) -> bool {
+        self.norms.values().any(|norm| norm.collected.len() >= COLLECTED_MAX)
+    }
+
     /// Merges what has been collected if it is much, so that a step of many micro-batches holds few tensors. Must be called before
     /// each forward pass in training, with its micro-batch; the pass itself only collects.
     pub(crate) fn merge_if_full(&mut self, next: MicroBatchId) -> Result<(), Fault> {
         // A pass that failed while it was recorded has left one without values.
         self.scratch = None;
-        if self.norms.values().any(|norm| norm.collected.len() >= COLLECTED_MAX) {
+        if self.is_full() {
             // Only norms that have collected every micro-batch before `next`, so that none of them can still be missing.
             let complete = |norm: &&mut Norm| {
                 let first = norm.merged.as_ref().map_or(0, |merged| merged.micro_batches);

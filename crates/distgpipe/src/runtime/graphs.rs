@@ -121,15 +121,19 @@ struct Lane {
 struct GradientSums {
     parameters: Vec<Tensor>,
     sums: Vec<Tensor>,
+    /// Whether the parameter had no gradient before.
+    created: Vec<bool>,
     /// Whether any pass has a gradient for the parameter.
     used: Vec<bool>,
 }
 
 impl GradientSums {
     fn new(parameters: Vec<Tensor>) -> Result<Self, Fault> {
-        let mut sums = Vec::new();
+        let (mut sums, mut created) = (Vec::new(), Vec::new());
         for parameter in &parameters {
-            sums.push(match engine::grad(parameter) {
+            let gradient = engine::grad(parameter);
+            created.push(gradient.is_none());
+            sums.push(match gradient {
                 Some(gradient) => gradient,
                 None => {
                     let zeros = parameter.f_detach()?.f_zeros_like()?;
@@ -138,15 +142,19 @@ impl GradientSums {
                 }
             });
         }
-        Ok(GradientSums { used: vec![false; parameters.len()], parameters, sums })
+        Ok(GradientSums { used: vec![false; parameters.len()], parameters, sums, created })
     }
 
-    /// Drops the sums of parameters that no pass uses: the optimizer must not see a gradient of theirs.
+    /// Takes the zeros away from parameters that no pass uses: the optimizer must not see a gradient of theirs.
+    fn clear_unused(&self) {
+        let unused = self.used.iter().zip(&self.created).map(|(used, created)| *created && !used);
+        self.parameters.iter().zip(unused).filter(|(_, unused)| *unused).for_each(|(p, _)| engine::clear_grad(p));
+    }
+
+    /// Drops the sums of parameters that no pass uses.
     fn keep_used(&mut self) {
+        self.clear_unused();
         let used = std::mem::take(&mut self.used);
-        for (parameter, _) in self.parameters.iter().zip(&used).filter(|(_, used)| !**used) {
-            engine::clear_grad(parameter);
-        }
         for tensors in [&mut self.parameters, &mut self.sums] {
             let mut used = used.iter();
             tensors.retain(|_| used.next() == Some(&true));
@@ -191,6 +199,8 @@ pub struct WorkerGraphs {
     progress: Progress,
     /// Whether the current step uses graphs.
     active: bool,
+    /// Whether recording has failed in the current step.
+    abandoned: bool,
     /// How many lanes the current step still uses.
     lanes_used: usize,
     current: usize,
@@ -221,6 +231,7 @@ impl WorkerGraphs {
             size: None,
             progress: Progress::WarmUp(0),
             active: false,
+            abandoned: false,
             lanes_used: 1,
             current: 0,
             passes: HashMap::new(),
@@ -290,8 +301,7 @@ impl WorkerGraphs {
             let refused = self.refused.iter().map(|(partition, why)| (partition.0, why.clone())).collect();
             self.report = Some(GraphReport { micro_batches: self.passes.len(), refused });
         }
-        self.active = false;
-        self.added = None;
+        (self.active, self.abandoned, self.added) = (false, false, None);
         self.lanes_used = 1;
         self.enter_own_stream()
     }
@@ -324,15 +334,33 @@ impl WorkerGraphs {
         Ok(())
     }
 
-    /// Notes that a partition runs without graphs from now on.
+    /// Notes that a partition runs without graphs from now on. The rest of the step runs without any, and the next one records the other
+    /// partitions again, on one lane: passes that were recorded on several cannot run beside one without a graph.
     fn refuse(&mut self, id: PartitionId, fault: Fault) -> Result<(), Fault> {
         if self.mode == GraphMode::On {
             return Err(fault);
         }
         self.leave_lanes()?;
-        self.passes.retain(|(partition, _), _| *partition != id);
         self.refused.entry(id).or_insert_with(|| fault.to_string());
+        self.sums.values().for_each(GradientSums::clear_unused);
+        self.sums.clear();
+        self.passes.clear();
+        // libtorch does not take a pool into use again that has lost its last graph.
+        self.lanes.iter_mut().for_each(|lane| lane.pool = GraphPool::new(self.device));
+        (self.active, self.abandoned) = (false, true);
+        self.progress = Progress::WarmUp(WARM_UP_STEPS);
         Ok(())
+    }
+
+    /// Merges the statistics of batch norms if there are many, on the worker's own stream and after the lanes that compute them.
+    fn merge_norms(&self, partition: &mut Partition, next: MicroBatchId) -> Result<(), Fault> {
+        if !partition.norms().is_full() {
+            return Ok(());
+        }
+        self.lanes.iter().try_for_each(|lane| lane.stream.synchronize())?;
+        self.lanes[0].stream.enter()?;
+        partition.norms().merge_if_full(next)?;
+        self.lanes[self.current].stream.enter()
     }
 
     /// Runs the forward pass of a micro-batch in training.
@@ -345,7 +373,9 @@ impl WorkerGraphs {
     ) -> Result<(ForwardOutput, Option<InFlight>), Fault> {
         let place = (id, forward.micro_batch);
         if self.active {
-            if let Some(pass) = self.passes.get_mut(&place).filter(|pass| pass.fits(&forward)) {
+            if self.passes.get(&place).is_some_and(|pass| pass.fits(&forward)) {
+                self.merge_norms(&mut *forward.partition, forward.micro_batch)?;
+                let pass = self.passes.get_mut(&place).ok_or_else(|| Fault::internal("a recorded pass", "none"))?;
                 return pass.run_forward(forward, kept);
             }
             if self.progress == Progress::Recording && !self.refused.contains_key(&id) {
@@ -375,7 +405,7 @@ impl WorkerGraphs {
         let clones = |parcels: &[Parcel]| {
             parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
         };
-        partition.norms().merge_if_full(micro_batch)?;
+        self.merge_norms(partition, micro_batch)?;
         let mut seeds = SeedTable::new(tch::Device::Cuda(self.device))?;
         partition.use_lane(self.current)?;
         let lane = &self.lanes[self.current];
@@ -469,7 +499,7 @@ impl WorkerGraphs {
         }
         self.leave_lanes()?;
         // A recording that failed may have freed a part of the autograd graph, or the graph may have the leaves of another lane.
-        if in_flight.is_recorded() || self.active && self.progress == Progress::Recording {
+        if in_flight.is_recorded() || self.abandoned {
             in_flight.recompute(partition)?;
         }
         // Leaves in static memory are those of all steps.
@@ -501,10 +531,17 @@ impl WorkerGraphs {
         let (graph, mut found) = lane.pool.record(|| {
             let roots = in_flight.roots(&upstream)?;
             let inputs: Vec<&Tensor> = parameters.iter().chain(arrived().filter(|t| t.requires_grad())).collect();
-            match roots.is_empty() {
-                true => Ok(inputs.iter().map(|_| None).collect()),
-                false => cuda::gradients(&roots, &inputs),
+            if roots.is_empty() {
+                return Ok(inputs.iter().map(|_| None).collect());
             }
+            let mut found = cuda::gradients(&roots, &inputs)?;
+            // libtorch gives the gradient that it keeps in a leaf the layout of the leaf.
+            for (gradient, leaf) in found.iter_mut().zip(&inputs).skip(parameters.len()) {
+                if let (Some(dense), Some(layout)) = (gradient.as_mut(), engine::layout(leaf)) {
+                    *dense = engine::with_layout(dense, layout)?;
+                }
+            }
+            Ok(found)
         })?;
         let mut leaves = found.split_off(parameters.len()).into_iter();
         sums.used.iter_mut().zip(&found).for_each(|(used, gradient)| *used |= gradient.is_some());
@@ -577,7 +614,6 @@ impl RecordedPass {
             cuda::copy(&own.target, &goal.target)?;
         }
         self.seeds.fill(stream)?;
-        partition.norms().merge_if_full(micro_batch)?;
         self.forward.launch()?;
         partition.norms().enter(micro_batch, &self.statistics)?;
         let clones = |parcels: &[Parcel]| -> Vec<Parcel> {

@@ -286,7 +286,11 @@ fn run_layers(
             (vec![(LOSS, vec![loss])], score)
         }
         None if partition.is_last() => (vec![(LOSS, output)], None),
-        None => (partition.pack(dense(output)?, skips)?, None),
+        None => {
+            let output = output.into_iter().map(dense).collect::<Result<_, _>>()?;
+            let skips = skips.into_iter().map(|(name, skip)| Ok((name, dense(skip)?))).collect::<Result<_, Fault>>()?;
+            (partition.pack(output, skips)?, None)
+        }
     };
     let detach = |tensors: &[Tensor]| tensors.iter().map(Tensor::f_detach).collect::<Result<Vec<_>, _>>();
     let mut parcels = Vec::new();
@@ -317,10 +321,12 @@ fn compute_loss(goal: &LossTarget, mode: PassMode, output: &Tensor) -> Result<(T
     Ok((loss, Some(score)))
 }
 
-/// Makes tensors dense, so that they have the same layout whichever transport carries them.
-fn dense(tensors: Vec<Tensor>) -> Result<Vec<Tensor>, Fault> {
-    let dense = |t: Tensor| if engine::layout(&t).is_some() { Ok(t) } else { Ok(t.f_contiguous()?) };
-    tensors.into_iter().map(dense).collect()
+/// Makes a tensor dense, so that it has the same layout whichever transport carries it.
+fn dense(tensor: Tensor) -> Result<Tensor, Fault> {
+    match engine::layout(&tensor) {
+        Some(_) => Ok(tensor),
+        None => Ok(tensor.f_contiguous()?),
+    }
 }
 
 /// Converts a batch of images to channels-last, on which convolutions are fastest. Other tensors are returned as they

@@ -171,6 +171,9 @@ fn empty(meta: &TensorMeta, device: tch::Device) -> Result<Tensor, Fault> {
 /// Host memory for a body that is decoded on `device`.
 fn body_for(device: tch::Device, bytes: u64) -> Result<Tensor, Fault> {
     let length = i64::try_from(bytes).unwrap_or(i64::MAX);
+    if u128::from(bytes) >= LARGE_BYTES {
+        engine::require_memory("a tensor from a peer", bytes.into(), "use smaller batches, or more micro-batches")?;
+    }
     engine::empty_near(device, &[length], tch::Kind::Uint8, Layout::Contiguous)
 }
 

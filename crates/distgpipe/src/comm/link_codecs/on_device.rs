@@ -56,7 +56,7 @@ pub(super) fn encode(
     cuda::own_stream(index)?;
     cuda::keep_for_stream(tensor)?;
     tch::no_grad(|| {
-        let wide = dense(&tensor.f_detach()?.f_to_kind(Kind::Float)?)?;
+        let wide = dense(&tensor.f_detach()?)?.f_to_kind(Kind::Float)?;
         let feedback = feedback && context.training;
         let kept = if feedback { residuals.0.get(&context.slot) } else { None };
         let alike = |kept: &&Tensor| kept.size() == wide.size() && engine::layout(kept) == engine::layout(&wide);

@@ -6,7 +6,7 @@ use crate::comm::protocol::StepReport;
 use crate::comm::status::WorkerStatus;
 use crate::comm::suspension::IdleTimer;
 use crate::comm::watchdog::{blame, Progress};
-use crate::failure::{Failure, Fault};
+use crate::failure::{printable, Failure, Fault};
 use crate::runtime::all_reduce::shares_max;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
@@ -51,8 +51,13 @@ impl Pipeline {
     /// Waits for a worker's report on a command.
     pub(super) fn wait_report(&self, number: u64, worker: WorkerId) -> Result<StepReport, Failure> {
         let message = self.wait(&Tag::control(Kind::Report, number, worker))?;
-        serde_json::from_slice(&message.text)
-            .map_err(|e| self.fail_at(worker, "reporting a step", Fault::malformed("a step report", e)))
+        let mut report: StepReport = serde_json::from_slice(&message.text)
+            .map_err(|e| self.fail_at(worker, "reporting a step", Fault::malformed("a step report", e)))?;
+        if let Some(graphs) = &mut report.graphs {
+            graphs.refused.retain(|partition, _| *partition < self.topology.plan().partitions() as u32);
+            graphs.refused.values_mut().for_each(|why| *why = printable(why));
+        }
+        Ok(report)
     }
 
     /// Waits until every worker has built its partitions.
