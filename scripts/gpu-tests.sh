@@ -100,6 +100,12 @@ twins frozen $mlp --chunks 4 --partitions 2 --place a,b --freeze layers.0.*
 evaluation= twins norms --model resnet --set depth=18 --set image=32 --set classes=10 --chunks 2 --recompute except-last
 # More micro-batches than batch norms collect before they merge, on workers that share the GPU.
 evaluation= twins merged --model resnet --set depth=18 --set image=32 --set classes=10 --chunks 20 --partitions 3 --place a,b,a
+# MobileNetV2 amplifies rounding, so equal losses mean equal bits.
+deterministic="$mobilenet --chunks 4 --cudnn-deterministic $split --codec tile:4"
+train bits-threads $gpu $deterministic
+train bits-again $gpu $deterministic
+train bits-eager $gpu $deterministic --graphs off
+train bits-processes $gpu $deterministic --workers processes
 twins words $roberta --chunks 4 --data synthetic --samples 640
 twins cast $model --chunks 4 --precision bf16
 wait "${trained[@]}"
@@ -120,6 +126,9 @@ for name in conv split recompute ragged adam accumulated frozen words; do
     [[ $name == ragged ]] && steps=18
     compare $name-graphs $name-eager $steps 1e-5 "graphs on several streams and no graphs ($name)"
     compare $name-stream $name-eager $steps 1e-5 "graphs on one stream and no graphs ($name)"
+done
+for name in again eager processes; do
+    compare bits-$name bits-threads 10 0 "MobileNetV2 with deterministic kernels and tile:4, bit for bit ($name)"
 done
 # Training would amplify rounding, so it hardly moves the weights. The running statistics of batch norms decide the loss on the test data.
 compare norms-stream norms-eager 10 1e-5 "graphs on one stream and no graphs (batch norms)"
