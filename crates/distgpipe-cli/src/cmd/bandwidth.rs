@@ -8,6 +8,7 @@ use crate::files::NewFile;
 use crate::report::{note, units};
 use crate::server_store;
 use anyhow::Context;
+use clap::ArgGroup;
 use distgpipe::comm::probe::bandwidth::{Direction, LinkTest, Transfer, CODECS_MAX, ROW_BYTES, TENSOR_BYTES_MAX};
 use distgpipe::driver::bandwidth::{LinkPeer, LinkUnderTest};
 use distgpipe::engine;
@@ -38,15 +39,16 @@ would run a job, so a server that runs as many jobs as it may is busy. The recei
 arrival of the last. A round trip is one tensor there and one back. `limited by` names what the transfer waits for: the wire
 (everything between the two ends, a server's relay included), encoding, decoding, or copying (with checksums and encryption).
 With --workers 2, the other end is a process on this host, once over plain TCP and once over TLS through a server of its own.")]
+#[command(group = ArgGroup::new("peer").required(true))]
 pub struct BandwidthArgs {
     /// Server to measure the link to, by the name that `distgpipe join` gave it
-    #[arg(long, value_name = "NAME", required_unless_present_any = ["server_file", "workers"])]
+    #[arg(long, value_name = "NAME", group = "peer")]
     server: Option<String>,
     /// File with the join string of the server, instead of --server
-    #[arg(long, value_name = "FILE", conflicts_with = "server")]
+    #[arg(long, value_name = "FILE", group = "peer")]
     server_file: Option<PathBuf>,
     /// Measure between this process and another one on this host; the number is 2
-    #[arg(long, value_name = "N", conflicts_with_all = ["server", "server_file"])]
+    #[arg(long, value_name = "N", group = "peer")]
     workers: Option<usize>,
     /// Codecs to measure; repeatable
     #[arg(long, value_name = "CODEC,…", value_delimiter = ',', default_value = "raw,tile:4,sort:8,zstd(tile:4)")]
