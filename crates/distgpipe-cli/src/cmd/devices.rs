@@ -53,6 +53,9 @@ fn text(found: &Inventory) -> String {
             text.push_str(&format!("{}: {problem}\n  {remedy}\n", library.file));
         }
     }
+    if found.libraries.iter().any(|library| library.problem.is_some()) {
+        text.push('\n');
+    }
     text.push_str(&format!("--device auto, the default, is {} here\n", found.auto));
     text
 }
