@@ -26,7 +26,7 @@ pub use inference::for_inference;
 
 use distgpipe::engine::Devices;
 use distgpipe::train::learning_rate::WarmUp;
-use distgpipe::{GraphMode, Precision, Tf32};
+use distgpipe::{GraphMode, PhaseTiming, Precision, Tf32};
 use distgpipe_core::balance::Objective;
 use distgpipe_core::codec::CodecSpec;
 use distgpipe_core::schedule::{Recompute, Schedule};
@@ -283,6 +283,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fused_optimizer: Option<bool>,
+    /// What the times of phases cover on a GPU: launch, or exact to wait for the GPU after each action, which makes steps slower
+    #[arg(long, value_name = "launch|exact", help_heading = "Compute")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub phases: Option<PhaseTiming>,
     /// Random seed of the initial weights, dropout, synthetic data and data order
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]

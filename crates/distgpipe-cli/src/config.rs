@@ -266,6 +266,7 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
         .cudnn_benchmark(flags.cudnn_benchmark == Some(true))
         .cudnn_deterministic(flags.cudnn_deterministic == Some(true))
         .graphs(flags.graph_options())
+        .phases(flags.phases.unwrap_or_default())
         .on_notice(report::notice)
         .faults(flags.faults.clone().unwrap_or_default());
     match &flags.place {

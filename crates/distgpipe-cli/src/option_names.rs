@@ -28,6 +28,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("Builder::micro_batches", "--chunks"),
     ("Builder::optimizer", "--optimizer"),
     ("Builder::parameter_group", "--group"),
+    ("Builder::phases", "--phases"),
     ("Builder::place", "--place"),
     ("Builder::plan", "--plan"),
     ("Builder::precision", "--precision"),

@@ -94,6 +94,7 @@ pub use runtime::accumulation::AccumulationStep;
 pub use runtime::graphs::{GraphMode, GraphOptions};
 pub use runtime::optimizer::{Optim, ParameterState, ParameterUpdate, Slot, UpdateRule};
 pub use runtime::parameter_groups::{ParameterGroup, ParameterGroupError};
+pub use runtime::trace::PhaseTiming;
 /// The version of the libtorch bindings that tensors of this crate are made of.
 pub use tch;
 pub use train::checkpoint::{Checkpoint, CheckpointError, Checkpoints};

@@ -2,7 +2,7 @@
 
 use super::{CodecChoice, DataName, DecayName, OptimizerName, TrainFlags};
 use distgpipe::engine::{Device, Devices};
-use distgpipe::{GraphMode, GraphOptions, Precision, Tf32};
+use distgpipe::{GraphMode, GraphOptions, PhaseTiming, Precision, Tf32};
 use distgpipe_core::schedule::{Recompute, Schedule};
 
 impl TrainFlags {
@@ -23,6 +23,7 @@ impl TrainFlags {
             precision: Some(Precision::Fp32),
             tf32: Some(Tf32::Convolutions),
             graphs: Some(GraphMode::Auto),
+            phases: Some(PhaseTiming::Launch),
             seed: Some(0),
             optimizer: Some(OptimizerName::Sgd),
             lr_decay: Some(DecayName::Constant),

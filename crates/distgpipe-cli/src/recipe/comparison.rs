@@ -11,7 +11,7 @@ use crate::args::TrainFlags;
 use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
-use distgpipe::runtime::trace::Phase;
+use distgpipe::runtime::trace::{Phase, PhaseTiming};
 use distgpipe::Optim;
 use memory::memory;
 use serde::Serialize;
@@ -150,9 +150,12 @@ fn time(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
             (spent(&phases), ", with the exchange of gradients and the optimizer")
         }
     };
-    // On a GPU, phases measure the launch of kernels; only the time of a whole batch includes their execution.
-    let launched = metric != Metric::BatchTime && first.reserved_bytes.is_some();
-    let how = if launched { "; on a GPU, the time to launch it" } else { "" };
+    // The time of a whole batch includes the execution of kernels, that of a phase only if the worker waits for them.
+    let how = match first.reserved_bytes.is_some() && metric != Metric::BatchTime {
+        true if ran.flags.phases == Some(PhaseTiming::Exact) => "; on a GPU, with a wait after each action",
+        true => "; on a GPU, the time to launch it (--phases exact measures it)",
+        false => "",
+    };
     RunFigure::number(seconds, format!("{seconds:.3} s{what}{how}"))
 }
 

@@ -19,6 +19,7 @@ use crate::model::Model;
 use crate::runtime::graphs::GraphOptions;
 use crate::runtime::optimizer::{NotFused, Optim};
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
+use crate::runtime::trace::PhaseTiming;
 use crate::train::weights::{fit, MissingTensors};
 use distgpipe_core::balance::{BalanceError, Found};
 use distgpipe_core::partition::{Balance, PartitionError};
@@ -190,6 +191,7 @@ impl Builder {
             cudnn_deterministic: false,
             fused_optimizer: false,
             graphs: GraphOptions::default(),
+            phases: PhaseTiming::default(),
             trace: false,
             timeouts: Timeouts::default(),
             faults: String::new(),
@@ -418,6 +420,12 @@ impl Builder {
     /// [`Optim::AdamW`]; off by default. They round differently, on a CPU too. Checkpoints do not depend on it.
     pub fn fused_optimizer(mut self, fused: bool) -> Self {
         self.job.fused_optimizer = fused;
+        self
+    }
+
+    /// What the times of phases cover on a GPU; the launch of kernels by default.
+    pub fn phases(mut self, timing: PhaseTiming) -> Self {
+        self.job.phases = timing;
         self
     }
 

@@ -138,6 +138,7 @@ mod tests {
     use crate::model::loss::Loss;
     use crate::runtime::graphs::GraphOptions;
     use crate::runtime::optimizer::Optim;
+    use crate::runtime::trace::PhaseTiming;
     use distgpipe_core::partition::Balance;
     use distgpipe_core::WorkerId;
 
@@ -173,6 +174,7 @@ mod tests {
             cudnn_deterministic: false,
             fused_optimizer: false,
             graphs: GraphOptions::default(),
+            phases: PhaseTiming::default(),
             trace: false,
             timeouts: Timeouts { stall_s: 1e9, silence_s: 1e9, ..Timeouts::default() },
             faults: String::new(),

@@ -5,8 +5,11 @@ mod chrome;
 
 pub use chrome::ChromeTrace;
 
+use crate::engine::cuda::{self, CudaStream};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::io::Write;
+use std::str::FromStr;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -133,11 +136,45 @@ pub fn now_ns() -> u64 {
     epoch + u64::try_from(instant.elapsed().as_nanos()).unwrap_or(u64::MAX / 2)
 }
 
+/// What the time of a phase covers on a GPU. On a CPU there is no difference.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PhaseTiming {
+    /// The launch of its kernels, which the worker does not wait for.
+    #[default]
+    Launch,
+    /// Their execution: the worker waits for the GPU after each action. Nothing overlaps within a worker then, so steps take longer.
+    Exact,
+}
+
+impl FromStr for PhaseTiming {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "launch" => Ok(PhaseTiming::Launch),
+            "exact" => Ok(PhaseTiming::Exact),
+            _ => Err("expected `launch` or `exact`".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for PhaseTiming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            PhaseTiming::Launch => "launch",
+            PhaseTiming::Exact => "exact",
+        })
+    }
+}
+
 /// Records the phases of a worker's own thread.
 #[derive(Debug)]
 pub struct Recorder {
     worker: u32,
     keep: bool,
+    /// The GPU whose work belongs to a phase.
+    awaited: Option<usize>,
     /// Time per phase since the last [`Recorder::take`].
     pub times: PhaseTimes,
     /// Events since the last [`Recorder::take`].
@@ -145,13 +182,18 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// The recorder of a worker. Single events are recorded only with `keep`.
-    pub fn new(worker: u32, keep: bool) -> Self {
-        Recorder { worker, keep, times: PhaseTimes::default(), spans: Vec::new() }
+    /// The recorder of a worker on a device. Single events are recorded only with `keep`.
+    pub fn new(worker: u32, keep: bool, timing: PhaseTiming, device: tch::Device) -> Self {
+        let awaited = cuda::index(device).filter(|_| timing == PhaseTiming::Exact);
+        Recorder { worker, keep, awaited, times: PhaseTimes::default(), spans: Vec::new() }
     }
 
     /// Records a phase that started at `start_ns` and ends now.
     pub fn record(&mut self, step: u64, phase: Phase, action: impl FnOnce() -> String, start_ns: u64) {
+        if let Some(device) = self.awaited {
+            // A GPU that fails ends the run at the next operation.
+            let _ = CudaStream::current(device).and_then(CudaStream::synchronize);
+        }
         let end_ns = now_ns();
         self.times.add(phase, end_ns.saturating_sub(start_ns));
         if self.keep {
@@ -180,7 +222,7 @@ impl BackgroundRecorder {
     }
 
     /// Records a phase that started at `start_ns` and ends now.
-    pub fn record(&self, step: u64, phase: Phase, action: &dyn std::fmt::Display, start_ns: u64) {
+    pub fn record(&self, step: u64, phase: Phase, action: &dyn fmt::Display, start_ns: u64) {
         let Some(spans) = &self.spans else { return };
         let span = Span { worker: self.worker, step, phase, action: action.to_string(), start_ns, end_ns: now_ns() };
         spans.lock().unwrap_or_else(|e| e.into_inner()).push(span);
@@ -202,4 +244,18 @@ pub fn write_jsonl(out: &mut impl Write, spans: &[Span]) -> std::io::Result<()> 
         out.write_all(b"\n")?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timing_is_written_as_it_is_read() {
+        for timing in [PhaseTiming::Launch, PhaseTiming::Exact] {
+            assert_eq!(timing.to_string().parse(), Ok(timing));
+            assert_eq!(serde_json::to_string(&timing).unwrap(), format!("\"{timing}\""));
+        }
+        assert!("gpu".parse::<PhaseTiming>().is_err());
+    }
 }

@@ -169,7 +169,7 @@ impl BuiltWorker {
             driver,
             abort,
             status,
-            recorder: Recorder::new(job.worker.0, job.trace),
+            recorder: Recorder::new(job.worker.0, job.trace, job.phases, device),
             stream: stream.named("steps"),
             loss: model.loss_function(job.loss),
             device,

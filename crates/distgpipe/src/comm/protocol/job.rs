@@ -10,6 +10,7 @@ use crate::model::ModelSpec;
 use crate::runtime::graphs::{GraphOptions, LANES_MAX};
 use crate::runtime::optimizer::Optim;
 use crate::runtime::parameter_groups::ParameterGroup;
+use crate::runtime::trace::PhaseTiming;
 use distgpipe_core::partition::Balance;
 use distgpipe_core::schedule::{check, evaluate_plan, Mode, Plan, PlanParseError, Request, ScheduleError};
 use distgpipe_core::WorkerId;
@@ -66,6 +67,9 @@ pub struct Job {
     /// Whether parameters are updated by libtorch's fused kernels.
     #[serde(default, skip_serializing_if = "is_default")]
     pub fused_optimizer: bool,
+    /// What the times of phases cover on a GPU.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub phases: PhaseTiming,
     /// Whether reports contain single events ([`Span`](crate::runtime::trace::Span)), for a trace.
     pub trace: bool,
     /// The time-outs of the run.
