@@ -288,7 +288,6 @@ fn run_layers(
         None if partition.is_last() => (vec![(LOSS, output)], None),
         None => {
             let output = output.into_iter().map(dense).collect::<Result<_, _>>()?;
-            let skips = skips.into_iter().map(|(name, skip)| Ok((name, dense(skip)?))).collect::<Result<_, Fault>>()?;
             (partition.pack(output, skips)?, None)
         }
     };
