@@ -2,11 +2,14 @@
 //!
 //! CI has no GPU: without `DISTGPIPE_GPU_TESTS=1` these tests do nothing, and say so. `scripts/gpu-tests.sh` runs them.
 
+mod kernel_values;
+
 use distgpipe::engine::cuda::CudaStream;
 use distgpipe::engine::kernels::codecs::{decode, encode, HEAD_BYTES};
 use distgpipe::engine::{self, Stream};
-use distgpipe_core::codec::{parse, BodyForm, CodecContext, TensorView, ALL};
+use distgpipe_core::codec::{parse, BodyForm, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
+use kernel_values::{bell, mixed, texts};
 use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
@@ -54,25 +57,6 @@ fn compare(device: Device, text: &str, values: &[f32], seed: u64) {
     decode(&Tensor::from_slice(&body).to_device(device), form, &mut out).unwrap();
     let differing = decoded.iter().zip(bytes(&out)).position(|(a, b)| *a != b);
     assert_eq!(differing, None, "{name}, decoded");
-}
-
-fn texts() -> impl Iterator<Item = &'static str> {
-    let texts = ALL.iter().flat_map(|member| member.examples).copied();
-    texts.filter(|text| parse(text).unwrap().form().is_some_and(|form| !form.feedback))
-}
-
-/// Numbers that do not repeat soon.
-fn mixed(seed: u32) -> impl Iterator<Item = u32> {
-    (seed..).map(|at| {
-        let mixed = (at ^ at >> 16).wrapping_mul(0x7feb_352d);
-        let mixed = (mixed ^ mixed >> 15).wrapping_mul(0x846c_a68b);
-        mixed ^ mixed >> 16
-    })
-}
-
-fn bell(seed: u32, count: usize) -> Vec<f32> {
-    let mut numbers = mixed(seed).map(|number| number as f32 / u32::MAX as f32);
-    (0..count).map(|_| (0..4).map(|_| numbers.next().unwrap()).sum::<f32>() - 2.0).collect()
 }
 
 #[test]

@@ -1,10 +1,13 @@
 //! The kernels for GPUs, run on the CPU by `kernels_on_cpu/`: their bodies and decoded values are those of the codecs, bit for bit, and
 //! so are the masks. A GPU is not needed, a C++ compiler is.
 
+mod kernel_values;
+
 use distgpipe_core::codec::half::HalfFormat;
 use distgpipe_core::codec::tile::{key, Rounding};
-use distgpipe_core::codec::{parse, BinEnds, BodyForm, CodecContext, TensorView, ALL};
+use distgpipe_core::codec::{parse, BinEnds, BodyForm, CodecContext, TensorView};
 use distgpipe_core::wire::{DType, Layout, Shape, TensorMeta};
+use kernel_values::{bell, mixed, texts};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -82,27 +85,6 @@ fn compare(text: &str, values: &[f32], seed: u64) {
     let mut decoded = vec![0; bytes.len()];
     decoder.decode(&meta, &body, &mut decoded).unwrap();
     assert_eq!(decoded, run("decode", kind, numbers, &body), "{text} of {values:?}");
-}
-
-/// The texts of all codecs that have a form, without those around others.
-fn texts() -> impl Iterator<Item = &'static str> {
-    let texts = ALL.iter().flat_map(|member| member.examples).copied();
-    texts.filter(|text| parse(text).unwrap().form().is_some_and(|form| !form.feedback))
-}
-
-/// Numbers that do not repeat soon.
-fn mixed(seed: u32) -> impl Iterator<Item = u32> {
-    (seed..).map(|at| {
-        let mixed = (at ^ at >> 16).wrapping_mul(0x7feb_352d);
-        let mixed = (mixed ^ mixed >> 15).wrapping_mul(0x846c_a68b);
-        mixed ^ mixed >> 16
-    })
-}
-
-/// Values spread like those of a layer: sums of uniform numbers.
-fn bell(seed: u32, count: usize) -> Vec<f32> {
-    let mut numbers = mixed(seed).map(|number| number as f32 / u32::MAX as f32);
-    (0..count).map(|_| (0..4).map(|_| numbers.next().unwrap()).sum::<f32>() - 2.0).collect()
 }
 
 #[test]

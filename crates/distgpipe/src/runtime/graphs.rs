@@ -402,9 +402,6 @@ impl WorkerGraphs {
             Some(goal) => Some(LossTarget { target: engine::copy(&goal.target)?, ..goal }),
             None => None,
         };
-        let clones = |parcels: &[Parcel]| {
-            parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
-        };
         self.merge_norms(partition, micro_batch)?;
         let mut seeds = SeedTable::new(tch::Device::Cuda(self.device))?;
         partition.use_lane(self.current)?;
@@ -586,6 +583,11 @@ fn run_backward(
     Ok(backward.gradients.iter().map(|(to, tensors)| (*to, tensors.iter().map(clone).collect())).collect())
 }
 
+/// Handles of the same tensors.
+fn clones(parcels: &[Parcel]) -> Vec<Parcel> {
+    parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
+}
+
 fn same_shape(a: &Tensor, b: &Tensor) -> bool {
     a.size() == b.size() && a.kind() == b.kind()
 }
@@ -616,9 +618,6 @@ impl RecordedPass {
         self.seeds.fill(stream)?;
         self.forward.launch()?;
         partition.norms().enter(micro_batch, &self.statistics)?;
-        let clones = |parcels: &[Parcel]| -> Vec<Parcel> {
-            parcels.iter().map(|(of, tensors)| (*of, tensors.iter().map(Tensor::shallow_clone).collect())).collect()
-        };
         let output =
             ForwardOutput { parcels: clones(&self.parcels), score: self.score.as_ref().map(Score::shallow_clone) };
         let goal = self.goal.as_ref().map(LossTarget::shallow_clone);
