@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Measures samples/s of plain PyTorch and of torchgpipe on one GPU, for the same work as the rows of bench/gpu.sh.
 
-usage: bench/gpu.py [--steps 12] [NAME...]      needs: torch 2.11.0 with CUDA, torchvision, transformers; torchgpipe for its rows
+usage: bench/gpu.py [--steps 12] [--only REGEX]      needs: torch 2.11.0 with CUDA, torchvision, transformers; torchgpipe for its rows
 Prints one JSON line per measurement. Data is on the GPU. Each step is timed from one synchronisation to the next.
 """
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -197,10 +198,10 @@ RUNS = {
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("names", nargs="*", help="only the measurements whose names contain one of these")
+    parser.add_argument("--only", default="", help="a regular expression: only the measurements in whose names it is found")
     options = parser.parse_args()
     for name, run in RUNS.items():
-        if options.names and not any(part in name for part in options.names):
+        if not re.search(options.only, name):
             continue
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures distgpipe on one GPU, and plain PyTorch and torchgpipe doing the same work (bench/gpu.py).
-# usage: bench/gpu.sh OUT_DIR [BINARY [CIFAR100_DIR]]     needs: bench/gpu.py's packages in python3; the binary may have been built without CUDA
+# usage: [ONLY=REGEX] bench/gpu.sh OUT_DIR [BINARY [CIFAR100_DIR]]     needs: bench/gpu.py's packages in python3; the binary may have been built without CUDA
+# ONLY takes the rows whose names match it.
 # Training from the loader reads CIFAR-100's files. Its speed does not depend on the pixels, so without the files the script makes some.
 set -uo pipefail
 out=$1
@@ -31,6 +32,7 @@ export LD_LIBRARY_PATH="$torch/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 ours() { # NAME FLAGS...
     local name=$1 summary
     shift
+    [[ $name =~ ${ONLY:-.} ]] || return 0
     if summary=$(timeout 120 "$binary" train --device cuda:0 --threads 4 --optimizer sgd --momentum 0 --lr 0.005 --no-evaluate --json \
         --epochs 1 "$@" 2>>"$out/errors.txt"); then
         python3 -c 'import json, sys; print(json.dumps({"name": sys.argv[1], "flags": sys.argv[3:], **json.loads(sys.argv[2])}))' \
@@ -53,9 +55,15 @@ ours "ResNet-101, 8 micro-batches, without graphs" $resnet --graphs off
 ours "ResNet-101, 8 micro-batches, 4 streams" $resnet --graph-streams 4
 ours "ResNet-101, 8 micro-batches, bf16" $resnet --precision bf16
 ours "ResNet-101, 8 micro-batches, bf16, 4 streams" $resnet --precision bf16 --graph-streams 4
-ours "ResNet-101, 8 micro-batches, except-last" $resnet --recompute except-last
-ours "U-Net (5,64), 8 micro-batches, except-last" $unet --recompute except-last
-ours "AmoebaNet-D (18,256), 8 micro-batches, except-last" $amoebanet --recompute except-last
+# Recomputation saves memory, so these rows show what graphs add to it.
+for graphs in "" ", without graphs" ", 1 stream"; do
+    flags=
+    [[ $graphs == *without* ]] && flags="--graphs off"
+    [[ $graphs == *stream* ]] && flags="--graph-streams 1"
+    ours "ResNet-101, 8 micro-batches, except-last$graphs" $resnet --recompute except-last $flags
+    ours "U-Net (5,64), 8 micro-batches, except-last$graphs" $unet --recompute except-last $flags
+    ours "AmoebaNet-D (18,256), 8 micro-batches, except-last$graphs" $amoebanet --recompute except-last $flags
+done
 ours "MobileNetV2, whole" $mobilenet --place a --chunks 1
 ours "MobileNetV2, whole, CIFAR-100 at 224 from the loader" --model mobilenet_v2 --set classes=100 --data cifar100 --data-dir "$cifar" \
     --limit $((256 * 60)) --batch 256 --place a --chunks 1
@@ -67,7 +75,7 @@ ours "MobileNetV2, client-server-client, 8 micro-batches, raw, without graphs" $
 ours "MobileNetV2, client-server-client, 8 micro-batches, tile:4, two processes" $mobilenet $split --codec tile:4 --workers processes
 ours "RoBERTa-base, 8 micro-batches" $roberta
 ours "RoBERTa-base, 8 micro-batches, bf16" $roberta --precision bf16
-python3 bench/gpu.py >"$out/peers.jsonl" 2>>"$out/errors.txt"
+python3 bench/gpu.py ${ONLY:+--only "$ONLY"} >"$out/peers.jsonl" 2>>"$out/errors.txt"
 python3 - "$out" <<'P'
 import json, sys
 for file in ("ours", "peers"):

@@ -2,8 +2,9 @@
 # The tests that need an NVIDIA GPU, which CI does not have. They train ten steps in several ways on the GPU, and compare the losses
 # with those of the CPU and of one partition on the GPU; and a server runs a job on the GPU within its limits.
 # usage: scripts/gpu-tests.sh [BINARY [DEVICE]]     DEVICE is cuda:0 by default. Needs: torch 2.11.0 in python3. The binary may have been built without CUDA.
-# CODEC_TESTS is the program of tests/device_codecs.rs, which compares the codecs and masks of the GPU with those of the CPU and measures the codecs;
-# `cargo test --release -p distgpipe --test device_codecs --no-run` makes it and says where it is.
+# DEVICE_TESTS has the programs of tests/device_codecs.rs, which compares the codecs and masks of the GPU with those of the CPU and measures
+# the codecs, and of tests/device_graphs.rs, which has layers that cannot be recorded, and our own kernels of layers.
+# `cargo test --release -p distgpipe --test device_codecs --test device_graphs --no-run` makes them and says where they are.
 # Prints one line per test, and exits with 1 if one fails. The last output is committed in runs/*-gpu-tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -144,9 +145,8 @@ for name in norms-stream norms-graphs merged-stream merged-graphs; do
 done
 compare cast-graphs cast-eager 10 1e-2 "graphs on several streams and no graphs (bf16)"
 grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's log has no finished run:"; tail -n 5 "$work/serve.out"; }
-if [[ -n ${CODEC_TESTS-} ]]; then
-    DISTGPIPE_GPU_TESTS=1 "$CODEC_TESTS" --nocapture --test-threads 1 || failed=1
-else
-    echo "NOT RUN the comparison of codecs and masks with those of the CPU: CODEC_TESTS is not set"
-fi
+[[ -n ${DEVICE_TESTS-} ]] || echo "NOT RUN the tests of codecs, masks, layers that cannot be recorded and instance norm: DEVICE_TESTS is not set"
+for program in ${DEVICE_TESTS-}; do
+    DISTGPIPE_GPU_TESTS=1 "$program" --nocapture --test-threads 1 || failed=1
+done
 exit $failed

@@ -4,7 +4,15 @@
 use std::path::PathBuf;
 
 fn main() {
-    for source in ["shim.cpp", "operators.cpp", "tensor_list.cpp", "cuda.cpp", "guarded.h", "cuda_declarations"] {
+    for source in [
+        "shim.cpp",
+        "operators.cpp",
+        "tensor_list.cpp",
+        "cuda.cpp",
+        "instance_norm.cpp",
+        "guarded.h",
+        "cuda_declarations",
+    ] {
         println!("cargo:rerun-if-changed=src/engine/{source}");
     }
     println!("cargo:rerun-if-changed=build.rs");
@@ -37,6 +45,7 @@ fn main() {
         .file("src/engine/operators.cpp")
         .file("src/engine/tensor_list.cpp")
         .file("src/engine/cuda.cpp")
+        .file("src/engine/instance_norm.cpp")
         .compile("distgpipe_shim");
     println!("cargo:libtorch_lib={}", lib.display());
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());

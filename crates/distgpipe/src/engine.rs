@@ -53,6 +53,15 @@ pub(crate) use upload::{attach_to_gpu, in_pinned_memory, Uploading, Uploads};
 use crate::failure::Fault;
 use tch::Tensor;
 
+/// Gives each channel of each image mean 0 and variance 1, from the image's own statistics.
+pub fn instance_norm(x: &Tensor) -> Result<Tensor, Fault> {
+    if let Some(result) = kernels::instance_norm(x) {
+        return result;
+    }
+    let none = None::<&Tensor>;
+    Ok(x.f_instance_norm(none, none, none, none, true, 0.1, kernels::NORM_EPSILON, true)?)
+}
+
 /// Runs the backward pass from `outputs` with their upstream gradients. Gradients accumulate in the leaves.
 ///
 /// An output without an upstream gradient must be a scalar, as in PyTorch. `watched` hears of each of its parameters whose

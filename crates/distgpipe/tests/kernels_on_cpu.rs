@@ -1,5 +1,5 @@
 //! The kernels for GPUs, run on the CPU by `kernels_on_cpu/`: their bodies and decoded values are those of the codecs, bit for bit, and
-//! so are the masks. A GPU is not needed, a C++ compiler is.
+//! so are the masks. Instance norm is that of libtorch, up to rounding. A GPU is not needed, a C++ compiler is.
 
 mod kernel_values;
 
@@ -12,6 +12,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use tch::{Kind, Tensor};
 
 /// The program with the kernels, compiled at the first call. Without fused multiply-adds, as the kernels are.
 fn program() -> &'static Path {
@@ -169,5 +170,44 @@ fn masks() {
         let ones: Vec<f32> =
             values.chunks_exact(size).map(|value| f32::from(value == &one.to_ne_bytes()[..size])).collect();
         assert_eq!(ones, expected);
+    }
+}
+
+/// Channels-last memory of images [images, channels, pixels, 1].
+fn channels_last(images: &Tensor) -> Tensor {
+    images.permute([0, 2, 3, 1]).contiguous()
+}
+
+/// The kernels and libtorch, which computes in double precision from the same inputs. The mean of the values is far from 0.
+#[test]
+fn instance_norms() {
+    for (images, pixels, channels, splits) in [(1, 4, 4, 1), (2, 36, 40, 1), (3, 49, 8, 3), (1, 333, 64, 8)] {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let dims = [images, channels, pixels, 1];
+            let random = |seed| {
+                let values = bell(seed, dims.iter().product::<i64>() as usize);
+                Tensor::from_slice(&values).reshape(dims).to_kind(kind)
+            };
+            let (x, upstream) = (random(1) * 0.5 + 3.0, random(2));
+            let bytes: Vec<u8> = [&x, &upstream]
+                .into_iter()
+                .flat_map(|tensor| distgpipe::engine::bytes(&channels_last(tensor)).unwrap().to_vec())
+                .collect();
+            let size = kind.elt_size_in_bytes();
+            let numbers = [images, pixels, channels, splits, 0].map(|number| number as u64);
+            let output = run("norm", &size.to_string(), numbers, &bytes);
+            let (y, gradient) = output.split_at(bytes.len() / 2);
+            let leaf = x.to_kind(Kind::Double).set_requires_grad(true);
+            let none = None::<&Tensor>;
+            let expected = leaf.instance_norm(none, none, none, none, true, 0.1, 1e-5, false);
+            (&expected * upstream.to_kind(Kind::Double)).sum(Kind::Double).backward();
+            for (what, got, expected) in [("values", y, expected.detach()), ("gradients", gradient, leaf.grad())] {
+                let got = Tensor::f_from_data_size(got, &[images, pixels, 1, channels], kind).unwrap();
+                let gap = (got.to_kind(Kind::Double) - channels_last(&expected)).abs().max().double_value(&[]);
+                // Values and gradients are below 10.
+                let most = if kind == Kind::Float { 1e-5 } else { 0.03 };
+                assert!(gap < most, "{what} of {dims:?} in {kind:?}: {gap}");
+            }
+        }
     }
 }

@@ -1,17 +1,19 @@
 //! Kernels of our own for NVIDIA GPUs, compiled at run time from the sources in `kernels/`, for the GPU that is there. To build
 //! the project takes neither CUDA's headers nor its compiler.
 //!
-//! A kernel computes what a function of the CPU computes, bit for bit. Its arithmetic is in a header that a C++ compiler for the CPU
-//! understands too, so that tests compare the two without a GPU.
+//! A kernel of a codec or of a mask computes what a function of the CPU computes, bit for bit. A C++ compiler for the CPU understands the
+//! kernels too, so that tests compare the two without a GPU.
 
 pub mod codecs;
 mod driver;
+mod instance_norm;
 mod library;
 mod nvrtc;
 
 use super::cuda;
 use crate::failure::Fault;
 use driver::{Driver, Extent, Function};
+pub use instance_norm::{instance_norm, NORM_EPSILON};
 use libc::{c_int, c_void};
 pub(super) use library::Library;
 pub(super) use nvrtc::Nvrtc;
@@ -37,6 +39,9 @@ static RANDOM: Program = Program {
     headers: &[PORTABLE, ("random.cuh", include_str!("kernels/random.cuh"))],
     kernels: &[c"bernoulli_16", c"bernoulli_32", c"bernoulli_64"],
 };
+
+/// All programs.
+static PROGRAMS: [&Program; 3] = [&RANDOM, &codecs::PROGRAM, &instance_norm::PROGRAM];
 
 /// A program that has been compiled for a device and loaded.
 struct Module {
@@ -108,7 +113,7 @@ fn cuda_index(tensor: &Tensor) -> Result<usize, Fault> {
 
 /// Whether kernels can be compiled and launched on this device; otherwise why not.
 pub fn check(device: usize) -> Result<(), Fault> {
-    [&RANDOM, &codecs::PROGRAM].into_iter().try_for_each(|program| program.on(device).map(drop))
+    PROGRAMS.into_iter().try_for_each(|program| program.on(device).map(drop))
 }
 
 /// Fills a dense tensor on a CUDA device as [`Stream::bernoulli`](super::Stream::bernoulli) does, with the seed in `seed`, an `Int64`
@@ -166,7 +171,7 @@ mod tests {
     #[test]
     fn every_kernel_compiles_and_has_no_fused_multiply_add() {
         let Some(nvrtc) = nvrtc() else { return };
-        for program in [&RANDOM, &codecs::PROGRAM] {
+        for program in PROGRAMS {
             for architecture in nvrtc.architectures().unwrap() {
                 let code = nvrtc.ptx(program, architecture).unwrap();
                 let text = String::from_utf8_lossy(code.bytes());

@@ -1,6 +1,7 @@
 // Runs CUDA kernels on the CPU, one block after another. Each thread of a block is a fiber, which runs until it waits for others.
 // It has what our kernels use and no more. A kernel that needs another order of its threads than the one here is not found out.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,13 +1,15 @@
-// Runs the kernels of the codecs and of the masks on the CPU.
+// Runs the kernels of the codecs, of the masks and of instance norm on the CPU.
 // usage: program COMMAND NUMBERS...      reads a tensor or a body from the standard input, and writes to the standard output
 //   encode KIND COUNT A B C SEED     the status word (4 bytes) and a body of the bytes that fit COUNT values
 //   decode KIND COUNT A B C 0        COUNT values
 //   bernoulli BYTES COUNT THRESHOLD ONE SEED 0
+//   norm BYTES IMAGES PIXELS CHANNELS SPLITS 0     reads images and the gradient of the result; the result and the gradient of the images
 // KIND is half (A = 1 for bf16), tile (A bits, B values in a tile, C = 1 for stochastic rounding with SEED as the key) or bins (A bits of a
 // code, B bits of a bin, C = 0 for uniform, 1 for sort, otherwise the size of the sample of fast).
 #include "cuda_on_cpu.h"
 
 #include "../../src/engine/kernels/codecs.cu"
+#include "../../src/engine/kernels/instance_norm.cu"
 #include "../../src/engine/kernels/random.cu"
 
 #include <iostream>
@@ -38,6 +40,38 @@ static void find_ends(const float *x, const Ranks &ranks, float *ends) {
   launch(ranks.ranks, 32, [&] { select_third(search, ranks); });
 }
 
+// The kernels for one type of elements.
+template <typename Quad> struct NormKernels {
+  void (*small)(const Quad *, NormShape, double, float *, Quad *);
+  void (*small_gradient)(const Quad *, const Quad *, NormShape, float *, Quad *);
+  void (*sums)(const Quad *, NormShape, float *);
+  void (*statistics)(const Quad *, NormShape, double, const float *, float *);
+  void (*result)(const Quad *, NormShape, float *, Quad *);
+  void (*gradient_sums)(const Quad *, const Quad *, NormShape, float *, float *);
+  void (*gradient)(const Quad *, const Quad *, NormShape, float *, float *, Quad *);
+};
+
+template <typename Quad> static void norm(Memory &in, NormShape shape, const NormKernels<Quad> &run) {
+  const size_t quads = size_t(shape.images) * shape.pixels * shape.channels / 4, all = size_t(shape.images) * shape.channels;
+  const Quad *x = in.as<Quad>(), *gradient = x + quads;
+  Memory y(quads * sizeof(Quad)), out(quads * sizeof(Quad)), statistics(8 * all), sums(8 * all * shape.splits), means(8 * all);
+  const unsigned blocks = shape.images * ((shape.channels + 31) / 32) * shape.splits;
+  float *kept = statistics.as<float>(), *summed = sums.as<float>(), *mean = means.as<float>();
+  if (shape.splits == 1) {
+    launch(blocks, 256, [&] { run.small(x, shape, 1e-5, kept, y.as<Quad>()); });
+    launch(blocks, 256, [&] { run.small_gradient(gradient, x, shape, kept, out.as<Quad>()); });
+  } else {
+    launch(blocks, 256, [&] { run.sums(x, shape, summed); });
+    launch(2, 32, [&] { run.statistics(x, shape, 1e-5, summed, kept); });
+    launch(blocks, 256, [&] { run.result(x, shape, kept, y.as<Quad>()); });
+    launch(blocks, 256, [&] { run.gradient_sums(gradient, x, shape, kept, summed); });
+    launch(2, 32, [&] { norm_gradient_means(shape, summed, mean); });
+    launch(blocks, 256, [&] { run.gradient(gradient, x, shape, kept, mean, out.as<Quad>()); });
+  }
+  write(y.as<char>(), quads * sizeof(Quad));
+  write(out.as<char>(), quads * sizeof(Quad));
+}
+
 int main(int arguments, char **texts) {
   if (arguments != 8)
     return 2;
@@ -61,6 +95,17 @@ int main(int arguments, char **texts) {
         bernoulli_64(out.as<u64>(), count, at, a, b);
     });
     write(out.as<char>(), bytes * count);
+    return 0;
+  }
+
+  if (command == "norm") {
+    const NormShape shape = {u32(count), u32(a), u32(b), u32(c)};
+    if (kind == "4")
+      norm<FloatQuad>(in, shape, {norm_small_32, norm_small_gradient_32, norm_sums_32, norm_statistics_32, norm_result_32,
+                                  norm_gradient_sums_32, norm_gradient_32});
+    else
+      norm<HalfQuad>(in, shape, {norm_small_16, norm_small_gradient_16, norm_sums_16, norm_statistics_16, norm_result_16,
+                                 norm_gradient_sums_16, norm_gradient_16});
     return 0;
   }
 

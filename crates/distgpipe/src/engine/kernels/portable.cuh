@@ -9,8 +9,12 @@ using i32 = int;
 
 #ifdef __CUDACC__
 #define FUNCTION static __device__ __forceinline__
+#define FUNCTION_MEMBER __device__ __forceinline__
+#define UNROLL_4 _Pragma("unroll 4")
 #else
 #define FUNCTION static inline
+#define FUNCTION_MEMBER inline
+#define UNROLL_4
 #endif
 
 FUNCTION u32 bits_of(float value) {

@@ -4,6 +4,7 @@
 //! and the long skips cross it.
 
 use super::{model_spec, require, single, ModelError};
+use crate::engine;
 use crate::failure::Fault;
 use crate::model::blocks::Conv2d;
 use crate::model::layer::{Context, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes, TensorSpec};
@@ -162,10 +163,7 @@ impl Layer for UNetLayer {
         let y = match &self.operation {
             UNetOperation::Conv(conv) => conv.forward(tensors, &x)?,
             UNetOperation::Dropout(p) => context.dropout_channels(x, *p)?,
-            UNetOperation::InstanceNorm => {
-                let none = None::<&Tensor>;
-                x.f_instance_norm(none, none, none, none, true, 0.1, 1e-5, true)?
-            }
+            UNetOperation::InstanceNorm => engine::instance_norm(&x)?,
             // In place where allowed: the norm's backward pass does not need its output, but a partition's input must not
             // be overwritten.
             UNetOperation::LeakyRelu if x.is_leaf() => x.f_leaky_relu()?,
