@@ -109,6 +109,9 @@ train bits-eager $gpu $deterministic --graphs off
 train bits-processes $gpu $deterministic --workers processes
 twins words $roberta --chunks 4 --data synthetic --samples 640
 twins cast $model --chunks 4 --precision bf16
+twins words-cast $roberta --chunks 4 --data synthetic --samples 640 --precision bf16
+# Images of both sizes that instance norm has kernels for.
+twins unet --model unet --set convolutions=1 --set channels=16 --set depth=2 --set image=64 --chunks 4 --data synthetic --samples 640 --cudnn-deterministic
 wait "${trained[@]}"
 
 compare mlp cpu 10 1e-4 "an MLP on the GPU and on the CPU"
@@ -143,7 +146,15 @@ for name in norms-stream norms-graphs merged-stream merged-graphs; do
         echo "FAILED  $name: the loss on the test data is $(test_loss $name), without graphs $(test_loss ${name%-*}-eager)"
     fi
 done
-compare cast-graphs cast-eager 10 1e-2 "graphs on several streams and no graphs (bf16)"
+for name in cast-graphs cast-stream; do
+    compare $name cast-eager 10 1e-5 "${name#cast-} and no graphs (bf16)"
+done
+for name in words-cast-graphs words-cast-stream; do
+    compare $name words-cast-eager 10 1e-5 "${name#words-cast-} and no graphs (bf16, RoBERTa)"
+done
+for name in unet-graphs unet-stream; do
+    compare $name unet-eager 10 1e-5 "${name#unet-} and no graphs (U-Net)"
+done
 grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's log has no finished run:"; tail -n 5 "$work/serve.out"; }
 [[ -n ${DEVICE_TESTS-} ]] || echo "NOT RUN the tests of codecs, masks, layers that cannot be recorded and instance norm: DEVICE_TESTS is not set"
 for program in ${DEVICE_TESTS-}; do

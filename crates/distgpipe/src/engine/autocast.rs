@@ -11,6 +11,9 @@
 //!   would be added in bfloat16 at a border and in 32 bits elsewhere, so they would depend on the cut.
 //! - All threads of a process share the cache, so a worker that leaves its pass would drop casts that another still uses.
 //! - One layer uses a parameter, mostly once in a pass, and no two passes share a graph. There is little to cache.
+//!
+//! Recorded passes on a GPU cast a parameter once per step: `Partition::find_casts` finds those that passes only cast, and recorded
+//! passes read the cast.
 
 use super::ffi;
 use crate::failure::Fault;

@@ -12,11 +12,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <memory>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -224,6 +227,42 @@ char *dg_gradients(at::Tensor **outputs, at::Tensor **upstream, size_t outputs_c
                                        /*allow_unused=*/true);
     for (size_t i = 0; i < inputs_count; ++i)
       gradients[i] = found[i].defined() ? new at::Tensor(found[i]) : nullptr;
+  });
+}
+
+// Says of each leaf whether the graph of the outputs uses it once, to cast it to bfloat16.
+char *dg_only_cast(at::Tensor **outputs, size_t outputs_count, at::Tensor **leaves, bool *only_cast, size_t leaves_count) {
+  return guarded([&] {
+    struct Uses {
+      size_t all = 0, casts = 0;
+    };
+    std::unordered_map<const c10::TensorImpl *, Uses> uses;
+    std::unordered_set<torch::autograd::Node *> seen;
+    std::vector<torch::autograd::Node *> waiting;
+    const auto add = [&](torch::autograd::Node *node) {
+      if (node && seen.insert(node).second)
+        waiting.push_back(node);
+    };
+    for (size_t i = 0; i < outputs_count; ++i)
+      add(outputs[i]->grad_fn().get());
+    while (!waiting.empty()) {
+      auto *node = waiting.back();
+      waiting.pop_back();
+      for (const auto &edge : node->next_edges()) {
+        const auto *leaf = dynamic_cast<torch::autograd::AccumulateGrad *>(edge.function.get());
+        if (!leaf) {
+          add(edge.function.get());
+          continue;
+        }
+        auto &found = uses[leaf->variable.unsafeGetTensorImpl()];
+        ++found.all;
+        found.casts += node->name() == "ToCopyBackward0" && node->input_metadata(0).dtype() == at::kBFloat16;
+      }
+    }
+    for (size_t i = 0; i < leaves_count; ++i) {
+      const auto found = uses.find(leaves[i]->unsafeGetTensorImpl());
+      only_cast[i] = found != uses.end() && found->second.all == 1 && found->second.casts == 1;
+    }
   });
 }
 

@@ -37,6 +37,13 @@ extern "C" {
         gradients: *mut *mut C_tensor,
         inputs_count: usize,
     ) -> *mut c_char;
+    fn dg_only_cast(
+        outputs: *const *const C_tensor,
+        outputs_count: usize,
+        leaves: *const *const C_tensor,
+        only_cast: *mut bool,
+        leaves_count: usize,
+    ) -> *mut c_char;
     fn dg_set_grad(tensor: *const C_tensor, gradient: *const C_tensor) -> *mut c_char;
     fn dg_copy(to: *const C_tensor, from: *const C_tensor) -> *mut c_char;
 }
@@ -283,6 +290,19 @@ pub fn gradients(outputs: &[(Tensor, Option<Tensor>)], inputs: &[&Tensor]) -> Re
     Ok(found)
 }
 
+/// Says of each leaf whether the autograd graph of the outputs uses it once, to cast it to bfloat16.
+pub fn only_cast(outputs: &[&Tensor], leaves: &[&Tensor]) -> Result<Vec<bool>, Fault> {
+    let outputs: Vec<*const C_tensor> = outputs.iter().map(|output| output.as_ptr()).collect();
+    let leaves: Vec<*const C_tensor> = leaves.iter().map(|leaf| leaf.as_ptr()).collect();
+    let mut found = vec![false; leaves.len()];
+    // SAFETY: each array has as many elements as the count passed with it, of tensors that outlive the call.
+    outcome(unsafe {
+        dg_only_cast(outputs.as_ptr(), outputs.len(), leaves.as_ptr(), found.as_mut_ptr(), leaves.len())
+    })
+    .map_err(Fault::engine)?;
+    Ok(found)
+}
+
 /// Makes a tensor of the same shape the gradient of a leaf, so that backward passes add to it.
 pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<(), Fault> {
     // SAFETY: live tensors; libtorch allows changing the gradient of a tensor behind a shared handle.
@@ -294,4 +314,24 @@ pub fn set_grad(leaf: &Tensor, gradient: &Tensor) -> Result<(), Fault> {
 pub fn copy(to: &Tensor, from: &Tensor) -> Result<(), Fault> {
     // SAFETY: live tensors; nothing else holds a Rust reference to their memory.
     outcome(unsafe { dg_copy(to.as_ptr(), from.as_ptr()) }).map_err(Fault::engine)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Autocast, Precision};
+    use tch::{Device, Kind};
+
+    /// Two casts of one leaf are two gradients, which are added in 32 bits; a leaf that is read as it is must stay as it is.
+    #[test]
+    fn leaves_that_are_only_cast_are_found() {
+        let leaf = || Tensor::ones([4, 4], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let [once, twice, both, plain, unused] = [(); 5].map(|()| leaf());
+        let _autocast = Autocast::enter(Precision::Bf16, Device::Cpu).unwrap();
+        let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
+        let y = x.linear::<&Tensor>(&once, None).linear::<&Tensor>(&twice, None).linear::<&Tensor>(&twice, None);
+        let y = y.linear::<&Tensor>(&both, None) + both.sum(Kind::Float) + plain.sum(Kind::Float);
+        let leaves = [&once, &twice, &both, &plain, &unused];
+        assert_eq!(only_cast(&[&y], &leaves).unwrap(), [true, false, false, false, false]);
+    }
 }

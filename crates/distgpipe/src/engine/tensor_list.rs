@@ -88,11 +88,18 @@ enum Operation {
 }
 
 /// Tensors that an operation changes or reads together. All lists of an operation have as many tensors.
+#[derive(Default)]
 pub(crate) struct TensorList(Vec<Tensor>);
 
 impl FromIterator<Tensor> for TensorList {
     fn from_iter<I: IntoIterator<Item = Tensor>>(tensors: I) -> Self {
         TensorList(tensors.into_iter().collect())
+    }
+}
+
+impl<'a> Extend<&'a Tensor> for TensorList {
+    fn extend<I: IntoIterator<Item = &'a Tensor>>(&mut self, tensors: I) {
+        self.0.extend(tensors.into_iter().map(Tensor::shallow_clone));
     }
 }
 

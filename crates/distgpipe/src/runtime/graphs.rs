@@ -206,6 +206,8 @@ pub struct WorkerGraphs {
     current: usize,
     passes: HashMap<(PartitionId, MicroBatchId), RecordedPass>,
     sums: BTreeMap<PartitionId, GradientSums>,
+    /// Casts of parameters that the passes of a partition read, and the parameters, which may have changed since the last step.
+    casts: BTreeMap<PartitionId, (TensorList, TensorList)>,
     /// The last addition of gradients in this step, for which that of another lane waits.
     added: Option<Event>,
     refused: BTreeMap<PartitionId, String>,
@@ -236,6 +238,7 @@ impl WorkerGraphs {
             current: 0,
             passes: HashMap::new(),
             sums: BTreeMap::new(),
+            casts: BTreeMap::new(),
             added: None,
             refused: BTreeMap::new(),
             report: None,
@@ -262,6 +265,11 @@ impl WorkerGraphs {
             Progress::Recording | Progress::Recorded => same,
         };
         self.lanes_used = 1;
+        if self.active {
+            self.casts
+                .values()
+                .try_for_each(|(casts, parameters)| tch::no_grad(|| casts.copy_(parameters).map(drop)))?;
+        }
         if self.active && self.refused.is_empty() {
             self.lanes_used = self.lanes.len();
             let begun = Event::record(self.device)?;
@@ -403,8 +411,13 @@ impl WorkerGraphs {
             None => None,
         };
         self.merge_norms(partition, micro_batch)?;
+        if let Entry::Vacant(entry) = self.casts.entry(id) {
+            entry.insert(partition.make_casts()?);
+            // Other lanes read them, too.
+            self.lanes[self.current].stream.synchronize()?;
+        }
         let mut seeds = SeedTable::new(tch::Device::Cuda(self.device))?;
-        partition.use_lane(self.current)?;
+        partition.use_lane(Some(self.current))?;
         let lane = &self.lanes[self.current];
         let recorded = lane.pool.record(|| {
             seeds.record(|| {
@@ -414,7 +427,7 @@ impl WorkerGraphs {
                 forward.train(kept, &needs_gradient)
             })
         });
-        partition.use_lane(0)?;
+        partition.use_lane(None)?;
         let (graph, (output, in_flight)) = match recorded {
             Ok(recorded) => recorded,
             Err(fault) => {
@@ -453,9 +466,9 @@ impl WorkerGraphs {
             Some(RecordedPass { recomputation: Some(graph), .. }) if in_flight.is_recorded() => return graph.launch(),
             Some(pass) if self.progress == Progress::Recording => {
                 let lane = &self.lanes[self.current];
-                partition.use_lane(self.current)?;
+                partition.use_lane(Some(self.current))?;
                 let recorded = lane.pool.record(|| pass.seeds.record(|| in_flight.recompute(partition)));
-                partition.use_lane(0)?;
+                partition.use_lane(None)?;
                 recorded.map(|(graph, ())| pass.recomputation.insert(graph).launch())
             }
             _ => return in_flight.recompute(partition),
@@ -499,6 +512,10 @@ impl WorkerGraphs {
         if in_flight.is_recorded() || self.abandoned {
             in_flight.recompute(partition)?;
         }
+        if matches!(self.progress, Progress::WarmUp(_)) {
+            let roots = in_flight.roots(&upstream)?;
+            partition.find_casts(&roots.iter().map(|(root, _)| root).collect::<Vec<_>>())?;
+        }
         // Leaves in static memory are those of all steps.
         in_flight.arrived().iter().flat_map(|(_, tensors)| tensors).for_each(engine::clear_grad);
         in_flight.backward(upstream, None)
@@ -517,8 +534,8 @@ impl WorkerGraphs {
             .iter()
             .map(|gradients| gradients.iter().map(copy).collect())
             .collect::<Result<Vec<Vec<Option<Tensor>>>, Fault>>()?;
-        let parameters = partition.use_lane(self.current)?;
-        let own = partition.use_lane(0)?;
+        let parameters = partition.use_lane(Some(self.current))?;
+        let own = partition.use_lane(None)?;
         let sums = match self.sums.entry(id) {
             Entry::Occupied(sums) => sums.into_mut(),
             Entry::Vacant(entry) => entry.insert(GradientSums::new(own)?),
@@ -543,11 +560,13 @@ impl WorkerGraphs {
         let mut leaves = found.split_off(parameters.len()).into_iter();
         sums.used.iter_mut().zip(&found).for_each(|(used, gradient)| *used |= gradient.is_some());
         let terms = sums.sums.iter().zip(&found).filter_map(|(sum, gradient)| Some((sum, gradient.as_ref()?)));
-        let (to, from): (TensorList, TensorList) =
-            (terms.clone().map(|(sum, _)| sum).collect(), terms.map(|(_, gradient)| gradient).collect());
-        let (addition, ()) = lane.pool.record(|| match from.is_empty() {
-            true => Ok(()),
-            false => tch::no_grad(|| to.add_(&from).map(drop)),
+        // libtorch adds gradients of one type with one kernel for many, and those of casts with one for each.
+        let (of_casts, others): (Vec<_>, Vec<_>) = terms.partition(|(sum, gradient)| sum.kind() != gradient.kind());
+        let (addition, ()) = lane.pool.record(|| {
+            [of_casts, others].into_iter().filter(|terms| !terms.is_empty()).try_for_each(|terms| {
+                let (to, from): (TensorList, TensorList) = terms.into_iter().unzip();
+                tch::no_grad(|| to.add_(&from).map(drop))
+            })
         })?;
         let mut gradient = |tensor: &Tensor| tensor.requires_grad().then(|| leaves.next().flatten()).flatten();
         let gradients: Vec<GradientParcel> = in_flight

@@ -1,6 +1,6 @@
 //! A partition on a worker: consecutive layers of the model with their tensors.
 
-use crate::engine::{self, Autocast, Layout, Precision, Stream};
+use crate::engine::{self, cuda, Autocast, Layout, Precision, Stream, TensorList};
 use crate::failure::Fault;
 use crate::model::layer::{Context, Layer, LayerTensors, PassMode, Role, SampleShape, TensorSpec};
 use crate::model::Model;
@@ -21,13 +21,16 @@ struct BuiltLayer {
     tensors: Vec<Tensor>,
     /// Whether an earlier layer of this worker has each tensor.
     shared: Vec<bool>,
-    /// The same tensors as other leaves, for each lane but the first.
+    /// Which of them a pass only casts to bfloat16, and their casts for recorded passes.
+    only_cast: Vec<bool>,
+    casts: Vec<Option<Tensor>>,
+    /// The same tensors, or their casts, as the leaves of each lane.
     of_lanes: Vec<Vec<Tensor>>,
 }
 
 impl BuiltLayer {
-    fn of_lane(&self, lane: usize) -> &[Tensor] {
-        lane.checked_sub(1).and_then(|lane| self.of_lanes.get(lane)).unwrap_or(&self.tensors)
+    fn of_lane(&self, lane: Option<usize>) -> &[Tensor] {
+        lane.and_then(|lane| self.of_lanes.get(lane)).unwrap_or(&self.tensors)
     }
 }
 
@@ -47,8 +50,10 @@ pub struct Partition {
     device: tch::Device,
     precision: Precision,
     norms: DeferredBatchNorm,
-    /// Whose leaves forward passes use.
-    lane: usize,
+    /// The lane whose leaves forward passes use; `None` for its own.
+    lane: Option<usize>,
+    /// Whether [`find_casts`](Self::find_casts) has looked for casts.
+    knows_casts: bool,
 }
 
 /// What building a partition depends on besides the model.
@@ -136,7 +141,8 @@ impl Partition {
             let shared = specs.iter().map(|spec| worker.0.contains_key(&spec.name)).collect();
             let tensors = specs.iter().map(|spec| worker.tensor(spec, options));
             let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
-            Ok(BuiltLayer { index, layer, specs, tensors, shared, of_lanes: Vec::new() })
+            let (only_cast, casts, of_lanes) = (Vec::new(), Vec::new(), Vec::new());
+            Ok(BuiltLayer { index, layer, specs, tensors, shared, only_cast, casts, of_lanes })
         });
         let partitions = options.balance.partitions();
         Ok(Partition {
@@ -148,7 +154,8 @@ impl Partition {
             device: options.device,
             precision: options.precision,
             norms: DeferredBatchNorm::default(),
-            lane: 0,
+            lane: None,
+            knows_casts: options.precision == Precision::Fp32,
         })
     }
 
@@ -274,14 +281,45 @@ impl Partition {
         self.tensors().filter(|(spec, tensor)| spec.role == Role::Parameter && tensor.requires_grad())
     }
 
-    /// Makes forward passes use the leaves of a lane: the same tensors, but with gradients of their own. libtorch ties a leaf to the
-    /// stream that used it first, and streams would wait for each other there. Returns those that get gradients, in the order of
-    /// layers and with tied ones.
-    pub(crate) fn use_lane(&mut self, lane: usize) -> Result<Vec<Tensor>, Fault> {
-        let leaf = |tensor: &Tensor| Ok::<_, Fault>(tensor.f_detach()?.f_set_requires_grad(tensor.requires_grad())?);
+    /// Looks for parameters that a pass only casts to bfloat16, in the autograd graph of a pass, once.
+    pub(crate) fn find_casts(&mut self, outputs: &[&Tensor]) -> Result<(), Fault> {
+        if std::mem::replace(&mut self.knows_casts, true) {
+            return Ok(());
+        }
         for built in &mut self.layers {
-            while built.of_lanes.len() < lane {
-                built.of_lanes.push(built.tensors.iter().map(leaf).collect::<Result<_, _>>()?);
+            built.only_cast = cuda::only_cast(outputs, &built.tensors.iter().collect::<Vec<_>>())?;
+        }
+        Ok(())
+    }
+
+    /// Makes the casts that recorded passes read instead of casting in each pass. Returns them, and the parameters that they must be
+    /// copied from before each step.
+    pub(crate) fn make_casts(&mut self) -> Result<(TensorList, TensorList), Fault> {
+        let cast = |(tensor, only_cast): (&Tensor, bool)| match only_cast {
+            true => Ok::<_, Fault>(Some(tensor.f_detach()?.f_to_kind(tch::Kind::BFloat16)?)),
+            false => Ok(None),
+        };
+        for built in &mut self.layers {
+            let only_cast = built.only_cast.iter().copied().chain(std::iter::repeat(false));
+            built.casts = built.tensors.iter().zip(only_cast).map(cast).collect::<Result<_, _>>()?;
+        }
+        let pairs = self.layers.iter().flat_map(|built| built.casts.iter().zip(&built.tensors));
+        let pairs = pairs.filter_map(|(cast, tensor)| Some((cast.as_ref()?, tensor)));
+        Ok((pairs.clone().map(|(cast, _)| cast).collect(), pairs.map(|(_, tensor)| tensor).collect()))
+    }
+
+    /// Makes forward passes use the leaves of a lane: the same tensors or their casts, but with gradients of their own. libtorch ties a
+    /// leaf to the stream that used it first, and streams would wait for each other there. Returns those that get gradients, in the
+    /// order of layers and with tied ones.
+    pub(crate) fn use_lane(&mut self, lane: Option<usize>) -> Result<Vec<Tensor>, Fault> {
+        for built in &mut self.layers {
+            while built.of_lanes.len() < lane.map_or(0, |lane| lane + 1) {
+                let casts = built.casts.iter().map(Option::as_ref).chain(std::iter::repeat(None));
+                let leaf = |(tensor, cast): (&Tensor, Option<&Tensor>)| {
+                    let leaf = cast.unwrap_or(tensor).f_detach()?;
+                    Ok::<_, Fault>(leaf.f_set_requires_grad(tensor.requires_grad())?)
+                };
+                built.of_lanes.push(built.tensors.iter().zip(casts).map(leaf).collect::<Result<_, _>>()?);
             }
         }
         self.lane = lane;
