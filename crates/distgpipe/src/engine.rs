@@ -35,7 +35,7 @@ pub use memory::{
     attach_thread, available_bytes, peak_bytes, release_memory, require_memory, reserved_bytes, start, tune_allocator,
     Meter,
 };
-pub(crate) use operators::{as_with_grad, seeded, Argument, Operator};
+pub(crate) use operators::{as_with_grad, seeded, Argument, Call, Operator};
 pub(crate) use poll::wait_readable;
 pub(crate) use process::kill_worker_process;
 pub use process::{declare_worker_process, exit_at_once, is_one_of_several_ranks};

@@ -10,13 +10,41 @@
 #include <ATen/core/jit_type.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
+
+namespace {
+
+c10::TypePtr without_optional(c10::TypePtr type) {
+  auto optional = type->cast<c10::OptionalType>();
+  return optional ? optional->getElementType() : type;
+}
+
+// What a call has to know of a parameter, without the optional around its types.
+struct Parameter {
+  c10::TypePtr type;
+  c10::TypeKind real;
+  std::optional<int32_t> length;
+};
+
+} // namespace
 
 extern "C" {
 
 struct dg_operator {
   c10::OperatorHandle handle;
+  std::vector<Parameter> parameters;
+};
+
+// An operator, which must outlive the call, with the arguments that are the same whenever it is called.
+struct dg_call {
+  const dg_operator *op;
+  // A value for each parameter; those that every call gives are none. libtorch copies lists that it takes from here.
+  torch::jit::Stack values;
+  // Numbers where a tensor is expected. Each call makes tensors of its own of them, because it may return a view.
+  std::vector<std::pair<size_t, at::Scalar>> numbers;
 };
 
 // An argument: `position` in the schema, and what `tag` says. The tags are those of `Tag` in operators.rs.
@@ -48,8 +76,6 @@ at::Scalar scalar_of(const dg_argument &a) {
 // A number, as the type of the parameter wants it.
 c10::IValue number(const c10::TypePtr &type, std::optional<int32_t> n, const dg_argument &a) {
   switch (type->kind()) {
-  case c10::TypeKind::TensorType:
-    return at::native::wrapped_scalar_tensor(scalar_of(a));
   case c10::TypeKind::FloatType:
     return a.tag == kFloat ? a.number : static_cast<double>(a.integer);
   case c10::TypeKind::ListType: {
@@ -109,11 +135,6 @@ c10::IValue list(const c10::TypePtr &type, const dg_argument &a) {
   return c10::List<int64_t>(std::vector<int64_t>(numbers, numbers + a.count));
 }
 
-c10::TypePtr without_optional(c10::TypePtr type) {
-  auto optional = type->cast<c10::OptionalType>();
-  return optional ? optional->getElementType() : type;
-}
-
 // Element types, layouts and memory formats are plain integers in a schema's `type`, and libtorch casts those to its
 // enumerations unchecked. Only `real_type` tells them apart from integers.
 c10::IValue enumerator(c10::TypeKind wanted, const dg_argument &a) {
@@ -153,11 +174,12 @@ bool is_enumeration(c10::TypeKind kind) {
   return kind == c10::TypeKind::ScalarTypeType || kind == c10::TypeKind::LayoutType || kind == c10::TypeKind::MemoryFormatType;
 }
 
-c10::IValue boxed(const c10::Argument &parameter, const dg_argument &a, const c10::Device &device) {
-  c10::TypePtr type = without_optional(parameter.type());
-  c10::TypeKind real = without_optional(parameter.real_type())->kind();
-  if (is_enumeration(real) && a.tag != kNone)
-    return enumerator(real, a);
+bool is_number(const dg_argument &a) { return a.tag == kInt || a.tag == kFloat || a.tag == kBool; }
+
+c10::IValue boxed(const Parameter &parameter, const dg_argument &a, const c10::Device &device) {
+  const c10::TypePtr &type = parameter.type;
+  if (is_enumeration(parameter.real) && a.tag != kNone)
+    return enumerator(parameter.real, a);
   switch (a.tag) {
   case kNone:
     return c10::IValue();
@@ -166,7 +188,9 @@ c10::IValue boxed(const c10::Argument &parameter, const dg_argument &a, const c1
   case kInt:
   case kFloat:
   case kBool:
-    return number(type, parameter.N(), a);
+    if (type->kind() == c10::TypeKind::TensorType)
+      return at::native::wrapped_scalar_tensor(scalar_of(a));
+    return number(type, parameter.length, a);
   case kText:
     return c10::IValue(std::string(static_cast<const char *>(a.data), a.count));
   case kDevice:
@@ -193,7 +217,11 @@ extern "C" {
 char *dg_operator_find(const char *name, const char *overload, dg_operator **result) {
   return guarded([&] {
     auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-    *result = new dg_operator{handle};
+    std::vector<Parameter> parameters;
+    for (const auto &parameter : handle.schema().arguments())
+      parameters.push_back(
+          {without_optional(parameter.type()), without_optional(parameter.real_type())->kind(), parameter.N()});
+    *result = new dg_operator{handle, std::move(parameters)};
   });
 }
 
@@ -262,27 +290,53 @@ char *dg_operator_refusal(const dg_operator *op) {
   return failure ? failure : refusal;
 }
 
-// Calls an operator. `results` has room for `expected` tensors; on failure none is left there.
-char *dg_operator_call(const dg_operator *op, const dg_argument *given, size_t given_count, int cuda, at::Tensor **results,
-                       size_t expected) {
+// Prepares calls with these arguments, where `given` has the positions of those that each call gives itself. The device is always
+// one of the latter.
+char *dg_call_prepare(const dg_operator *op, const dg_argument *fixed, size_t fixed_count, const int32_t *given,
+                      size_t given_count, dg_call **result) {
+  return guarded([&] {
+    const auto &schema = op->handle.schema().arguments();
+    auto call = std::make_unique<dg_call>(dg_call{op, torch::jit::Stack(schema.size()), {}});
+    std::vector<bool> known(schema.size(), false);
+    for (size_t i = 0; i < given_count; ++i)
+      known.at(static_cast<size_t>(given[i])) = true;
+    for (size_t i = 0; i < fixed_count; ++i) {
+      const dg_argument &a = fixed[i];
+      auto position = static_cast<size_t>(a.position);
+      const Parameter &parameter = op->parameters.at(position);
+      TORCH_CHECK(a.tag != kTensor && a.tag != kTensors && a.tag != kDevice, "tensors and the device come with each call");
+      known[position] = true;
+      if (is_number(a) && parameter.type->kind() == c10::TypeKind::TensorType)
+        call->numbers.emplace_back(position, scalar_of(a));
+      else
+        call->values[position] = boxed(parameter, a, c10::Device(c10::kCPU));
+    }
+    for (size_t i = 0; i < schema.size(); ++i) {
+      if (known[i])
+        continue;
+      TORCH_CHECK(schema[i].default_value(), "the argument `", schema[i].name(), "` is missing");
+      call->values[i] = *schema[i].default_value();
+    }
+    *result = call.release();
+  });
+}
+
+void dg_call_free(dg_call *call) { delete call; }
+
+// Calls the operator. `results` has room for `expected` tensors; on failure none is left there.
+char *dg_call_run(const dg_call *call, const dg_argument *given, size_t given_count, int cuda, at::Tensor **results,
+                  size_t expected) {
   size_t count = 0;
   char *failure = guarded([&] {
-    const auto &parameters = op->handle.schema().arguments();
     c10::Device device = cuda < 0 ? c10::Device(c10::kCPU) : c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(cuda));
-    std::vector<const dg_argument *> by_position(parameters.size(), nullptr);
-    for (size_t i = 0; i < given_count; ++i)
-      by_position.at(static_cast<size_t>(given[i].position)) = &given[i];
-    torch::jit::Stack stack;
-    stack.reserve(parameters.size());
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (by_position[i]) {
-        stack.push_back(boxed(parameters[i], *by_position[i], device));
-      } else {
-        TORCH_CHECK(parameters[i].default_value(), "the argument `", parameters[i].name(), "` is missing");
-        stack.push_back(*parameters[i].default_value());
-      }
+    torch::jit::Stack stack(call->values);
+    for (const auto &[position, scalar] : call->numbers)
+      stack[position] = at::native::wrapped_scalar_tensor(scalar);
+    for (size_t i = 0; i < given_count; ++i) {
+      auto position = static_cast<size_t>(given[i].position);
+      stack.at(position) = boxed(call->op->parameters[position], given[i], device);
     }
-    op->handle.callBoxed(stack);
+    call->op->handle.callBoxed(stack);
     for (const auto &value : stack) {
       if (value.isTensor()) {
         push(value.toTensor(), results, expected, count);

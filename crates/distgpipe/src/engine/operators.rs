@@ -1,4 +1,5 @@
-//! libtorch's operators by name: found once, and called with arguments that their schema describes.
+//! libtorch's operators by name: found once, and called with arguments that their schema describes. Arguments that are the same
+//! in every call are converted once.
 
 use super::ffi::{outcome, scalar_type};
 use libc::{c_char, c_int, c_void};
@@ -10,6 +11,11 @@ use torch_sys::C_tensor;
 
 #[repr(C)]
 struct RawOperator {
+    private: [u8; 0],
+}
+
+#[repr(C)]
+struct RawCall {
     private: [u8; 0],
 }
 
@@ -50,8 +56,17 @@ extern "C" {
     fn dg_operator_refusal(operator: *const RawOperator) -> *mut c_char;
     #[cfg(test)]
     fn dg_operator_aliases(operator: *const RawOperator) -> c_int;
-    fn dg_operator_call(
+    fn dg_call_prepare(
         operator: *const RawOperator,
+        fixed: *const RawArgument,
+        fixed_count: usize,
+        given: *const i32,
+        given_count: usize,
+        result: *mut *mut RawCall,
+    ) -> *mut c_char;
+    fn dg_call_free(call: *mut RawCall);
+    fn dg_call_run(
+        call: *const RawCall,
         given: *const RawArgument,
         given_count: usize,
         cuda: c_int,
@@ -63,6 +78,7 @@ extern "C" {
 }
 
 /// An argument of a call.
+#[derive(Clone, Debug)]
 pub enum Argument<'a> {
     None,
     Tensor(&'a Tensor),
@@ -70,7 +86,7 @@ pub enum Argument<'a> {
     Int(i64),
     Ints(Vec<i64>),
     Float(f64),
-    Floats(&'a [f64]),
+    Floats(Vec<f64>),
     Bool(bool),
     Bools(&'a [bool]),
     Text(&'a str),
@@ -140,16 +156,52 @@ impl Operator {
         usize::try_from(unsafe { dg_operator_position(self.raw, name.as_ptr()) }).ok()
     }
 
-    /// Calls the operator with arguments at their positions. It must return `results` tensors.
-    pub fn call(&self, given: &[(usize, Argument<'_>)], device: Device, results: usize) -> Result<Vec<Tensor>, String> {
-        let lists: Vec<Vec<*const C_tensor>> = given.iter().map(|(_, argument)| pointers(argument)).collect();
-        let arguments = given.iter().zip(&lists).map(|((position, argument), list)| raw(*position, argument, list));
-        let arguments = arguments.collect::<Result<Vec<_>, String>>()?;
+    /// Prepares calls with the arguments in `fixed`, at their positions. Each call gives those at the positions in `given`:
+    /// tensors, the device, and numbers that are not always the same. The others have the schema's default. Fails if an argument
+    /// is missing, or of another type than the schema's.
+    pub fn prepare(self: &Arc<Self>, fixed: &[(usize, Argument<'_>)], given: &[usize]) -> Result<Call, String> {
+        let pointers = pointers(fixed);
+        let fixed = raw_arguments(fixed, &pointers)?;
+        let given = given.iter().map(|&position| position_of(position)).collect::<Result<Vec<i32>, String>>()?;
+        let mut call = std::ptr::null_mut();
+        // SAFETY: every pointer comes with the count beside it, and the shim keeps none but that of the operator, which the call
+        // keeps alive. On success it stores a pointer from `new`, which `drop` frees.
+        outcome(unsafe {
+            dg_call_prepare(self.raw, fixed.as_ptr(), fixed.len(), given.as_ptr(), given.len(), &mut call)
+        })?;
+        Ok(Call { raw: call, _operator: self.clone() })
+    }
+}
+
+/// An operator with the arguments that are the same in every call.
+#[derive(Debug)]
+pub struct Call {
+    raw: *mut RawCall,
+    _operator: Arc<Operator>,
+}
+
+// SAFETY: the shim only reads the call after it is made; it copies the values in it, whose counts of references are atomic.
+unsafe impl Send for Call {}
+// SAFETY: as above.
+unsafe impl Sync for Call {}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        // SAFETY: the pointer comes from `dg_call_prepare` and is freed once.
+        unsafe { dg_call_free(self.raw) }
+    }
+}
+
+impl Call {
+    /// Calls the operator with the remaining arguments, at their positions. It must return `results` tensors.
+    pub fn run(&self, given: &[(usize, Argument<'_>)], device: Device, results: usize) -> Result<Vec<Tensor>, String> {
+        let pointers = pointers(given);
+        let arguments = raw_arguments(given, &pointers)?;
         let mut tensors: Vec<*mut C_tensor> = vec![std::ptr::null_mut(); results];
-        // SAFETY: every pointer among the arguments refers to data of `given` or `lists` that outlives the call, with the
+        // SAFETY: every pointer among the arguments refers to data of `given` or `pointers` that outlives the call, with the
         // count beside it. The shim writes at most `results` handles from `new`, all of them on success and none on failure.
         unsafe {
-            outcome(dg_operator_call(
+            outcome(dg_call_run(
                 self.raw,
                 arguments.as_ptr(),
                 arguments.len(),
@@ -162,15 +214,34 @@ impl Operator {
     }
 }
 
-fn pointers(argument: &Argument<'_>) -> Vec<*const C_tensor> {
-    match argument {
-        Argument::Tensors(list) => list.iter().map(|t| t.map_or(std::ptr::null(), Tensor::as_ptr)).collect(),
-        _ => Vec::new(),
+/// The tensors of all lists among the arguments, one list after another.
+fn pointers(arguments: &[(usize, Argument<'_>)]) -> Vec<*const C_tensor> {
+    let lists = arguments.iter().filter_map(|(_, argument)| match argument {
+        Argument::Tensors(list) => Some(list),
+        _ => None,
+    });
+    lists.flatten().map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr)).collect()
+}
+
+/// The arguments for the shim. They refer to `given` and to its [`pointers`].
+fn raw_arguments(given: &[(usize, Argument<'_>)], pointers: &[*const C_tensor]) -> Result<Vec<RawArgument>, String> {
+    let mut rest = pointers;
+    let mut all = Vec::with_capacity(given.len());
+    for (position, argument) in given {
+        let length = if let Argument::Tensors(list) = argument { list.len() } else { 0 };
+        let (list, after) = rest.split_at(length);
+        rest = after;
+        all.push(raw(*position, argument, list)?);
     }
+    Ok(all)
+}
+
+fn position_of(position: usize) -> Result<i32, String> {
+    i32::try_from(position).map_err(|_| "a position beyond 31 bits".to_owned())
 }
 
 fn raw(position: usize, argument: &Argument<'_>, list: &[*const C_tensor]) -> Result<RawArgument, String> {
-    let position = i32::try_from(position).map_err(|_| "a position beyond 31 bits".to_owned())?;
+    let position = position_of(position)?;
     let plain =
         |tag: Tag| RawArgument { position, tag: tag as i32, integer: 0, number: 0.0, data: std::ptr::null(), count: 0 };
     let slice = |tag: Tag, data: *const c_void, count: usize| RawArgument { data, count, ..plain(tag) };
@@ -226,6 +297,22 @@ mod tests {
     use super::*;
     use distgpipe_core::pt2::operators::{all, effect, Effect};
 
+    /// Calls an operator twice: with numbers that are prepared, and with numbers that the call gives. Both do the same.
+    fn call(name: &str, arguments: Vec<(&str, Argument<'_>)>, results: usize) -> Result<Vec<Tensor>, String> {
+        let operator = Operator::find(name).unwrap();
+        let placed = arguments.into_iter().map(|(name, argument)| (operator.position(name).unwrap(), argument));
+        let placed: Vec<_> = placed.collect();
+        let varies = |(_, argument): &(usize, Argument<'_>)| matches!(argument, Argument::Tensor(_) | Argument::Device);
+        let (given, fixed): (Vec<_>, Vec<_>) = placed.clone().into_iter().partition(varies);
+        let run = |fixed: &[(usize, Argument<'_>)], given: &[(usize, Argument<'_>)]| {
+            let positions: Vec<usize> = given.iter().map(|(position, _)| *position).collect();
+            operator.prepare(fixed, &positions)?.run(given, Device::Cpu, results)
+        };
+        let (prepared, at_once) = (run(&fixed, &given), run(&[], &placed));
+        assert_eq!(prepared, at_once, "{name}");
+        prepared
+    }
+
     /// The list of the core says what operators do to memory; libtorch's schemas say the same.
     #[test]
     fn every_operator_of_the_list_exists_and_does_to_memory_what_the_list_says() {
@@ -273,11 +360,6 @@ mod tests {
     #[test]
     fn arguments_have_the_types_that_the_schema_wants() {
         let x = Tensor::from_slice(&[1.0_f32, 2.0, 3.0]);
-        let call = |name: &str, given: Vec<(&str, Argument<'_>)>, results| {
-            let operator = Operator::find(name).unwrap();
-            let place = |(name, argument)| (operator.position(name).unwrap(), argument);
-            operator.call(&given.into_iter().map(place).collect::<Vec<_>>(), Device::Cpu, results)
-        };
         // A number where a tensor is expected, and an integer where a float is.
         let sum = call("add.Tensor", vec![("self", Argument::Tensor(&x)), ("other", Argument::Int(2))], 1).unwrap();
         assert_eq!(Vec::<f32>::try_from(&sum[0]).unwrap(), [3.0, 4.0, 5.0]);
@@ -295,12 +377,8 @@ mod tests {
     #[test]
     fn enumerations_take_nothing_but_their_own_values() {
         let x = Tensor::from_slice(&[1.0_f32, 2.0]);
-        let call = |name: &str, argument: (&str, Argument<'_>)| {
-            let operator = Operator::find(name).unwrap();
-            let given = [("self", Argument::Tensor(&x)), argument];
-            let given = given.into_iter().map(|(name, argument)| (operator.position(name).unwrap(), argument));
-            operator.call(&given.collect::<Vec<_>>(), Device::Cpu, 1)
-        };
+        let call =
+            |name: &str, argument: (&str, Argument<'_>)| call(name, vec![("self", Argument::Tensor(&x)), argument], 1);
         let each =
             |argument: fn() -> Argument<'static>| ["dtype", "layout", "memory_format"].map(|name| (name, argument()));
         let wrong = [|| Argument::Int(6), || Argument::Int(99), || Argument::Bool(true), || Argument::Float(0.0)];
@@ -326,12 +404,25 @@ mod tests {
         assert!(call("_to_copy.default", ("dtype", Argument::None)).is_ok());
     }
 
+    /// A call whose prepared argument changed with the result of an earlier call would compute something else.
+    #[test]
+    fn what_happens_to_a_result_does_not_change_the_next_call() {
+        let operator = Operator::find("expand.default").unwrap();
+        let place = |name: &str| operator.position(name).unwrap();
+        let fixed = [(place("self"), Argument::Float(2.0)), (place("size"), Argument::Ints(vec![1]))];
+        let call = operator.prepare(&fixed, &[]).unwrap();
+        let first = || call.run(&[], Device::Cpu, 1).unwrap().remove(0);
+        let _ = first().f_fill_(5.0).unwrap();
+        assert_eq!(first().double_value(&[0]), 2.0);
+    }
+
     #[test]
     fn a_seeded_draw_is_repeated_bit_for_bit() {
         let draw = |seed| {
             let operator = Operator::find("rand.default").unwrap();
             let size = operator.position("size").unwrap();
-            let drawn = seeded(Device::Cpu, seed, || operator.call(&[(size, Argument::Ints(vec![8]))], Device::Cpu, 1));
+            let call = operator.prepare(&[(size, Argument::Ints(vec![8]))], &[]).unwrap();
+            let drawn = seeded(Device::Cpu, seed, || call.run(&[], Device::Cpu, 1));
             Vec::<f32>::try_from(&drawn.unwrap()[0]).unwrap()
         };
         assert_eq!(draw(3), draw(3));

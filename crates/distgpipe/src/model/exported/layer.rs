@@ -1,6 +1,6 @@
 //! Consecutive nodes of an exported graph as a layer.
 
-use super::step::{kind, Memory, Slots, Step};
+use super::step::{kind, Memory, Pass, Slots, Step, Value};
 use crate::engine;
 use crate::failure::Fault;
 use crate::model::layer::{Context, Init, Layer, LayerTensors, Role, SampleShape, ShapeError, SkipShapes, TensorSpec};
@@ -88,7 +88,10 @@ impl ExportedLayer {
         })
     }
 
-    fn place_constants(&self, memory: &mut Memory, device: Device) -> Result<(), Fault> {
+    fn place_constants(&self, memory: &mut Memory<'_>, device: Device) -> Result<(), Fault> {
+        if self.constants.is_empty() {
+            return Ok(());
+        }
         let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
         if built.as_ref().is_none_or(|(on, _)| *on != device) {
             let tensors = self.constants.iter().map(|constant| constant.build(device));
@@ -96,13 +99,13 @@ impl ExportedLayer {
         }
         let tensors = built.iter().flat_map(|(_, tensors)| tensors);
         for (constant, tensor) in self.constants.iter().zip(tensors) {
-            memory[constant.slot] = Some(tensor.shallow_clone());
+            memory[constant.slot] = Some(Value::Owned(tensor.shallow_clone()));
         }
         Ok(())
     }
 
-    fn take(&self, memory: &mut Memory, passed: &Passed) -> Result<Tensor, Fault> {
-        let value = memory[passed.slot].as_ref().map(Tensor::shallow_clone);
+    fn take(&self, memory: &mut Memory<'_>, passed: &Passed) -> Result<Tensor, Fault> {
+        let value = memory[passed.slot].as_deref().map(Tensor::shallow_clone);
         value.ok_or_else(|| Fault::internal("every output of the layer", self.name.clone()))
     }
 }
@@ -165,20 +168,20 @@ impl Layer for ExportedLayer {
             return Err(Fault::internal(format!("{} inputs with rows", self.inputs.len()), got));
         };
         let device = input[0].device();
-        let mut memory: Memory = Vec::new();
+        let mut memory: Memory<'_> = Vec::new();
         memory.resize_with(self.slots, || None);
         for (passed, tensor) in self.inputs.iter().zip(input) {
-            memory[passed.slot] = Some(tensor);
+            memory[passed.slot] = Some(Value::Owned(tensor));
         }
         for (name, passed) in &self.pops {
-            memory[passed.slot] = Some(context.pop(name)?);
+            memory[passed.slot] = Some(Value::Owned(context.pop(name)?));
         }
         for &slot in &self.tensors {
-            memory[slot] = Some(tensors.next().shallow_clone());
+            memory[slot] = Some(Value::Lent(tensors.next()));
         }
         self.place_constants(&mut memory, device)?;
         for step in &self.steps {
-            step.run(&mut memory, rows, context)?;
+            step.run(&mut memory, Pass { rows, device }, context)?;
         }
         for (name, passed) in &self.stashes {
             let tensor = self.take(&mut memory, passed)?;

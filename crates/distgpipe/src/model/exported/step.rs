@@ -1,7 +1,7 @@
 //! One node of a graph, ready to be called: its operator is found, its arguments have their positions, and its values have
 //! slots in the memory of a pass.
 
-use crate::engine::{self, Argument, Layout, Operator};
+use crate::engine::{self, Argument, Call, Layout, Operator};
 use crate::failure::Fault;
 use crate::model::layer::Context;
 use crate::runtime::deferred_batch_norm::NormTensors;
@@ -10,11 +10,27 @@ use distgpipe_core::pt2::operators;
 use distgpipe_core::pt2::{Arg, Graph, Node, Size, ValueId};
 use distgpipe_core::weights::TensorType;
 use std::collections::HashMap;
-use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
+/// A value of a pass. A layer lends its parameters, because handles of their own would cost as much as small operators.
+pub(super) enum Value<'a> {
+    Owned(Tensor),
+    Lent(&'a Tensor),
+}
+
+impl std::ops::Deref for Value<'_> {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        match self {
+            Value::Owned(tensor) => tensor,
+            Value::Lent(tensor) => tensor,
+        }
+    }
+}
+
 /// The values of a pass, by slot.
-pub(super) type Memory = Vec<Option<Tensor>>;
+pub(super) type Memory<'a> = Vec<Option<Value<'a>>>;
 
 /// The slot of each value that a layer uses.
 #[derive(Default)]
@@ -32,14 +48,21 @@ impl Slots {
     }
 }
 
-/// An argument whose values have slots.
+/// What is the same for all nodes of a pass.
+#[derive(Clone, Copy)]
+pub(super) struct Pass {
+    /// The number of rows of the micro-batch.
+    pub(super) rows: i64,
+    pub(super) device: Device,
+}
+
+/// An argument that depends on the pass. Values have slots.
 enum Template {
     Value(usize),
     Values(Vec<Option<usize>>),
     Int(Size),
     Ints(Vec<Size>),
-    Floats(Vec<f64>),
-    Given(Arg),
+    Device,
 }
 
 /// How a node is computed.
@@ -51,21 +74,26 @@ enum Method {
     /// By its operator, with zeros in place of whatever the allocated memory holds.
     Zeroed,
     /// By its operator, whose result may be a view although the graph takes it for a new tensor.
-    Cloned(Arc<Operator>),
+    Cloned(Call),
     /// Dropout of elements or of channels, with a mask of the run's random streams.
-    Dropout {
-        channels: bool,
-        in_place: bool,
-        p: f64,
-    },
+    Dropout { channels: bool, in_place: bool, p: f64 },
     /// Random zeros and ones; their mean in evaluation.
-    Bernoulli {
-        p: f64,
-    },
+    Bernoulli { p: f64 },
     /// A batch norm whose statistics are committed once per batch.
     BatchNorm(Box<BatchNorm>),
-    Conv2d,
-    AdaptivePool,
+    /// A 2-D convolution.
+    Conv2d(Box<Conv2d>),
+    /// An average over the whole image.
+    GlobalPool,
+}
+
+/// The constants of a 2-D convolution. Libtorch is not called by name here: converting lists takes it as long as the rest of what
+/// precedes the kernel.
+struct Conv2d {
+    stride: [i64; 2],
+    padding: [i64; 2],
+    dilation: [i64; 2],
+    groups: i64,
 }
 
 /// The slots and constants of a batch norm.
@@ -87,10 +115,11 @@ pub(super) struct Step {
     /// The operator and its place in the user's module, for errors.
     place: String,
     method: Method,
-    operator: Arc<Operator>,
+    call: Call,
+    /// The same in evaluation, where that differs.
+    evaluation: Option<Call>,
+    /// The arguments that depend on the pass, with their positions.
     arguments: Vec<(usize, Template)>,
-    /// What replaces arguments in evaluation.
-    evaluation: Vec<(usize, Arg)>,
     /// The slots of its results.
     results: Vec<usize>,
     /// The slots that nothing uses after it.
@@ -111,27 +140,45 @@ impl Step {
             op => (op, None),
         };
         let operator = Operator::find(op).map_err(|why| format!("{place}: {why}"))?;
-        let method = method(node, slots).map_err(|why| format!("{place}: {why}"))?;
-        let mut arguments = Vec::new();
+        let (mut fixed, mut arguments) = (Vec::new(), Vec::new());
+        let norm = BatchNorm::of(node, slots);
         for (name, argument) in &node.args {
             let name = renamed.filter(|(old, _)| old == name).map_or(&name[..], |(_, new)| new);
-            match operator.position(name) {
-                Some(position) => arguments.push((position, template(argument, slots))),
+            match (operator.position(name), template(argument, slots)) {
+                (Some(position), Some(template)) => arguments.push((position, template)),
+                (Some(position), None) => fixed.push((position, constant(argument))),
                 // The counter of a batch norm is no argument of the operator.
-                None if matches!(method, Method::BatchNorm(_)) => {}
-                None => return Err(format!("{place}: libtorch's operator has no argument `{name}`")),
+                (None, _) if norm.is_some() => {}
+                (None, _) => return Err(format!("{place}: libtorch's operator has no argument `{name}`")),
             }
         }
-        let evaluation = evaluation(node).into_iter();
-        let evaluation = evaluation.filter_map(|(name, arg)| Some((operator.position(name)?, arg))).collect();
+        let given: Vec<usize> = arguments.iter().map(|(position, _)| *position).collect();
+        // A call with other arguments of these names.
+        let prepare = |replaced: &[(&str, Arg)]| {
+            let mut fixed = fixed.clone();
+            for (name, argument) in replaced {
+                if let Some(position) = operator.position(name) {
+                    fixed.retain(|(other, _)| *other != position);
+                    fixed.push((position, constant(argument)));
+                }
+            }
+            operator.prepare(&fixed, &given).map_err(|why| format!("{place}: {why}"))
+        };
+        let evaluation = match &evaluation(node)[..] {
+            [] => None,
+            replaced => Some(prepare(replaced)?),
+        };
+        let call = prepare(&[])?;
+        let method = norm.map_or_else(|| method(node), |norm| Ok(Method::BatchNorm(Box::new(norm))));
+        let method = method.map_err(|why| format!("{place}: {why}"))?;
         let results = (0..node.results).map(|result| slots.of(first_result + result)).collect();
         Ok(Step {
             node: index as u64,
             place,
             method,
-            operator,
-            arguments,
+            call,
             evaluation,
+            arguments,
             results,
             last_uses: Vec::new(),
             no_grad: node.no_grad,
@@ -149,11 +196,11 @@ impl Step {
         read.chain(self.results.iter().copied())
     }
 
-    /// Computes the node. `rows` is the number of rows of the micro-batch.
-    pub(super) fn run(&self, memory: &mut Memory, rows: i64, context: &mut Context<'_>) -> Result<(), Fault> {
+    /// Computes the node.
+    pub(super) fn run(&self, memory: &mut Memory<'_>, pass: Pass, context: &mut Context<'_>) -> Result<(), Fault> {
         let results = match self.no_grad {
-            true => tch::no_grad(|| self.compute(memory, rows, context)),
-            false => self.compute(memory, rows, context),
+            true => tch::no_grad(|| self.compute(memory, pass, context)),
+            false => self.compute(memory, pass, context),
         };
         let results = results.map_err(|fault| match fault {
             Fault::Engine(error) => {
@@ -162,7 +209,7 @@ impl Step {
             other => other,
         })?;
         for (slot, result) in self.results.iter().zip(results) {
-            memory[*slot] = Some(result);
+            memory[*slot] = Some(Value::Owned(result));
         }
         for slot in &self.last_uses {
             memory[*slot] = None;
@@ -170,10 +217,10 @@ impl Step {
         Ok(())
     }
 
-    fn compute(&self, memory: &Memory, rows: i64, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+    fn compute(&self, memory: &Memory<'_>, pass: Pass, context: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
         match &self.method {
             Method::Dropout { channels, in_place, p } => {
-                let x = self.first(memory)?;
+                let x = self.argument(memory, 0)?;
                 let mask = context.dropout_mask(self.node, x, *p, *channels)?;
                 Ok(vec![match mask {
                     None => x.shallow_clone(),
@@ -182,7 +229,7 @@ impl Step {
                 }])
             }
             Method::Bernoulli { p } => {
-                let mut x = self.first(memory)?.shallow_clone();
+                let mut x = self.argument(memory, 0)?.shallow_clone();
                 match context.training() {
                     true => context.stream_of(self.node).bernoulli(&mut x, *p)?,
                     false => drop(x.f_fill_(*p)?),
@@ -191,149 +238,140 @@ impl Step {
             }
             Method::BatchNorm(norm) => Ok(vec![norm.run(self, memory, context)?]),
             Method::Zeroed => {
-                let arguments = self.arguments(memory, rows, context.training())?;
-                let allocated = self.call(&arguments, memory)?;
+                let allocated = self.call(memory, pass, context)?;
                 Ok(allocated.into_iter().map(|mut tensor| tensor.f_zero_()).collect::<Result<_, _>>()?)
             }
             Method::Cloned(clone) => {
-                let arguments = self.arguments(memory, rows, context.training())?;
-                let mut results = self.call(&arguments, memory)?;
+                let mut results = self.call(memory, pass, context)?;
                 for result in &mut results {
-                    let copies = clone.call(&[(0, Argument::Tensor(result))], device_of(memory), 1);
+                    let copies = clone.run(&[(0, Argument::Tensor(result))], pass.device, 1);
                     *result = copies.map_err(Fault::engine)?.remove(0);
                 }
                 Ok(results)
             }
             Method::Seeded => {
                 if self.recurrent && context.training() {
-                    refuse_unseeded_dropout(device_of(memory))
+                    refuse_unseeded_dropout(pass.device)
                         .map_err(|why| Fault::layer(context.layer_name, format!("{}: {why}", self.place)))?;
                 }
-                let arguments = self.arguments(memory, rows, context.training())?;
-                let (device, seed) = (device_of(memory), context.stream_of(self.node).seed());
-                let call = || self.call_for(&arguments, memory, context.training());
-                engine::seeded(device, seed, call).map_err(Fault::engine)
+                let (arguments, seed) = (self.arguments(memory, pass)?, context.stream_of(self.node).seed());
+                engine::seeded(pass.device, seed, || self.run_operator(&arguments, pass, context))
+                    .map_err(Fault::engine)
             }
-            Method::Call => {
-                let arguments = self.arguments(memory, rows, context.training())?;
-                self.call_for(&arguments, memory, context.training()).map_err(Fault::engine)
+            Method::Call => self.call(memory, pass, context),
+            Method::Conv2d(conv) => {
+                let optional = |position| self.arguments.iter().any(|(other, _)| *other == position);
+                let bias = optional(2).then(|| self.argument(memory, 2)).transpose()?;
+                Ok(vec![conv.run(self.argument(memory, 0)?, self.argument(memory, 1)?, bias)?])
             }
-            Method::Conv2d => self.convolve(memory, rows, context),
-            Method::AdaptivePool => self.pool(memory, rows, context),
+            Method::GlobalPool => {
+                let x = self.argument(memory, 0)?;
+                if x.dim() == 4 && engine::layout(x) == Some(Layout::ChannelsLast) {
+                    let size = [x.size()[2], x.size()[3]];
+                    return Ok(vec![x.f_avg_pool2d(size, size, [0, 0], false, true, None::<i64>)?]);
+                }
+                self.call(memory, pass, context)
+            }
         }
     }
 
-    fn call(&self, arguments: &[(usize, Argument<'_>)], memory: &Memory) -> Result<Vec<Tensor>, Fault> {
-        self.operator.call(arguments, device_of(memory), self.results.len()).map_err(Fault::engine)
+    fn call(&self, memory: &Memory<'_>, pass: Pass, context: &Context<'_>) -> Result<Vec<Tensor>, Fault> {
+        self.run_operator(&self.arguments(memory, pass)?, pass, context).map_err(Fault::engine)
     }
 
-    /// Calls the operator in a pass of this kind. A recomputation must repeat the bits of the pass before, which recorded
-    /// nothing for a backward pass.
-    fn call_for(
+    /// Calls the operator as passes of this kind do. A recomputation must repeat the bits of the pass before, which recorded nothing
+    /// for a backward pass.
+    fn run_operator(
         &self,
         arguments: &[(usize, Argument<'_>)],
-        memory: &Memory,
-        training: bool,
+        pass: Pass,
+        context: &Context<'_>,
     ) -> Result<Vec<Tensor>, String> {
-        let call = || self.operator.call(arguments, device_of(memory), self.results.len());
+        let training = context.training();
+        let call = self.evaluation.as_ref().filter(|_| !training).unwrap_or(&self.call);
+        let run = || call.run(arguments, pass.device, self.results.len());
         if self.recurrent && training && !self.no_grad {
-            engine::as_with_grad(call)
+            engine::as_with_grad(run)
         } else {
-            call()
+            run()
         }
     }
 
-    /// The value of the first argument.
-    fn first<'a>(&self, memory: &'a Memory) -> Result<&'a Tensor, Fault> {
-        match self.arguments.first() {
+    /// The tensor at a position of the operator's arguments.
+    fn argument<'a>(&self, memory: &'a Memory<'_>, position: usize) -> Result<&'a Tensor, Fault> {
+        match self.arguments.iter().find(|(other, _)| *other == position) {
             Some((_, Template::Value(slot))) => self.value(memory, *slot),
-            _ => Err(Fault::internal("a tensor as first argument", self.place.clone())),
+            _ => Err(Fault::internal(format!("a tensor as argument {position}"), self.place.clone())),
         }
     }
 
-    fn value<'a>(&self, memory: &'a Memory, slot: usize) -> Result<&'a Tensor, Fault> {
-        let value = memory.get(slot).and_then(Option::as_ref);
+    fn value<'a>(&self, memory: &'a Memory<'_>, slot: usize) -> Result<&'a Tensor, Fault> {
+        let value = memory.get(slot).and_then(Option::as_deref);
         value.ok_or_else(|| Fault::internal("a value before its use", self.place.clone()))
     }
 
-    fn arguments<'a>(
-        &'a self,
-        memory: &'a Memory,
-        rows: i64,
-        training: bool,
-    ) -> Result<Vec<(usize, Argument<'a>)>, Fault> {
+    /// The arguments that depend on the pass.
+    fn arguments<'a>(&self, memory: &'a Memory<'_>, pass: Pass) -> Result<Vec<(usize, Argument<'a>)>, Fault> {
         let size = |size: &Size| {
-            size.at(rows).ok_or_else(|| Fault::internal("a size of 64 bits", format!("{}: {size:?}", self.place)))
+            size.at(pass.rows).ok_or_else(|| Fault::internal("a size of 64 bits", format!("{}: {size:?}", self.place)))
         };
         let mut all = Vec::with_capacity(self.arguments.len());
         for (position, template) in &self.arguments {
-            let replaced = self.evaluation.iter().filter(|_| !training).find(|(other, _)| other == position);
-            let argument = match (replaced, template) {
-                (Some((_, arg)), _) | (None, Template::Given(arg)) => given(arg),
-                (None, Template::Value(slot)) => Argument::Tensor(self.value(memory, *slot)?),
-                (None, Template::Values(slots)) => {
+            let argument = match template {
+                Template::Value(slot) => Argument::Tensor(self.value(memory, *slot)?),
+                Template::Values(slots) => {
                     let one = |slot: &Option<usize>| slot.map(|slot| self.value(memory, slot)).transpose();
                     Argument::Tensors(slots.iter().map(one).collect::<Result<_, _>>()?)
                 }
-                (None, Template::Int(number)) => Argument::Int(size(number)?),
-                (None, Template::Ints(all)) => Argument::Ints(all.iter().map(size).collect::<Result<_, _>>()?),
-                (None, Template::Floats(all)) => Argument::Floats(all),
+                Template::Int(number) => Argument::Int(size(number)?),
+                Template::Ints(all) => Argument::Ints(all.iter().map(size).collect::<Result<_, _>>()?),
+                Template::Device => Argument::Device,
             };
             all.push((*position, argument));
         }
         Ok(all)
     }
+}
 
-    /// A 2-D convolution, with the work-around that `model::blocks::Conv2d` explains: oneDNN writes out of bounds in the
-    /// weight gradient of a strided 1×1 convolution of few channels on some processors.
-    fn convolve(&self, memory: &Memory, rows: i64, context: &Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let mut arguments = self.arguments(memory, rows, context.training())?;
-        let find = |name: &str| self.operator.position(name);
-        let tensor = |name: &str| match arguments.iter().find(|(position, _)| Some(*position) == find(name)) {
-            Some((_, Argument::Tensor(tensor))) => Some(*tensor),
-            _ => None,
+impl Conv2d {
+    fn of(node: &Node) -> Result<Self, String> {
+        let pair = |name: &str, default: i64| match node.arg(name) {
+            None => Ok([default; 2]),
+            Some(Arg::Int(Size::Fixed(both))) => Ok([*both; 2]),
+            Some(Arg::Ints(all)) => match all[..] {
+                [Size::Fixed(both)] => Ok([both; 2]),
+                [Size::Fixed(down), Size::Fixed(across)] => Ok([down, across]),
+                _ => Err(format!("expected one or two integers as `{name}`, got {all:?}")),
+            },
+            Some(other) => Err(format!("expected one or two integers as `{name}`, got {other:?}")),
         };
-        let ints = |name: &str| match arguments.iter().find(|(position, _)| Some(*position) == find(name)) {
-            Some((_, Argument::Ints(all))) => all.clone(),
-            _ => Vec::new(),
+        let groups = match node.arg("groups") {
+            None => 1,
+            Some(Arg::Int(Size::Fixed(groups))) => *groups,
+            Some(other) => return Err(format!("expected an integer as `groups`, got {other:?}")),
         };
-        let (Some(input), Some(weight)) = (tensor("input"), tensor("weight")) else {
-            return self.call(&arguments, memory);
-        };
-        let (stride, few) = (ints("stride"), input.dim() == 4 && input.size()[1] < 8);
-        let strided = matches!(stride[..], [down, across] if down.max(across) > 1);
-        let unpadded = ints("padding").iter().all(|&padding| padding == 0);
-        if !(few && strided && unpadded && input.device() == Device::Cpu && weight.size().get(2..) == Some(&[1, 1])) {
-            return self.call(&arguments, memory);
-        }
-        let sampled = input.f_slice(2, None, None, stride[0])?.f_slice(3, None, None, stride[1])?;
-        for (position, argument) in &mut arguments {
-            if Some(*position) == find("input") {
-                *argument = Argument::Tensor(&sampled);
-            } else if Some(*position) == find("stride") {
-                *argument = Argument::Ints(vec![1, 1]);
-            }
-        }
-        self.call(&arguments, memory)
+        Ok(Conv2d { stride: pair("stride", 1)?, padding: pair("padding", 0)?, dilation: pair("dilation", 1)?, groups })
     }
 
-    /// An adaptive average pool. Over a whole image that lies channels-last it is an average pool, because the gradient of
-    /// libtorch's adaptive pool does not have the layout of the image; see `model/zoo/classifier.rs`.
-    fn pool(&self, memory: &Memory, rows: i64, context: &Context<'_>) -> Result<Vec<Tensor>, Fault> {
-        let arguments = self.arguments(memory, rows, context.training())?;
-        let x = self.first(memory)?;
-        let whole = arguments.iter().any(|(_, argument)| matches!(argument, Argument::Ints(all) if all[..] == [1, 1]));
-        if whole && x.dim() == 4 && engine::layout(x) == Some(Layout::ChannelsLast) {
-            let size = [x.size()[2], x.size()[3]];
-            return Ok(vec![x.f_avg_pool2d(size, size, [0, 0], false, true, None::<i64>)?]);
+    fn run(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor, Fault> {
+        let convolve = |x: &Tensor, stride| x.f_conv2d(weight, bias, stride, self.padding, self.dilation, self.groups);
+        // The work-around that `model::blocks::Conv2d` explains: oneDNN writes out of bounds in the weight gradient of a strided
+        // 1×1 convolution of few channels on some processors.
+        let [down, across] = self.stride;
+        let at_risk = down.max(across) > 1 && self.padding == [0, 0] && x.device() == Device::Cpu;
+        if at_risk && x.dim() == 4 && x.size()[1] < 8 && weight.size().get(2..) == Some(&[1, 1]) {
+            return Ok(convolve(&x.f_slice(2, None, None, down)?.f_slice(3, None, None, across)?, [1, 1])?);
         }
-        self.call(&arguments, memory)
+        Ok(convolve(x, self.stride)?)
     }
 }
 
 impl BatchNorm {
-    /// The batch norm of a node in training that has running statistics.
+    /// The batch norm that a node is, if it is one in training that has running statistics.
     fn of(node: &Node, slots: &mut Slots) -> Option<Self> {
+        if node.op != "batch_norm.default" || !node.flag("training") {
+            return None;
+        }
         let mut slot = |name: &str| node.tensor(name).map(|value| slots.of(value));
         Some(BatchNorm {
             input: slot("input")?,
@@ -347,7 +385,7 @@ impl BatchNorm {
         })
     }
 
-    fn run(&self, step: &Step, memory: &Memory, context: &mut Context<'_>) -> Result<Tensor, Fault> {
+    fn run(&self, step: &Step, memory: &Memory<'_>, context: &mut Context<'_>) -> Result<Tensor, Fault> {
         let optional = |slot: Option<usize>| slot.map(|slot| step.value(memory, slot)).transpose();
         let tensors = NormTensors {
             weight: optional(self.weight)?,
@@ -372,7 +410,8 @@ fn refuse_unseeded_dropout(device: Device) -> Result<(), &'static str> {
     }
 }
 
-fn method(node: &Node, slots: &mut Slots) -> Result<Method, String> {
+/// How a node is computed that is no batch norm.
+fn method(node: &Node) -> Result<Method, String> {
     let dropout = |channels, in_place| {
         let p = if node.flag("train") { node.number("p").unwrap_or(0.0) } else { 0.0 };
         Method::Dropout { channels, in_place, p }
@@ -385,14 +424,16 @@ fn method(node: &Node, slots: &mut Slots) -> Result<Method, String> {
         "feature_dropout.default" => dropout(true, false),
         "feature_dropout_.default" => dropout(true, true),
         "bernoulli_.float" => Method::Bernoulli { p: node.number("p").unwrap_or(0.5) },
-        "batch_norm.default" if node.flag("training") => {
-            BatchNorm::of(node, slots).map_or(Method::Call, |norm| Method::BatchNorm(Box::new(norm)))
-        }
         "empty.memory_format" | "empty_like.default" | "new_empty.default" => Method::Zeroed,
         // With one operand it may be a permutation of it.
-        "einsum.default" if node.tensors().count() < 2 => Method::Cloned(Operator::find("clone.default")?),
-        "conv2d.default" => Method::Conv2d,
-        "adaptive_avg_pool2d.default" => Method::AdaptivePool,
+        "einsum.default" if node.tensors().count() < 2 => {
+            Method::Cloned(Operator::find("clone.default")?.prepare(&[], &[0])?)
+        }
+        "conv2d.default" => Method::Conv2d(Box::new(Conv2d::of(node)?)),
+        // libtorch's adaptive pool has gradients in another layout than a channels-last image; see `model/zoo/classifier.rs`.
+        "adaptive_avg_pool2d.default" if node.arg("output_size") == Some(&Arg::Ints(vec![Size::Fixed(1); 2])) => {
+            Method::GlobalPool
+        }
         "scaled_dot_product_attention.default" if node.number("dropout_p").unwrap_or(0.0) == 0.0 => Method::Call,
         op if is_recurrent(op) && !recurrent_dropout => Method::Call,
         op if operators::is_random(op) => Method::Seeded,
@@ -416,21 +457,27 @@ fn evaluation(node: &Node) -> Vec<(&'static str, Arg)> {
     }
 }
 
-fn template(argument: &Arg, slots: &mut Slots) -> Template {
-    match argument {
+/// An argument that depends on the pass; `None` for one that is always the same.
+fn template(argument: &Arg, slots: &mut Slots) -> Option<Template> {
+    let varies = |size: &Size| matches!(size, Size::Rows(..));
+    Some(match argument {
         Arg::Tensor(value) => Template::Value(slots.of(*value)),
         Arg::Tensors(all) => Template::Values(all.iter().map(|value| value.map(|value| slots.of(value))).collect()),
-        Arg::Int(size) => Template::Int(*size),
-        Arg::Ints(all) => Template::Ints(all.clone()),
-        Arg::Floats(all) => Template::Floats(all.iter().map(|number| number.0).collect()),
-        other => Template::Given(other.clone()),
-    }
+        Arg::Int(size) if varies(size) => Template::Int(*size),
+        Arg::Ints(all) if all.iter().any(varies) => Template::Ints(all.clone()),
+        Arg::Device => Template::Device,
+        _ => return None,
+    })
 }
 
-/// An argument that does not depend on the pass.
-fn given(argument: &Arg) -> Argument<'_> {
+/// An argument that has no [`template`].
+fn constant(argument: &Arg) -> Argument<'_> {
+    let fixed = |size: &Size| size.at(0).unwrap_or_default();
     match argument {
+        Arg::Int(size) => Argument::Int(fixed(size)),
+        Arg::Ints(all) => Argument::Ints(all.iter().map(fixed).collect()),
         Arg::Float(number) => Argument::Float(number.0),
+        Arg::Floats(all) => Argument::Floats(all.iter().map(|number| number.0).collect()),
         Arg::Bool(flag) => Argument::Bool(*flag),
         Arg::Bools(all) => Argument::Bools(all),
         Arg::Text(text) => Argument::Text(text),
@@ -440,14 +487,8 @@ fn given(argument: &Arg) -> Argument<'_> {
         Arg::Format(Format::Contiguous) => Argument::MemoryFormat(0),
         Arg::Format(Format::Preserve) => Argument::MemoryFormat(1),
         Arg::Format(Format::ChannelsLast) => Argument::MemoryFormat(2),
-        Arg::Device => Argument::Device,
-        _ => Argument::None,
+        Arg::None | Arg::Tensor(_) | Arg::Tensors(_) | Arg::Device => Argument::None,
     }
-}
-
-/// The device of a pass: that of any of its values.
-fn device_of(memory: &Memory) -> Device {
-    memory.iter().flatten().next().map_or(Device::Cpu, Tensor::device)
 }
 
 /// tch's name of an element type. Graphs have no others.
@@ -478,7 +519,7 @@ mod tests {
             let args = args.map(|(name, arg)| (name.to_owned(), arg)).to_vec();
             Node { op: "lstm.input".to_owned(), args, results: 3, modules: Vec::new(), no_grad: false }
         };
-        let draws = |node: Node| matches!(method(&node, &mut Slots::default()), Ok(Method::Seeded));
+        let draws = |node: Node| matches!(method(&node), Ok(Method::Seeded));
         assert!(draws(node(0.1, 2)));
         assert!(!draws(node(0.0, 2)) && !draws(node(0.1, 1)), "no dropout, or no layer after it");
         assert!(refuse_unseeded_dropout(Device::Cuda(0)).unwrap_err().contains("expected dropout=0"));
