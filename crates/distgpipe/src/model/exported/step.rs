@@ -87,8 +87,8 @@ enum Method {
     GlobalPool,
 }
 
-/// The constants of a 2-D convolution. Libtorch is not called by name here: converting lists takes it as long as the rest of what
-/// precedes the kernel.
+/// The constants of a 2-D convolution, which is not called by name: converting its lists would take libtorch longer than all that a
+/// hand-written layer does around the call.
 struct Conv2d {
     stride: [i64; 2],
     padding: [i64; 2],
@@ -260,8 +260,8 @@ impl Step {
             }
             Method::Call => self.call(memory, pass, context),
             Method::Conv2d(conv) => {
-                let optional = |position| self.arguments.iter().any(|(other, _)| *other == position);
-                let bias = optional(2).then(|| self.argument(memory, 2)).transpose()?;
+                let has_bias = self.arguments.iter().any(|(position, _)| *position == 2);
+                let bias = has_bias.then(|| self.argument(memory, 2)).transpose()?;
                 Ok(vec![conv.run(self.argument(memory, 0)?, self.argument(memory, 1)?, bias)?])
             }
             Method::GlobalPool => {
@@ -345,6 +345,9 @@ impl Conv2d {
             },
             Some(other) => Err(format!("expected one or two integers as `{name}`, got {other:?}")),
         };
+        if !matches!(node.arg("bias"), None | Some(Arg::None | Arg::Tensor(_))) {
+            return Err("expected a tensor or none as `bias`, got another argument".to_owned());
+        }
         let groups = match node.arg("groups") {
             None => 1,
             Some(Arg::Int(Size::Fixed(groups))) => *groups,
