@@ -31,6 +31,7 @@ def export(model, inputs, path=None):
     if any(x.shape[:1] != inputs[0].shape[:1] or x.shape[0] < 2 for x in inputs):
         raise ExportError("expected inputs with the same number of rows, at least two, in their first dimension")
     model = copy.deepcopy(model).train()
+    check_forward(model, inputs)
     batch = tuple({0: torch.export.Dim("batch", min=2)} for _ in inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,6 +39,7 @@ def export(model, inputs, path=None):
             program = torch.export.export(model, inputs, dynamic_shapes=(batch,) if takes_arguments(model) else batch)
         except Exception as error:  # torch.export raises errors of many kinds
             raise ExportError(f"torch.export cannot export the module: {explained(error)}") from error
+        check_shapes(program)
         compare(model, program, inputs)
     for module in program.graph_module.modules():  # subgraphs, such as those of no_grad, are modules of their own
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
@@ -53,6 +55,39 @@ def takes_arguments(model):
     import inspect
 
     return any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
+
+
+def check_forward(model, inputs):
+    """Fails unless forward takes the inputs, returns a tensor with a row for each of theirs, and changes no buffer but a batch norm's."""
+    model = copy.deepcopy(model)
+    norms = tuple(name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._NormBase))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        output = model(*inputs)
+    except Exception as error:  # whatever the user's module raises
+        shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in inputs)
+        raise ExportError(f"forward fails with inputs of {shapes}: {first_line(error)}") from error
+    if not isinstance(output, torch.Tensor):
+        raise ExportError(f"expected one tensor as output, got {type(output).__name__}: wrap the module in one whose forward "
+                          "returns the tensor that the loss takes, such as `return self.model(x).logits`")
+    if output.shape[:1] != inputs[0].shape[:1]:
+        raise ExportError(f"expected an output with {len(inputs[0])} rows for as many rows of input, got {list(output.shape)}: "
+                          "keep the first dimension as it is")
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[0] not in norms and not torch.equal(before[name], buffer):
+            raise ExportError(f"forward changes the buffer {name}: only batch norms may change buffers; change it outside of forward")
+
+
+def check_shapes(program):
+    """Fails if a shape depends on the values of a tensor."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
+            place = [path for path, _ in node.meta.get("nn_module_stack", {}).values()][-1:] or [""]
+            raise ExportError(f"the shape of {node.name} in {place[0] or 'the module itself'} depends on the values of a tensor; "
+                              "compute it with torch.where or masks")
 
 
 def compare(model, program, inputs):
@@ -73,9 +108,6 @@ def trained(module, inputs):
     """The loss of one step, its gradients, and the buffers after it."""
     torch.manual_seed(0)
     output = module(*inputs)
-    if not isinstance(output, torch.Tensor):
-        raise ExportError(f"expected one tensor as output, got {type(output).__name__}: wrap the module in one whose forward "
-                          "returns the tensor that the loss takes, such as `return self.model(x).logits`")
     weights = torch.linspace(-1, 1, output.numel()).view_as(output)
     loss = (output.float() * weights).sum()
     loss.backward()
@@ -124,8 +156,7 @@ def switch_to_evaluation(graph_module):
 
 def explained(error):
     """The first line of torch.export's error, with what to do about the common ones."""
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
+    text, first = str(error).strip(), first_line(error)
     hints = {
         "specialized": "a shape depends on the size of the batch; keep the first dimension as it is",
         "Constraints violated": "a shape depends on the size of the batch; keep the first dimension as it is",
@@ -134,3 +165,8 @@ def explained(error):
     }
     hint = next((hint for sign, hint in hints.items() if sign in text), None)
     return first if hint is None else f"{first} ({hint})"
+
+
+def first_line(error):
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 
@@ -26,12 +27,20 @@ def load(text):
         sys.modules[spec.name] = source
         spec.loader.exec_module(source)
     else:
-        source = importlib.import_module(place)
+        try:
+            source = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ExportError(f"{place}: {error}; expected FILE.py or a module that Python finds") from error
     try:
         found = getattr(source, name)
     except AttributeError as error:
         raise ExportError(f"{place} has no {name}") from error
-    found = found if isinstance(found, torch.nn.Module) else found()
+    if not isinstance(found, torch.nn.Module) and callable(found):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ExportError(f"{name}: {error}; expected a module, or a function or class that makes one without arguments") from error
+        found = found()
     if not isinstance(found, torch.nn.Module):
         raise ExportError(f"expected {name} to be a torch.nn.Module, or to return one, got {type(found).__name__}")
     return found
@@ -42,15 +51,17 @@ def example(text):
     shape, _, kind = text.partition(":")
     try:
         size = [ROWS, *(int(n) for n in shape.split(",") if n)]
+        if min(size) < 1:
+            raise ValueError
         if not kind:
             return torch.randn(size)
         name, _, below = kind.partition("<")
-        if name != "int64":
+        if name != "int64" or int(below or 2) < 1:
             raise ValueError
         return torch.randint(0, int(below or 2), size)
     except ValueError as error:
         raise ExportError(f"--input {text}: expected sizes without the batch, such as 3,224,224, or 128:int64<1000 for "
-                          "integers below 1000") from error
+                          "integers below 1000, in quotes") from error
 
 
 def main():
@@ -67,6 +78,8 @@ def main():
     try:
         if not output.endswith(".pt2"):
             raise ExportError(f"--output {output}: expected a name that ends in .pt2")
+        if not pathlib.Path(output).absolute().parent.is_dir():
+            raise ExportError(f"--output {output}: no such directory")
         model = load(arguments.model)
         export(model, tuple(example(text) for text in arguments.input), output)
     except ExportError as error:

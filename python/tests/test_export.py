@@ -98,6 +98,22 @@ class Export(unittest.TestCase):
     def test_a_shape_that_depends_on_the_batch_is_refused(self):
         self.refused(wrapped(lambda linear, x: linear(x).reshape(2, -1)[:, :6].repeat(2, 1)), "torch.export cannot export the module")
 
+    def test_a_shape_that_depends_on_values_is_refused(self):
+        self.refused(wrapped(lambda linear, x: linear(x[x.sum(1) > -100])), "the shape of index in the module itself depends on")
+
+    def test_other_rows_than_those_of_the_input_are_refused(self):
+        self.refused(wrapped(lambda linear, x: linear(x).sum(0)), "expected an output with 4 rows")
+
+    def test_a_buffer_that_forward_changes_is_refused(self):
+        model = wrapped(lambda linear, x: linear(x))
+        model.register_buffer("calls", torch.zeros(1))
+        model.register_forward_pre_hook(lambda module, _: module.calls.add_(1) and None)
+        self.refused(model, "forward changes the buffer calls")
+
+    def test_inputs_that_forward_does_not_take_are_refused(self):
+        self.refused(nn.Embedding(3, 3), "forward fails with inputs of [4, 3] of torch.float32")
+        self.refused(nn.Bilinear(3, 3, 3), "missing 1 required positional argument")
+
     def test_one_row_is_refused(self):
         with self.assertRaises(ExportError):
             export(nn.Linear(3, 3), (torch.randn(1, 3),))
@@ -111,9 +127,22 @@ class Export(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn("wrote mine.pt2: 12 parameters", done.stdout)
             self.assertTrue(os.path.exists(os.path.join(folder, "mine.pt2")))
-            wrong = subprocess.run([*command, "five"], cwd=folder, env=environment, capture_output=True, text=True)
-            self.assertNotEqual(wrong.returncode, 0)
-            self.assertIn("--input five: expected sizes", wrong.stderr)
+            pathlib.Path(folder, "mine.py").write_text("from torch import nn\nmodel = nn.Linear(5, 2)\ntext = 'x'\nlayer = nn.Linear\n")
+            for model, flags, said in [
+                ("mine.py:model", ["five"], "--input five: expected sizes"),
+                ("mine.py:model", ["0"], "--input 0: expected sizes"),
+                ("mine.py:model", ["5:int64<0"], "--input 5:int64<0: expected sizes"),
+                ("mine.py:model", ["5", "--output", "none/x.pt2"], "none/x.pt2: no such directory"),
+                ("mine.py:other", ["5"], "mine.py has no other"),
+                ("mine.py:text", ["5"], "expected text to be a torch.nn.Module"),
+                ("mine.py:layer", ["5"], "layer: missing a required argument: 'in_features'; expected a module"),
+                ("none.such:model", ["5"], "none.such: No module named 'none'"),
+            ]:
+                command[3] = model
+                wrong = subprocess.run([*command, *flags], cwd=folder, env=environment, capture_output=True, text=True)
+                self.assertNotEqual(wrong.returncode, 0)
+                self.assertIn(said, wrong.stderr)
+                self.assertNotIn("Traceback", wrong.stderr)
 
 
 if __name__ == "__main__":

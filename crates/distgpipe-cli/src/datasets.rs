@@ -353,7 +353,10 @@ fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::R
 /// The tokenizer of `--tokenizer`, for a model that takes text.
 pub fn tokens(name: DataName, flags: &TrainFlags, model: &Model) -> anyhow::Result<Tokens> {
     let Some(length) = token_length(&model.input) else {
-        return Err(usage(format!("--data {}: the model does not take text: use --model roberta", name.name())));
+        return Err(usage(format!("--data {}: the model does not take text: expected two inputs of integers, token ids and their mask, as --model \
+             roberta has",
+            name.name()
+        )));
     };
     let Some(path) = &flags.tokenizer else {
         return Err(usage(format!(
