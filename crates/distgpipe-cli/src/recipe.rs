@@ -9,6 +9,8 @@
 //! | [`tables`] | the published tables, whose rows name recipes |
 //! | [`requirements`] | the GPUs, data and weights that a recipe needs |
 //! | [`table_run`] | runs all rows of a table |
+//! | [`row_process`] | runs one row in a process of its own |
+//! | [`simulated`] | predicts rows for which there are too few GPUs |
 //! | [`measured`] | the files with our figures, which it writes |
 //! | [`table_view`] | a table with our figures beside the published ones |
 //! | [`readme`] | the tables of Markdown files, made from those files |
@@ -21,6 +23,8 @@ pub mod measured;
 pub mod published;
 pub mod readme;
 pub mod requirements;
+mod row_process;
+mod simulated;
 pub mod table_run;
 pub mod table_view;
 pub mod tables;

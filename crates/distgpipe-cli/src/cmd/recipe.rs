@@ -19,6 +19,7 @@ use crate::signals;
 use clap::Subcommand;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Where figures are kept in a checkout of the project.
 const RUNS: &str = "runs/recipes";
@@ -38,6 +39,7 @@ Examples:
   distgpipe recipe run cifar10-sort8 --weights mobilenet_v2.safetensors --epochs 2 --limit 2000
   distgpipe recipe run unet-speed-pipeline-2 --batch 8 --chunks 4 --steps 5
   distgpipe recipe run --table time-mobilenet --device cpu --steps 12 --no-evaluate --out mine
+  distgpipe recipe run --table unet-speed --simulate --steps 12 --row-limit 60 --out mine
   distgpipe recipe table time-mobilenet --runs mine")]
 pub struct RecipeArgs {
     #[command(subcommand)]
@@ -110,6 +112,13 @@ struct RunArgs {
     /// Directory for the figures of --table, in the file TABLE.json [default: runs/recipes]
     #[arg(long, value_name = "DIR", requires = "table", help_heading = "Tables")]
     out: Option<PathBuf>,
+    /// Give a row of --table up after this many seconds, with every seed [default: no limit]
+    #[arg(long, value_name = "SECONDS", requires = "table", help_heading = "Tables")]
+    row_limit: Option<f64>,
+    /// Simulate the rows of --table that need more devices than there are, instead of skipping them: measures each partition alone
+    /// on one device, and simulates the schedule with these times. The figures are marked as simulated
+    #[arg(long, requires = "table", help_heading = "Tables")]
+    simulate: bool,
     /// The flags of `distgpipe train`, which override those of the recipe.
     #[command(flatten)]
     flags: TrainFlags,
@@ -188,17 +197,22 @@ fn list_tables(all: &[PublishedTable]) -> anyhow::Result<String> {
         ("table", Side::Left),
         ("rows", Side::Right),
         ("measured", Side::Right),
+        ("simulated", Side::Right),
         ("title", Side::Left),
         ("document", Side::Left),
     ]);
     for one in all {
-        let has_figures = |row: &&tables::TableRow| {
-            row.model.is_some() || row.recipes().any(|recipe| measured.row(&one.name, recipe).is_some())
+        let runs = |row: &tables::TableRow, simulated: bool| {
+            let mut runs = row.recipes().flat_map(|recipe| measured.rows(&one.name, recipe));
+            runs.any(|(_, row)| row.is_simulated() == simulated)
         };
+        let is_measured = |row: &&tables::TableRow| row.model.is_some() || runs(row, false);
+        let is_simulated = |row: &&tables::TableRow| !is_measured(row) && runs(row, true);
         table.row(vec![
             one.name.clone(),
             one.rows.len().to_string(),
-            one.rows.iter().filter(has_figures).count().to_string(),
+            one.rows.iter().filter(is_measured).count().to_string(),
+            one.rows.iter().filter(is_simulated).count().to_string(),
             one.title.clone(),
             one.document.clone(),
         ]);
@@ -229,6 +243,10 @@ fn run_table(table: &PublishedTable, args: &RunArgs) -> anyhow::Result<()> {
     let flags = args.flags.clone().with_config()?;
     let seeds = if args.seeds.is_empty() { vec![0] } else { args.seeds.clone() };
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(RUNS));
+    let row_limit = args.row_limit.map(|seconds| {
+        let limit = Duration::try_from_secs_f64(seconds).ok().filter(|limit| !limit.is_zero());
+        limit.ok_or_else(|| usage(format!("--row-limit {seconds}: expected seconds above 0 and below 1e19")))
+    });
     let command: Vec<String> = std::env::args().skip(1).map(|word| quoted(&word)).collect();
     let run = TableRun {
         table,
@@ -236,6 +254,8 @@ fn run_table(table: &PublishedTable, args: &RunArgs) -> anyhow::Result<()> {
         seeds: &seeds,
         out: &out,
         flags: &flags,
+        row_limit: row_limit.transpose()?,
+        simulate: args.simulate,
         command: format!("distgpipe {}", command.join(" ")),
     };
     let (path, measurements) = run.run()?;

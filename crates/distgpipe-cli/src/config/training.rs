@@ -2,9 +2,10 @@
 
 use crate::args::{DecayName, MetricName, OptimizerName, TrainFlags};
 use crate::exit::usage;
+use distgpipe::engine::Device;
 use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{Capture, TestMetric, TrainOptions};
-use distgpipe::{Loss, Optim, ParameterGroup};
+use distgpipe::{GraphMode, Loss, Optim, ParameterGroup};
 
 /// The default of `--restarts` in a run with checkpoints.
 const RESTARTS: u64 = 3;
@@ -22,8 +23,16 @@ pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<Trai
         patience: flags.patience,
         // A run without checkpoints would have to collect its state after each epoch.
         restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() { RESTARTS } else { 0 }),
+        warm_up_steps: warm_up_steps(flags),
         ..TrainOptions::default()
     })
+}
+
+/// Steps that times and speeds leave out. On a GPU, the one after the others records graphs.
+fn warm_up_steps(flags: &TrainFlags) -> u64 {
+    let records = flags.devices().iter().any(|device| matches!(device.resolved(), Device::Cuda(_)))
+        && flags.graphs.unwrap_or_default() != GraphMode::Off;
+    TrainOptions::default().warm_up_steps + u64::from(records)
 }
 
 /// The optimizer and its learning rate.

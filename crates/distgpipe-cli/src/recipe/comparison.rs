@@ -12,10 +12,12 @@ use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
 use distgpipe::runtime::trace::{Phase, PhaseTiming};
+use distgpipe::train::LinkSummary;
 use distgpipe::Optim;
 use memory::memory;
 use serde::Serialize;
 use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// One metric of the published row and of the run.
 #[derive(Clone, Debug, Serialize)]
@@ -26,17 +28,20 @@ pub struct ComparisonRow {
     pub ours: String,
     /// The figure of the run as a number in the published unit; memory is in bytes.
     pub value: Option<f64>,
+    /// The share of each worker, where workers are measured apart.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub workers: BTreeMap<String, f64>,
 }
 
 /// The figure of the run, or why there is none.
 enum RunFigure {
-    Measured { text: String, value: Option<f64> },
+    Measured { text: String, value: f64, workers: BTreeMap<String, f64> },
     Missing(String),
 }
 
 impl RunFigure {
     fn number(value: f64, text: String) -> Self {
-        RunFigure::Measured { text, value: Some(value) }
+        RunFigure::Measured { text, value, workers: BTreeMap::new() }
     }
 }
 
@@ -55,13 +60,13 @@ pub fn compare(recipe: &Recipe, ran: &FinishedRun<'_>) -> anyhow::Result<Vec<Com
     let report = serde_json::to_value(ran.report)?;
     let lines = Metric::ALL.iter().filter_map(|&metric| {
         let published = recipe.published.figure(metric);
-        let (ours, value) = match figure_of_run(metric, recipe, ran, &report) {
-            RunFigure::Measured { text, value } => (text, value),
+        let (ours, value, workers) = match figure_of_run(metric, recipe, ran, &report) {
+            RunFigure::Measured { text, value, workers } => (text, Some(value), workers),
             // Neither published nor measured: no line.
             RunFigure::Missing(_) if published.is_none() => return None,
-            RunFigure::Missing(why) => (format!("not measured{why}"), None),
+            RunFigure::Missing(why) => (format!("not measured{why}"), None, BTreeMap::new()),
         };
-        Some(ComparisonRow { metric, published, ours, value })
+        Some(ComparisonRow { metric, published, ours, value, workers })
     });
     Ok(lines.collect())
 }
@@ -174,17 +179,17 @@ fn compression(report: &RunReport) -> RunFigure {
     RunFigure::number(ratio, format!("{ratio:.3}, headers included"))
 }
 
+/// The rate of every link. The figure is that of the first one, from the worker with the first partition.
 fn bandwidth(report: &RunReport) -> RunFigure {
-    let links = report.summary.links.iter().filter_map(|link| {
-        Some(format!("{} → {} {}/s", link.from, link.to, units::bytes(link.delivered_bytes_per_s?)))
-    });
-    let links: Vec<String> = links.collect();
-    if links.is_empty() {
+    let rates = report.summary.links.iter().filter_map(|link| Some((link, link.delivered_bytes_per_s?)));
+    let rates: Vec<(&LinkSummary, f64)> = rates.collect();
+    let Some(&(_, first)) = rates.first() else {
         return RunFigure::Missing(
             ": tensors moved between threads, or in messages too small to measure a link".to_owned(),
         );
-    }
-    RunFigure::Measured { text: links.join(", "), value: None }
+    };
+    let texts = rates.iter().map(|(link, rate)| format!("{} → {} {}/s", link.from, link.to, units::bytes(*rate)));
+    RunFigure::number(first, texts.collect::<Vec<_>>().join(", "))
 }
 
 #[cfg(test)]
@@ -261,6 +266,7 @@ mod tests {
             published: published.map(str::to_owned),
             ours: "1.00/s".to_owned(),
             value: Some(1.0),
+            workers: BTreeMap::new(),
         };
         let text = table(&[line(Metric::Throughput, Some("35.502/s")), line(Metric::Parameters, None)]);
         let rows: Vec<&str> = text.lines().map(str::trim_end).collect();

@@ -4,6 +4,8 @@
 //! anywhere else, except parameters, which are counted.
 
 use super::comparison::Metric;
+use super::simulated::PartitionCosts;
+use super::Recipe;
 use crate::exit::usage;
 use crate::files::read_text;
 use crate::report::units;
@@ -65,9 +67,30 @@ pub struct MeasuredRun {
     /// In the units of [`Metric`]; memory is in bytes.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub figures: BTreeMap<Metric, f64>,
+    /// The share of each worker in the memory, where workers were measured apart.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub memory: BTreeMap<String, f64>,
     /// The committed report that the figures come from, from the root of the repository.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<PathBuf>,
+    /// What a simulated figure was computed from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub costs: Option<PartitionCosts>,
+}
+
+impl MeasuredRun {
+    /// A run that completed.
+    pub fn new(seed: u64, command: Option<String>, figures: BTreeMap<Metric, f64>) -> Self {
+        MeasuredRun {
+            seed,
+            outcome: Outcome::Complete,
+            command,
+            figures,
+            memory: BTreeMap::new(),
+            source: None,
+            costs: None,
+        }
+    }
 }
 
 /// How a run ended.
@@ -76,6 +99,8 @@ pub struct MeasuredRun {
 pub enum Outcome {
     Complete,
     OutOfMemory,
+    /// It did not run: its throughput was computed from measured costs.
+    Simulated,
 }
 
 /// A figure over all seeds.
@@ -84,6 +109,8 @@ pub struct Figure {
     pub mean: f64,
     /// The sample deviation; `None` for one seed.
     pub deviation: Option<f64>,
+    /// Whether a simulation is behind it.
+    pub simulated: bool,
 }
 
 impl Figure {
@@ -94,8 +121,8 @@ impl Figure {
         let squares = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
         match values.len() {
             0 => None,
-            1 => Some(Figure { mean, deviation: None }),
-            _ => Some(Figure { mean, deviation: Some((squares / (count - 1.0)).sqrt()) }),
+            1 => Some(Figure { mean, deviation: None, simulated: false }),
+            _ => Some(Figure { mean, deviation: Some((squares / (count - 1.0)).sqrt()), simulated: false }),
         }
     }
 
@@ -118,9 +145,10 @@ impl Figure {
         };
         // What is counted hardly depends on the seed.
         let deviation = self.deviation.map(plain).filter(|text| metric.is_a_score() || *text != plain(0.0));
+        let mark = if self.simulated { " (simulated)" } else { "" };
         match deviation {
-            Some(deviation) => format!("{} ± {deviation}{unit}", plain(self.mean)),
-            None => format!("{}{unit}", plain(self.mean)),
+            Some(deviation) => format!("{} ± {deviation}{unit}{mark}", plain(self.mean)),
+            None => format!("{}{unit}{mark}", plain(self.mean)),
         }
     }
 }
@@ -134,10 +162,32 @@ fn gibibytes(bytes: f64) -> String {
 }
 
 impl MeasuredRow {
-    /// A figure over all runs that completed.
+    /// The row of a recipe, without runs.
+    pub fn of(recipe: &Recipe) -> Self {
+        MeasuredRow { recipe: Some(recipe.name.clone()), ..MeasuredRow::default() }
+    }
+
+    /// A figure over all runs that have it.
     pub fn figure(&self, metric: Metric) -> Option<Figure> {
         let values: Vec<f64> = self.runs.iter().filter_map(|run| run.figures.get(&metric).copied()).collect();
-        Figure::of(&values)
+        Some(Figure { simulated: self.is_simulated(), ..Figure::of(&values)? })
+    }
+
+    /// A figure as tables print it. Of one run, the memory of each worker is printed too.
+    pub fn text(&self, metric: Metric) -> Option<String> {
+        let figure = self.figure(metric)?.text(metric);
+        Some(match &self.runs[..] {
+            [run] if metric == Metric::Memory && !run.memory.is_empty() => {
+                let each = run.memory.iter().map(|(worker, bytes)| format!("{worker} {}", gibibytes(*bytes)));
+                format!("{figure}: {}", each.collect::<Vec<_>>().join(", "))
+            }
+            _ => figure,
+        })
+    }
+
+    /// Whether its figures come from a simulation.
+    pub fn is_simulated(&self) -> bool {
+        self.runs.iter().any(|run| run.outcome == Outcome::Simulated)
     }
 
     /// Whether the row did not fit into the memory of the machine.
@@ -212,18 +262,29 @@ impl Measured {
         self.files.iter().find(|file| file.table == table)
     }
 
-    /// The run of a recipe: that of the table itself, if it has one.
-    pub fn row(&self, table: &str, recipe: &str) -> Option<(&Measurements, &MeasuredRow)> {
-        let own = self.files.iter().filter(|file| file.table == table);
-        let others = self.files.iter().filter(|file| file.table != table);
-        own.chain(others).find_map(|file| Some((file, file.row(recipe)?)))
+    /// The runs of a recipe, those of the table itself first.
+    pub fn rows<'a>(
+        &'a self,
+        table: &'a str,
+        recipe: &'a str,
+    ) -> impl Iterator<Item = (&'a Measurements, &'a MeasuredRow)> {
+        let own = self.files.iter().filter(move |file| file.table == table);
+        let others = self.files.iter().filter(move |file| file.table != table);
+        own.chain(others).filter_map(move |file| Some((file, file.row(recipe)?)))
     }
 
-    /// The throughput of one recipe divided by that of another: only if one run measured both.
-    pub fn speed_up(&self, table: &str, recipe: &str, baseline: &str) -> Option<Figure> {
-        let (file, row) = self.row(table, recipe)?;
-        let (ours, theirs) = (row.figure(Metric::Throughput)?, file.row(baseline)?.figure(Metric::Throughput)?);
-        Some(Figure { mean: ours.mean / theirs.mean, deviation: None })
+    /// The throughput of one recipe divided by that of another, and where it is from: only if one run measured both.
+    pub fn speed_up<'a>(
+        &'a self,
+        table: &'a str,
+        recipe: &'a str,
+        baseline: &str,
+    ) -> Option<(Figure, &'a Measurements, &'a MeasuredRow)> {
+        self.rows(table, recipe).find_map(|(file, row)| {
+            let (ours, theirs) = (row.figure(Metric::Throughput)?, file.row(baseline)?.figure(Metric::Throughput)?);
+            let simulated = ours.simulated || theirs.simulated;
+            Some((Figure { mean: ours.mean / theirs.mean, deviation: None, simulated }, file, row))
+        })
     }
 }
 
@@ -235,6 +296,15 @@ mod tests {
 
     fn repository() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    }
+
+    /// A row of one run with this throughput.
+    fn row(recipe: &str, rate: f64) -> MeasuredRow {
+        MeasuredRow {
+            recipe: Some(recipe.to_owned()),
+            runs: vec![MeasuredRun::new(0, None, BTreeMap::from([(Metric::Throughput, rate)]))],
+            ..MeasuredRow::default()
+        }
     }
 
     #[test]
@@ -252,17 +322,6 @@ mod tests {
     /// A speed-up across machines, or across runs of a shared machine, would say nothing.
     #[test]
     fn a_speed_up_needs_both_rows_in_one_file() {
-        let row = |recipe: &str, rate: f64| MeasuredRow {
-            recipe: Some(recipe.to_owned()),
-            runs: vec![MeasuredRun {
-                seed: 0,
-                outcome: Outcome::Complete,
-                command: None,
-                figures: BTreeMap::from([(Metric::Throughput, rate)]),
-                source: None,
-            }],
-            ..MeasuredRow::default()
-        };
         let file = |table: &str, rows| Measurements {
             table: table.to_owned(),
             machine: String::new(),
@@ -272,22 +331,55 @@ mod tests {
         };
         let measured = |files| Measured { place: String::new(), files };
         let both = measured(vec![file("a", vec![row("x", 30.0), row("base", 20.0)])]);
-        assert_eq!(both.speed_up("a", "x", "base").map(|figure| figure.mean), Some(1.5));
+        let speed_up = |measured: &Measured| measured.speed_up("a", "x", "base").map(|(figure, ..)| figure);
+        assert_eq!(speed_up(&both).map(|figure| figure.text(Metric::SpeedUp)), Some("1.500×".to_owned()));
         let apart = measured(vec![file("a", vec![row("x", 30.0)]), file("b", vec![row("base", 20.0)])]);
-        assert_eq!(apart.speed_up("a", "x", "base"), None);
-        assert_eq!(apart.row("a", "base").map(|(file, _)| &file.table[..]), Some("b"));
+        assert_eq!(speed_up(&apart), None);
+        assert_eq!(apart.rows("a", "base").map(|(file, _)| &file.table[..]).collect::<Vec<_>>(), ["b"]);
+        let mut simulated = row("x", 30.0);
+        simulated.runs[0].outcome = Outcome::Simulated;
+        let mixed = measured(vec![file("a", vec![simulated, row("base", 20.0)])]);
+        assert_eq!(speed_up(&mixed).map(|figure| figure.text(Metric::SpeedUp)), Some("1.500× (simulated)".to_owned()));
+    }
+
+    /// The published memory of a client and a server is interesting because the two differ.
+    #[test]
+    fn the_memory_of_each_worker_is_printed() {
+        let gib = f64::from(1 << 30);
+        let mut row = row("x", 3.0 * gib);
+        row.runs[0].figures = BTreeMap::from([(Metric::Memory, 3.0 * gib)]);
+        assert_eq!(row.text(Metric::Memory).unwrap(), "3.00 GiB");
+        row.runs[0].memory = BTreeMap::from([("client".to_owned(), gib), ("server".to_owned(), 2.0 * gib)]);
+        assert_eq!(row.text(Metric::Memory).unwrap(), "3.00 GiB: client 1.00 GiB, server 2.00 GiB");
+    }
+
+    /// Whoever doubts a simulated figure has its costs.
+    #[test]
+    fn simulated_figures_follow_from_their_costs() {
+        for file in Measured::committed().unwrap().files {
+            for row in &file.rows {
+                for run in &row.runs {
+                    assert_eq!(run.costs.is_some(), run.outcome == Outcome::Simulated, "{}", file.table);
+                    let (Some(costs), Some(name)) = (&run.costs, &row.recipe) else { continue };
+                    let expected = costs.throughput_per_s(&recipe::find(name).unwrap().run).unwrap();
+                    assert!((run.figures[&Metric::Throughput] / expected - 1.0).abs() < 1e-9, "{name}: {expected}");
+                }
+            }
+        }
     }
 
     #[test]
     fn committed_figures_belong_to_tables_and_recipes() {
         for file in Measured::committed().unwrap().files {
             let table = tables::find(&file.table).unwrap();
+            let rows: Vec<Recipe> = table.recipes().iter().map(|name| recipe::find(name).unwrap()).collect();
+            let baselines = table.baselines(&rows);
             for row in &file.rows {
                 assert!(row.recipe.is_some() != row.label.is_some(), "{}: a recipe or a label", file.table);
                 assert!(row.runs.is_empty() == row.skipped.is_some(), "{}: runs or a reason", file.table);
                 if let Some(name) = &row.recipe {
-                    assert!(table.recipes().contains(&&name[..]), "{}: {name}", file.table);
-                    recipe::find(name).unwrap();
+                    let belongs = table.recipes().contains(&&name[..]) || baselines.contains(name);
+                    assert!(belongs, "{}: {name}", file.table);
                 }
             }
         }

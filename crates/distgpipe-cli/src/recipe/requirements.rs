@@ -20,19 +20,38 @@ pub fn devices(recipe: &Recipe) -> usize {
 /// What the published experiment needs, in words: `2 GPUs, RTE and RoBERTa-base's weights`.
 pub fn needs(recipe: &Recipe) -> String {
     let mut all = vec![gpus(devices(recipe))];
-    all.extend(
-        match recipe.run.data {
-            Some(DataName::Cifar10) => Some("CIFAR-10"),
-            Some(DataName::Cifar100) => Some("CIFAR-100"),
-            Some(DataName::Food101) => Some("Food-101"),
-            Some(DataName::ImageFolder) => Some("ImageNet"),
-            Some(DataName::Rte) => Some("RTE"),
-            Some(DataName::Cola) => Some("CoLA"),
-            Some(DataName::Digits | DataName::Synthetic | DataName::Text | DataName::Tensors) | None => None,
-        }
-        .map(str::to_owned),
-    );
-    all.extend(recipe.starts_from.as_ref().map(|weights| weights.split(" (").next().unwrap_or(weights).to_owned()));
+    all.extend(data_and_weights(recipe));
+    listed(all)
+}
+
+/// What a score needs. Speed does not matter to it, so the workers may share a device.
+pub fn score_needs(recipe: &Recipe) -> String {
+    match data_and_weights(recipe) {
+        all if all.is_empty() => needs(recipe),
+        all => listed(all),
+    }
+}
+
+/// What a speed needs. It does not depend on data and weights.
+pub fn speed_needs(recipe: &Recipe) -> String {
+    gpus(devices(recipe))
+}
+
+fn data_and_weights(recipe: &Recipe) -> Vec<String> {
+    let data = match recipe.run.data {
+        Some(DataName::Cifar10) => Some("CIFAR-10"),
+        Some(DataName::Cifar100) => Some("CIFAR-100"),
+        Some(DataName::Food101) => Some("Food-101"),
+        Some(DataName::ImageFolder) => Some("ImageNet"),
+        Some(DataName::Rte) => Some("RTE"),
+        Some(DataName::Cola) => Some("CoLA"),
+        Some(DataName::Digits | DataName::Synthetic | DataName::Text | DataName::Tensors) | None => None,
+    };
+    let weights = recipe.starts_from.as_ref().map(|weights| weights.split(" (").next().unwrap_or(weights).to_owned());
+    data.map(str::to_owned).into_iter().chain(weights).collect()
+}
+
+fn listed(mut all: Vec<String>) -> String {
     match all.pop() {
         Some(last) if !all.is_empty() => format!("{} and {last}", all.join(", ")),
         last => last.unwrap_or_default(),
@@ -64,5 +83,9 @@ mod tests {
             said("cifar10-mobilenet-pipeline-4-chunks-4"),
             "4 GPUs, CIFAR-10 and MobileNetV2's ImageNet weights"
         );
+        // One figure of a row may need less than the whole row.
+        let recipe = find("rte-roberta-data-parallel-3").unwrap();
+        assert_eq!(score_needs(&recipe), "RTE and RoBERTa-base's weights");
+        assert_eq!(speed_needs(&recipe), "3 GPUs");
     }
 }

@@ -1,9 +1,10 @@
-//! Runs the rows of a published table one after the other, each in a process of its own: memory is that of one row, and a row that
-//! does not fit ends itself and nothing else.
+//! Runs the rows of a published table one after the other.
 
 use super::comparison::Metric;
 use super::measured::{MeasuredRow, MeasuredRun, Measurements, Outcome};
 use super::requirements::{devices, gpus};
+use super::row_process::{self, Ended};
+use super::simulated::{predict, Predicted};
 use super::tables::PublishedTable;
 use super::{find, Recipe};
 use crate::args::TrainFlags;
@@ -13,19 +14,10 @@ use crate::files::{check_directory, NewFile};
 use crate::report;
 use anyhow::Context;
 use distgpipe::engine::Device;
-use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
-
-/// The exit status of wrong usage: the data or the tokenizer is missing.
-const WRONG_USAGE: i32 = 2;
-/// From here on, a status is 128 and the number of a signal.
-const SIGNALS: i32 = 128;
-/// A process that the kernel kills for its memory gets this signal.
-const SIGKILL: i32 = 9;
+use std::process::Command;
+use std::time::Duration;
 
 /// What to run, and where the figures go.
 pub struct TableRun<'a> {
@@ -37,6 +29,10 @@ pub struct TableRun<'a> {
     pub out: &'a Path,
     /// Flags that override those of every recipe.
     pub flags: &'a TrainFlags,
+    /// After how long a row is given up.
+    pub row_limit: Option<Duration>,
+    /// Whether rows that need more devices than there are get a simulated figure.
+    pub simulate: bool,
     /// The command, for the file.
     pub command: String,
 }
@@ -108,6 +104,10 @@ impl TableRun<'_> {
                 recipes.push(recipe);
             }
         }
+        // A speed-up needs the row that it is relative to in the same file, also where the table does not have it.
+        for name in self.table.baselines(&recipes) {
+            recipes.push(find(&name)?);
+        }
         match recipes.is_empty() {
             true if self.words.is_empty() => {
                 Err(usage(format!("--table {}: none of its rows has a recipe to run", self.table.name)))
@@ -119,33 +119,65 @@ impl TableRun<'_> {
 
     /// Runs a row with every seed, unless the machine lacks something.
     fn row(&self, recipe: &Recipe, gpus_here: usize) -> anyhow::Result<MeasuredRow> {
-        let mut row = MeasuredRow { recipe: Some(recipe.name.clone()), ..MeasuredRow::default() };
         let mut flags = TrainFlags { json: None, config: None, ..self.flags.clone() };
         let wanted = devices(recipe);
+        let available = flags.device.as_ref().map_or(gpus_here, |devices| devices.iter().count());
+        let simulated = self.simulate && available < wanted && available > 0;
         if flags.device.is_none() {
-            if gpus_here < wanted {
-                row.skipped = Some(format!(
+            if gpus_here < wanted && !simulated {
+                let why = format!(
                     "it needs {}, and this machine has {}; --device cpu, or --device cuda:0, has all workers share one device",
                     gpus(wanted),
                     gpus_here
-                ));
-                return Ok(row);
+                );
+                return Ok(MeasuredRow { skipped: Some(why), ..MeasuredRow::of(recipe) });
             }
-            let all: Vec<String> = (0..wanted).map(|index| format!("cuda:{index}")).collect();
+            let all: Vec<String> = (0..wanted.min(gpus_here)).map(|index| format!("cuda:{index}")).collect();
             flags.device = Some(all.join(",").parse()?);
         }
+        if simulated {
+            // Partitions take turns on one device.
+            flags.device = flags.devices().iter().next().map(Into::into);
+        }
+        self.seeded(recipe, |seed| {
+            let flags = TrainFlags { seed: Some(seed), ..flags.clone() };
+            Ok(match simulated {
+                true => match predict(recipe, &flags, self.row_limit)? {
+                    Ended::Complete(predicted) => Ended::Complete(of_simulation(seed, predicted)),
+                    Ended::OutOfMemory => Ended::OutOfMemory,
+                    Ended::Failed(why) => Ended::Failed(why),
+                },
+                false => match row_process::run(recipe, &flags, self.row_limit)? {
+                    Ended::Complete(output) => {
+                        let (figures, memory) = (output.figures(), output.memory());
+                        let run = MeasuredRun::new(seed, Some(output.run.command), figures);
+                        Ended::Complete((MeasuredRun { memory, ..run }, output.deviations))
+                    }
+                    Ended::OutOfMemory => Ended::OutOfMemory,
+                    Ended::Failed(why) => Ended::Failed(why),
+                },
+            })
+        })
+    }
+
+    /// The row of a recipe, made with every seed.
+    fn seeded(
+        &self,
+        recipe: &Recipe,
+        mut run: impl FnMut(u64) -> anyhow::Result<Ended<(MeasuredRun, Vec<String>)>>,
+    ) -> anyhow::Result<MeasuredRow> {
+        let mut row = MeasuredRow::of(recipe);
         for &seed in self.seeds {
             report::note(&format!("{}, seed {seed}:", recipe.name));
-            flags.seed = Some(seed);
-            match one(recipe, &flags)? {
-                Ended::Complete { run, deviations } => {
-                    row.runs.push(run.measured(seed));
+            match run(seed)? {
+                Ended::Complete((run, deviations)) => {
+                    row.runs.push(run);
                     row.deviations = deviations;
                 }
                 Ended::OutOfMemory => {
                     report::note(&format!("{}, seed {seed}: out of memory", recipe.name));
                     let outcome = Outcome::OutOfMemory;
-                    row.runs.push(MeasuredRun { seed, outcome, command: None, figures: BTreeMap::new(), source: None });
+                    row.runs.push(MeasuredRun { outcome, ..MeasuredRun::new(seed, None, BTreeMap::new()) });
                     // Another seed needs as much.
                     break;
                 }
@@ -161,95 +193,15 @@ impl TableRun<'_> {
     }
 }
 
-/// How the process of a row ended.
-enum Ended {
-    Complete { run: RecipeRun, deviations: Vec<String> },
-    OutOfMemory,
-    Failed(String),
-}
-
-/// What is taken from the output of `recipe run --json`.
-#[derive(Deserialize)]
-struct RecipeOutput {
-    comparison: Vec<ComparedFigure>,
-    deviations: Vec<String>,
-    run: RunOutput,
-}
-
-#[derive(Deserialize)]
-struct ComparedFigure {
-    metric: Metric,
-    value: Option<f64>,
-}
-
-#[derive(Deserialize)]
-struct RunOutput {
-    command: String,
-}
-
-/// The figures of a run that completed.
-struct RecipeRun {
-    command: String,
-    figures: BTreeMap<Metric, f64>,
-}
-
-impl RecipeRun {
-    fn measured(self, seed: u64) -> MeasuredRun {
-        let RecipeRun { command, figures } = self;
-        MeasuredRun { seed, outcome: Outcome::Complete, command: Some(command), figures, source: None }
-    }
-}
-
-/// Runs a recipe in another process. Its messages go to standard error.
-fn one(recipe: &Recipe, flags: &TrainFlags) -> anyhow::Result<Ended> {
-    let program = std::env::current_exe().context("finding this program")?;
-    let mut process = Command::new(program)
-        .args(["recipe", "run", &recipe.name, "--json"])
-        .args(flags.to_arguments()?)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .context("starting a process for the row")?;
-    let messages = process.stderr.take().context("the standard error of the row")?;
-    // Standard output has one report, which fits into memory; both are read at once, so that neither pipe fills up.
-    let reader = std::thread::spawn(move || {
-        let mut errors = String::new();
-        for line in BufReader::new(messages).lines().map_while(Result::ok) {
-            let _ = writeln!(std::io::stderr(), "  {line}");
-            if let Some(error) = line.strip_prefix("error: ") {
-                errors = error.to_owned();
-            }
-        }
-        errors
-    });
-    let output = process.wait_with_output().context("waiting for the row")?;
-    let error = reader.join().unwrap_or_default();
-    if output.status.success() {
-        let output: RecipeOutput = serde_json::from_slice(&output.stdout).context("the report of the row")?;
-        let figures = output.comparison.iter().filter_map(|figure| Some((figure.metric, figure.value?))).collect();
-        let run = RecipeRun { command: output.run.command, figures };
-        return Ok(Ended::Complete { run, deviations: output.deviations });
-    }
-    ended(output.status, error)
-}
-
-/// What became of a process that failed with this error.
-fn ended(status: ExitStatus, error: String) -> anyhow::Result<Ended> {
-    let lower = error.to_lowercase();
-    // Of a GPU, of libtorch's allocator for the CPU, and of our own check.
-    let memory = ["out of memory", "can't allocate memory", "cannot allocate memory", " of memory, and this host has "];
-    if memory.iter().any(|text| lower.contains(text)) || status.signal() == Some(SIGKILL) {
-        return Ok(Ended::OutOfMemory);
-    }
-    match status.code() {
-        Some(code) if code < SIGNALS => {
-            let what = if code == WRONG_USAGE { "" } else { "it failed: " };
-            Ok(Ended::Failed(format!("{what}{error}")))
-        }
-        // The user stopped the row, and so all of them.
-        _ => anyhow::bail!("the row was stopped: {status}"),
-    }
+/// A simulated figure and what differs.
+fn of_simulation(seed: u64, predicted: Predicted) -> (MeasuredRun, Vec<String>) {
+    let figures = BTreeMap::from([(Metric::Throughput, predicted.throughput_per_s)]);
+    let run = MeasuredRun {
+        outcome: Outcome::Simulated,
+        costs: Some(predicted.costs),
+        ..MeasuredRun::new(seed, Some(predicted.command), figures)
+    };
+    (run, predicted.deviations)
 }
 
 /// The processor and the GPUs of this machine.
@@ -264,30 +216,4 @@ fn machine() -> String {
         listed.lines().map(|gpu| gpu.trim().replace(", ", ", driver ")).filter(|gpu| !gpu.is_empty()).collect();
     parts.push(format!("{} of {model}", report::units::plural(cores(), "core")));
     parts.join("; ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn out_of_memory_is_an_outcome_and_a_signal_ends_the_table() {
-        let exit = |code: i32| ExitStatus::from_raw(code << 8);
-        let of = |status, error: &str| ended(status, error.to_owned());
-        for error in [
-            "worker w0: libtorch: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            "libtorch: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory",
-            "worker w0 takes 12.0 TB of memory, and this host has 8.0 GB left: use a smaller model",
-        ] {
-            assert!(matches!(of(exit(1), error), Ok(Ended::OutOfMemory)), "{error}");
-        }
-        assert!(matches!(of(ExitStatus::from_raw(SIGKILL), ""), Ok(Ended::OutOfMemory)));
-        let said = |status, error: &str| match of(status, error) {
-            Ok(Ended::Failed(why)) => why,
-            _ => panic!("expected a failure"),
-        };
-        assert_eq!(said(exit(2), "--data cifar10: not there"), "--data cifar10: not there");
-        assert_eq!(said(exit(1), "worker w1 stalled"), "it failed: worker w1 stalled");
-        assert!(of(exit(130), "").is_err() && of(ExitStatus::from_raw(15), "").is_err());
-    }
 }

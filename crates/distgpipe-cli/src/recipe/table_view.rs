@@ -2,7 +2,7 @@
 
 use super::comparison::Metric;
 use super::measured::{Figure, Measured, MeasuredRow, Measurements};
-use super::requirements::needs;
+use super::requirements::{needs, score_needs, speed_needs};
 use super::tables::{PublishedTable, TableRow};
 use super::{find, Recipe};
 use crate::config::{model, ExportedFlags};
@@ -82,7 +82,7 @@ impl<'a> TableView<'a> {
     /// Puts our figures beside the published ones.
     pub fn new(table: &'a PublishedTable, measured: &Measured) -> anyhow::Result<Self> {
         let rows = table.rows.iter().map(|row| Measuring { table, measured, row }.figures());
-        let figures: Vec<Vec<Option<String>>> = rows.collect::<Result<_, _>>()?;
+        let figures: Vec<Vec<Option<Ours<'_>>>> = rows.collect::<Result<_, _>>()?;
         let own = measured.table(&table.name);
         let extra: Vec<&MeasuredRow> =
             own.iter().flat_map(|file| &file.rows).filter(|row| row.label.is_some()).collect();
@@ -101,8 +101,8 @@ impl<'a> TableView<'a> {
         let mut rows = Vec::new();
         for (row, figures) in table.rows.iter().zip(&figures) {
             rows.push(ViewRow {
-                cells: shown.cells(|i| row.cells[i].clone(), |i| figures[i].clone()),
-                not_measured: if is_measured(table, row, figures) { None } else { Some(reason(row)?) },
+                cells: shown.cells(|i| row.cells[i].clone(), |i| Some(figures[i].as_ref()?.text.clone())),
+                not_measured: not_measured(table, row, figures)?,
                 recipe: row.recipes().next().map(str::to_owned),
             });
         }
@@ -118,7 +118,7 @@ impl<'a> TableView<'a> {
             common: all.filter(same).map(|i| (table.columns[i].clone(), table.rows[0].cells[i].clone())).collect(),
             columns: shown.cells(|i| table.columns[i].clone(), |_| Some("ours".to_owned())),
             rows,
-            sources: sources(table, measured, &extra),
+            sources: sources(table, measured, figures.iter().flatten().flatten(), &extra),
         })
     }
 
@@ -220,26 +220,44 @@ fn wrapped(text: &str) -> String {
     made
 }
 
-/// Whether a row has a figure of ours that somebody measured. Parameters are counted, which is all there is to a row with a model.
-fn is_measured(table: &PublishedTable, row: &TableRow, figures: &[Option<String>]) -> bool {
-    let mut columns = table.columns.iter().zip(figures);
-    let counted = |column: &String| table.figures.get(column) == Some(&Metric::Parameters);
-    row.model.is_some() || columns.any(|(column, figure)| figure.is_some() && !counted(column))
+/// A figure of ours as it is printed, and the run that it is from; none for what is counted.
+struct Ours<'a> {
+    text: String,
+    from: Option<(&'a Measurements, &'a MeasuredRow)>,
+}
+
+/// Why a row has no figure of ours, or not all of them. Parameters are counted, which is all there is to a row with a model.
+fn not_measured(
+    table: &PublishedTable,
+    row: &TableRow,
+    figures: &[Option<Ours<'_>>],
+) -> anyhow::Result<Option<String>> {
+    if row.model.is_some() {
+        return Ok(None);
+    }
+    let recipe = row.recipes().next().map(find).transpose()?;
+    let (Some(recipe), None) = (recipe, &row.note) else { return Ok(Some(row.note.clone().unwrap_or_default())) };
+    if figures.iter().flatten().all(|figure| figure.from.is_none()) {
+        return Ok(Some(format!("not measured: needs {}", needs(&recipe))));
+    }
+    let mut missing = Vec::new();
+    for ((column, cell), figure) in table.columns.iter().zip(&row.cells).zip(figures) {
+        let needed = match table.metric(column, Some(&recipe)) {
+            Some(metric) if metric.is_a_score() => score_needs(&recipe),
+            Some(Metric::Throughput) => speed_needs(&recipe),
+            _ => continue,
+        };
+        if figure.is_none() && cell.contains(|c: char| c.is_ascii_digit()) {
+            missing.push(format!("{column} needs {needed}"));
+        }
+    }
+    Ok((!missing.is_empty()).then(|| format!("not measured: {}", missing.join("; "))))
 }
 
 /// The figure of a row that the published table does not have.
 fn extra_figure(table: &PublishedTable, column: usize, row: &MeasuredRow) -> Option<String> {
     let metric = *table.figures.get(&table.columns[column])?;
-    Some(row.figure(metric)?.text(metric))
-}
-
-/// Why a row has no figure of ours.
-fn reason(row: &TableRow) -> anyhow::Result<String> {
-    Ok(match (&row.note, row.recipes().next()) {
-        (Some(note), _) => note.clone(),
-        (None, Some(name)) => format!("not measured: needs {}", needs(&find(name)?)),
-        (None, None) => NONE.to_owned(),
-    })
+    row.text(metric)
 }
 
 /// One row of a table, whose figures are looked up.
@@ -249,59 +267,63 @@ struct Measuring<'a> {
     row: &'a TableRow,
 }
 
-impl Measuring<'_> {
+impl<'a> Measuring<'a> {
     /// Our figure in each column of the table.
-    fn figures(&self) -> anyhow::Result<Vec<Option<String>>> {
+    fn figures(&self) -> anyhow::Result<Vec<Option<Ours<'a>>>> {
         self.table.columns.iter().map(|column| self.figure(column)).collect()
     }
 
-    fn figure(&self, column: &str) -> anyhow::Result<Option<String>> {
-        let recipe = self.row.recipe_of(column).map(find).transpose()?;
+    fn figure(&self, column: &str) -> anyhow::Result<Option<Ours<'a>>> {
+        let (name, table) = (self.row.recipe_of(column), &self.table.name);
+        let recipe = name.map(find).transpose()?;
         let Some(metric) = self.table.metric(column, recipe.as_ref()) else { return Ok(None) };
         if metric == Metric::Parameters {
             return self.parameters(recipe.as_ref());
         }
-        let Some(recipe) = recipe else { return Ok(None) };
+        let (Some(recipe), Some(name)) = (recipe, name) else { return Ok(None) };
         if metric == Metric::SpeedUp {
             let baseline = recipe.published.speed_up_to.as_ref().unwrap_or(&recipe.name);
-            let figure = self.measured.speed_up(&self.table.name, &recipe.name, baseline);
-            return Ok(figure.map(|figure| figure.text(metric)));
+            let found = self.measured.speed_up(table, name, baseline);
+            return Ok(found.map(|(figure, file, row)| Ours { text: figure.text(metric), from: Some((file, row)) }));
         }
-        let Some((_, row)) = self.measured.row(&self.table.name, &recipe.name) else { return Ok(None) };
-        Ok(match row.figure(metric) {
-            Some(figure) => Some(figure.text(metric)),
-            None => row.is_out_of_memory().then(|| "out of memory".to_owned()),
-        })
+        // One run may have the speed of a row, and another one its score.
+        let mut rows = self.measured.rows(table, name);
+        let found = rows.find_map(|(file, row)| Some(Ours { text: row.text(metric)?, from: Some((file, row)) }));
+        let mut rows = self.measured.rows(table, name);
+        Ok(found.or_else(|| {
+            let from = rows.find(|(_, row)| row.is_out_of_memory())?;
+            Some(Ours { text: "out of memory".to_owned(), from: Some(from) })
+        }))
     }
 
     /// Parameters are counted: no run is needed.
-    fn parameters(&self, recipe: Option<&Recipe>) -> anyhow::Result<Option<String>> {
+    fn parameters(&self, recipe: Option<&Recipe>) -> anyhow::Result<Option<Ours<'a>>> {
         let (name, set) = match (recipe, &self.row.model) {
             (Some(recipe), _) => (recipe.run.model.as_deref().unwrap_or_default(), &recipe.run.set),
             (None, Some(name)) => (&name[..], &self.row.set),
             (None, None) => return Ok(None),
         };
         let model = model("--model", name, set, ExportedFlags::default())?;
-        let figure = Figure { mean: model.parameters() as f64, deviation: None };
-        Ok(Some(figure.text(Metric::Parameters)))
+        let figure = Figure { mean: model.parameters() as f64, deviation: None, simulated: false };
+        Ok(Some(Ours { text: figure.text(Metric::Parameters), from: None }))
     }
 }
 
 /// The files whose figures the view shows, each with its deviations.
-fn sources(table: &PublishedTable, measured: &Measured, extra: &[&MeasuredRow]) -> Vec<Source> {
+fn sources<'a>(
+    table: &PublishedTable,
+    measured: &'a Measured,
+    figures: impl Iterator<Item = &'a Ours<'a>>,
+    extra: &[&'a MeasuredRow],
+) -> Vec<Source> {
     let mut files: Vec<(&Measurements, Vec<&MeasuredRow>)> = Vec::new();
-    for recipe in table.recipes() {
-        if let Some((file, row)) = measured.row(&table.name, recipe) {
-            match files.iter_mut().find(|(known, _)| known.table == file.table) {
-                Some((_, rows)) => rows.push(row),
-                None => files.push((file, vec![row])),
-            }
-        }
-    }
-    if let (Some(own), false) = (measured.table(&table.name), extra.is_empty()) {
-        match files.iter_mut().find(|(known, _)| known.table == own.table) {
-            Some((_, rows)) => rows.extend(extra),
-            None => files.push((own, extra.to_vec())),
+    let own = measured.table(&table.name);
+    let extra = own.into_iter().flat_map(|own| extra.iter().map(move |row| (own, *row)));
+    for (file, row) in figures.filter_map(|figure| figure.from).chain(extra) {
+        match files.iter_mut().find(|(known, _)| known.table == file.table) {
+            Some((_, rows)) if rows.iter().any(|known| std::ptr::eq(*known, row)) => {}
+            Some((_, rows)) => rows.push(row),
+            None => files.push((file, vec![row])),
         }
     }
     let source = |(file, rows): (&Measurements, Vec<&MeasuredRow>)| {

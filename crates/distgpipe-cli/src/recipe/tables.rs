@@ -5,7 +5,7 @@ use super::Recipe;
 use crate::exit::usage;
 use crate::report::{listed, nearest, unknown, NAMES_LISTED_MAX};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
 const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/tables.toml"));
@@ -73,6 +73,13 @@ impl PublishedTable {
             }
         }
         all
+    }
+
+    /// The recipes that the speed-ups of these rows are relative to, and that are not among them.
+    pub fn baselines(&self, rows: &[Recipe]) -> BTreeSet<String> {
+        let speed_ups = self.figures.values().any(|&metric| metric == Metric::SpeedUp);
+        let baselines = rows.iter().filter(|_| speed_ups).filter_map(|row| row.published.speed_up_to.clone());
+        baselines.filter(|name| rows.iter().all(|row| row.name != *name)).collect()
     }
 
     /// What a column measures in the rows of a recipe: a column of scores has the Matthews correlation for CoLA.
@@ -175,6 +182,18 @@ mod tests {
             }
         }
         assert!(compared > 250, "only {compared} figures were compared");
+    }
+
+    #[test]
+    fn the_row_that_a_speed_up_is_relative_to_belongs_to_its_rows() {
+        let baselines = |table: &str, rows: &[&str]| {
+            let rows: Vec<Recipe> = rows.iter().map(|name| recipe::find(name).unwrap()).collect();
+            find(table).unwrap().baselines(&rows).into_iter().collect::<Vec<_>>()
+        };
+        let averaged = "cifar10-mobilenet-pipeline-2-averaged";
+        assert_eq!(baselines("separated-averagely", &[averaged]), ["cifar10-mobilenet-data-parallel-2"]);
+        assert!(baselines("unet-speed", &["unet-speed-baseline", "unet-speed-pipeline-2"]).is_empty());
+        assert!(baselines("roberta-throughput", &["rte-roberta-pipeline-2-batch-64"]).is_empty());
     }
 
     #[test]

@@ -41,11 +41,13 @@ pub(super) fn memory(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     }
     // Some rows have the memory of each GPU.
     let alone = gpus.iter().enumerate().all(|(i, gpu)| gpu.is_none() || !gpus[..i].contains(gpu));
+    let mut apart = BTreeMap::new();
     if metric == Metric::Memory && alone && workers.len() > 1 {
         let each = workers.iter().map(|worker| format!("{} {}", worker.name, amount(peak_of(worker))));
         text = format!("{text}: {}", each.collect::<Vec<_>>().join(", "));
+        apart.extend(workers.iter().map(|worker| (worker.name.clone(), peak_of(worker) as f64)));
     }
-    RunFigure::number(bytes as f64, text)
+    RunFigure::Measured { text, value: bytes as f64, workers: apart }
 }
 
 /// The sum over all workers, in which workers that share a GPU count once.
@@ -107,12 +109,12 @@ mod tests {
             let device = Some(devices.parse().unwrap());
             let flags = TrainFlags { workers: Some(workers.to_owned()), device, ..TrainFlags::default() };
             let report = report(reserved, 1);
-            let RunFigure::Measured { text, value } =
+            let RunFigure::Measured { text, value, .. } =
                 memory(metric, &FinishedRun { report: &report, flags: &flags, optim: Optim::sgd(0.0) })
             else {
                 panic!("memory is always measured")
             };
-            (text, value)
+            (text, Some(value))
         };
         let whole = |reserved, workers| said(Metric::Memory, reserved, workers);
         let taken = "90.0 MB reserved on the GPU, 70.0 MB of it in tensors";

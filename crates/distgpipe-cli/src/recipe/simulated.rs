@@ -1,0 +1,255 @@
+//! Predicts the throughput of a run on more GPUs than there are.
+//!
+//! One worker for each partition trains on the one device, with a single micro-batch in each step. So only one partition computes at
+//! a time, and its passes take as long as on a device of its own. The schedule of the recipe is simulated with these times; replicas
+//! run it side by side. Messages cost nothing, and loading is hidden by computation.
+
+use super::deviations::deviations;
+use super::row_process::{self, Ended, RunOutput};
+use super::Recipe;
+use crate::args::TrainFlags;
+use anyhow::Context;
+use distgpipe::runtime::trace::{Phase, PhaseTiming};
+use distgpipe_core::placement::Placement;
+use distgpipe_core::schedule::{simulate, Costs, Recompute, Request};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Steps of the run that measures the partitions, unless --steps is given.
+const STEPS: u64 = 10;
+
+/// How long the layers are measured at most, where the recipe leaves the cut to measurements.
+const CHOICE_S: f64 = 10.0;
+
+/// What each partition took for one micro-batch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartitionCosts {
+    /// Rows of the micro-batch.
+    pub rows: usize,
+    /// Layers of the partitions.
+    pub balance: Vec<usize>,
+    pub forward_s: Vec<f64>,
+    /// Forward passes that are run again; all 0 if none are.
+    pub recompute_s: Vec<f64>,
+    pub backward_s: Vec<f64>,
+    /// The optimizer, once a step.
+    pub optimizer_s: Vec<f64>,
+}
+
+/// A prediction.
+pub struct Predicted {
+    pub throughput_per_s: f64,
+    pub costs: PartitionCosts,
+    /// The command that measured the costs.
+    pub command: String,
+    pub deviations: Vec<String>,
+}
+
+/// Measures the partitions of a recipe, and simulates its step.
+pub fn predict(recipe: &Recipe, given: &TrainFlags, limit: Option<Duration>) -> anyhow::Result<Ended<Predicted>> {
+    let run = TrainFlags { steps: None, ..recipe.with(given)? };
+    let chosen = match run.auto_balance {
+        Some(partitions) => match choose(&run, partitions, limit)? {
+            Ended::Complete(cut) => Some(cut.balance),
+            Ended::OutOfMemory => return Ok(Ended::OutOfMemory),
+            Ended::Failed(why) => return Ok(Ended::Failed(why)),
+        },
+        None => None,
+    };
+    let output = match row_process::run(recipe, &measuring(&run, given, chosen.as_deref())?, limit)? {
+        Ended::Complete(output) => output,
+        Ended::OutOfMemory => return Ok(Ended::OutOfMemory),
+        Ended::Failed(why) => return Ok(Ended::Failed(why)),
+    };
+    let Some(costs) = PartitionCosts::measured(&output.run, rows(&run)) else {
+        return Ok(Ended::Failed(format!(
+            "the costs of its partitions need more than {} steps: raise --steps",
+            output.run.warm_up_steps
+        )));
+    };
+    let mut deviations = deviations(recipe, &run)?;
+    let devices: Vec<String> = run.devices().iter().map(|device| device.resolved().to_string()).collect();
+    deviations[0] = format!(
+        "Simulated, not measured: the schedule was simulated for the number of GPUs in the row, with the times that each partition \
+         took for one micro-batch on {}, while no other partition computed. Links cost nothing, and loading is hidden.",
+        devices.join(", ")
+    );
+    Ok(Ended::Complete(Predicted {
+        throughput_per_s: costs.throughput_per_s(&run)?,
+        costs,
+        command: output.run.command,
+        deviations,
+    }))
+}
+
+/// What is taken from the output of `distgpipe balance --json`.
+#[derive(Deserialize)]
+struct Cut {
+    balance: Vec<usize>,
+}
+
+/// The cut that the run itself would choose.
+fn choose(run: &TrainFlags, partitions: usize, limit: Option<Duration>) -> anyhow::Result<Ended<Cut>> {
+    let model = run.model.clone().unwrap_or_default();
+    let mut arguments = vec!["balance".to_owned(), model, "--json".to_owned()];
+    let mut put = |flag: &str, value: String| arguments.push(format!("--{flag}={value}"));
+    run.set.iter().for_each(|setting| put("set", setting.clone()));
+    put("partitions", partitions.to_string());
+    put("rows", rows(run).to_string());
+    put("time-limit", CHOICE_S.to_string());
+    put("chunks", run.chunks.unwrap_or(1).to_string());
+    put("device", run.devices().iter().next().unwrap_or_default().to_string());
+    run.schedule.iter().for_each(|schedule| put("schedule", schedule.to_string()));
+    run.recompute.iter().for_each(|recompute| put("recompute", recompute.to_string()));
+    run.place.iter().for_each(|place| put("place", place.clone()));
+    run.threads.iter().for_each(|threads| put("threads", threads.to_string()));
+    row_process::call(arguments, limit)
+}
+
+/// Rows of a micro-batch.
+fn rows(run: &TrainFlags) -> usize {
+    let micro_batches = run.chunks.unwrap_or(1).saturating_mul(run.replicas.unwrap_or(1));
+    run.batch.unwrap_or(1).div_ceil(micro_batches.max(1))
+}
+
+/// The number of partitions, which all recipes of pipelines state.
+fn partitions(run: &TrainFlags) -> usize {
+    let items = |list: &String| list.split(',').count();
+    let listed = run.place.as_ref().or(run.balance.as_ref()).map(items);
+    listed.or(run.auto_balance).or(run.partitions).unwrap_or(1)
+}
+
+/// The flags that measure the partitions of a run: one worker for each, one micro-batch in a step.
+fn measuring(run: &TrainFlags, given: &TrainFlags, chosen: Option<&[usize]>) -> anyhow::Result<TrainFlags> {
+    let workers: Vec<String> = (0..partitions(run)).map(|partition| format!("p{partition}")).collect();
+    let chosen = chosen.map(|sizes| sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join(","));
+    Ok(TrainFlags {
+        // Naming a cut drops the placement of the recipe, and the other way round its own cut stays.
+        balance: chosen.or_else(|| given.balance.clone()),
+        place: Some(workers.join(",")),
+        workers: Some("threads".to_owned()),
+        replicas: run.replicas.map(|_| 1),
+        batch: Some(rows(run)),
+        chunks: Some(1),
+        recompute: Some(match run.recompute.unwrap_or_default() {
+            Recompute::Never => Recompute::Never,
+            Recompute::ExceptLast | Recompute::Always => Recompute::Always,
+        }),
+        phases: Some(PhaseTiming::Exact),
+        steps: Some(given.steps.unwrap_or(STEPS)),
+        no_evaluate: Some(true),
+        ..given.clone()
+    })
+}
+
+impl PartitionCosts {
+    /// The costs of a run whose workers have one partition each; `None` if it ended with its warm-up.
+    fn measured(run: &RunOutput, rows: usize) -> Option<Self> {
+        let steps = run.steps.checked_sub(run.warm_up_steps).filter(|&steps| steps > 0)? as f64;
+        let spent = |phase: Phase| {
+            let seconds = run.workers.iter().map(|worker| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0));
+            seconds.map(|seconds| seconds / steps).collect()
+        };
+        Some(PartitionCosts {
+            rows,
+            balance: run.balance.clone(),
+            forward_s: spent(Phase::Forward),
+            recompute_s: spent(Phase::Recompute),
+            backward_s: spent(Phase::Backward),
+            optimizer_s: spent(Phase::Optimizer),
+        })
+    }
+
+    /// Rows per second of a run with these flags, in which every worker of every replica has a device of its own.
+    pub fn throughput_per_s(&self, run: &TrainFlags) -> anyhow::Result<f64> {
+        let placement = match &run.place {
+            Some(place) => place.parse().context("the placement of the recipe")?,
+            None => Placement::one_worker_each(self.balance.len()),
+        };
+        let mut request = Request::new(placement.clone(), run.chunks.unwrap_or(1));
+        request.recompute = run.recompute.unwrap_or_default();
+        let plan = run.schedule.unwrap_or_default().plan(&request).context("the schedule of the recipe")?;
+        let costs = Costs {
+            recompute: self.recompute_s.clone(),
+            ..Costs::new(self.forward_s.clone(), self.backward_s.clone())
+        };
+        let passes = simulate(&plan, &costs).context("simulating the step")?.makespan;
+        let of_worker = |worker| {
+            let partitions = placement.partition_ids().filter(|&p| placement.worker_of(p) == worker);
+            partitions.map(|p| self.optimizer_s.get(p.index()).copied().unwrap_or(0.0)).sum::<f64>()
+        };
+        let updates = plan.placement().worker_ids().map(of_worker).fold(0.0, f64::max);
+        Ok(run.batch.unwrap_or(0) as f64 / (passes + updates))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::find;
+
+    fn costs(partitions: usize, pass_s: f64) -> PartitionCosts {
+        let each = |seconds: f64| vec![seconds; partitions];
+        PartitionCosts {
+            rows: 1,
+            balance: vec![1; partitions],
+            forward_s: each(pass_s),
+            recompute_s: each(pass_s),
+            backward_s: each(2.0 * pass_s),
+            optimizer_s: each(0.0),
+        }
+    }
+
+    /// With equal partitions, a GPipe step lasts as long as the passes of all micro-batches on one worker, and those of one on the
+    /// others. Of the last micro-batch, no pass is run again.
+    #[test]
+    fn a_step_is_simulated_with_the_schedule_of_the_recipe() {
+        let run = find("amoebanet-speed-n4-m4").unwrap().run;
+        let rate = costs(4, 0.1).throughput_per_s(&run).unwrap();
+        // Forwards fill the pipeline in 3 passes and run in 4; backwards: the first needs no recomputation.
+        let forward = 0.1 * (4.0 + 3.0);
+        let backward = 0.2 + 3.0 * 0.3 + 3.0 * 0.2;
+        assert!((rate - 360.0 / (forward + backward)).abs() < 0.05 * rate, "{rate}");
+        let one = find("amoebanet-speed-n4-m1").unwrap().run;
+        let rate = costs(4, 0.1).throughput_per_s(&one).unwrap();
+        assert!((rate - 160.0 / (4.0 * 0.4)).abs() < 1e-6 * rate, "{rate}");
+    }
+
+    #[test]
+    fn partitions_on_one_worker_take_turns_and_updates_are_counted_once_a_step() {
+        let run = find("cifar10-mobilenet-pipeline-4-chunks-4").unwrap().run;
+        let without = costs(5, 0.01).throughput_per_s(&run).unwrap();
+        let with = PartitionCosts { optimizer_s: vec![0.5; 5], ..costs(5, 0.01) }.throughput_per_s(&run).unwrap();
+        // The client has the first and the last partition.
+        assert!((256.0 / with - 256.0 / without - 1.0).abs() < 1e-9, "{with}, {without}");
+        let apart = TrainFlags { place: None, ..run };
+        assert!(costs(5, 0.01).throughput_per_s(&apart).unwrap() > without);
+    }
+
+    #[test]
+    fn replicas_share_the_batch_and_run_side_by_side() {
+        let run = find("imagenet-resnet101-data-parallel-1k").unwrap().run;
+        assert_eq!((rows(&run), partitions(&run)), (128, 1));
+        let rate = PartitionCosts { optimizer_s: vec![0.1], ..costs(1, 0.3) }.throughput_per_s(&run).unwrap();
+        assert!((rate - 1024.0 / (0.3 + 0.6 + 0.1)).abs() < 1e-6, "{rate}");
+        let flags = measuring(&run, &TrainFlags::default(), None).unwrap();
+        assert_eq!((flags.replicas, flags.batch, flags.place.as_deref()), (Some(1), Some(128), Some("p0")));
+    }
+
+    #[test]
+    fn one_worker_for_each_partition_is_measured_with_one_micro_batch() {
+        let recipe = find("resnet101-speed-pipeline-2").unwrap();
+        let given = TrainFlags { steps: Some(7), ..TrainFlags::default() };
+        let run = recipe.with(&given).unwrap();
+        let flags = recipe.with(&measuring(&run, &given, Some(&[20, 17])).unwrap()).unwrap();
+        assert_eq!((flags.batch, flags.chunks, flags.steps), (Some(15), Some(1), Some(7)));
+        assert_eq!((flags.balance.as_deref(), flags.place.as_deref()), (Some("20,17"), Some("p0,p1")));
+        assert_eq!((flags.auto_balance, flags.recompute), (None, Some(Recompute::Always)));
+        let client = find("cifar10-mobilenet-pipeline-2").unwrap();
+        let run = client.with(&given).unwrap();
+        let flags = client.with(&measuring(&run, &given, None).unwrap()).unwrap();
+        assert_eq!((flags.cut.as_deref(), flags.place.as_deref()), (Some("first=1,last=1"), Some("p0,p1,p2")));
+        assert_eq!((flags.batch, flags.recompute), (Some(16), Some(Recompute::Never)));
+    }
+}
