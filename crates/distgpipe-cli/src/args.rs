@@ -212,6 +212,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "LINK=CODEC[,CODEC]", help_heading = "Codecs")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub codec_link: Vec<String>,
+    /// Codec for the gradients that replicas share, such as bf16, tile:8 or 'feedback(tile:4)'; see --replicas [default: raw]
+    #[arg(long, value_name = "CODEC", help_heading = "Codecs")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub codec_replicas: Option<CodecSpec>,
     /// Send tensors raw in the first N training steps [default: 0]
     #[arg(long, value_name = "N", help_heading = "Codecs")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -36,7 +36,7 @@ use crate::report::{self, log};
 use crate::saved_model::SavedModel;
 use crate::weights::{FittedWeights, MissingTensors};
 use anyhow::Context;
-use distgpipe::comm::codec_policy::CodecPolicy;
+use distgpipe::comm::codec_policy::{CodecPolicy, CodecPolicyError};
 use distgpipe::comm::protocol::REPLICAS_MAX;
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::data::Loader;
@@ -284,6 +284,7 @@ fn build(builder: Builder) -> anyhow::Result<Pipeline> {
         BuildError::AutoBalance(e) => no_cut("--auto-balance", *e),
         BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
         BuildError::Plan(e) => usage(format!("--plan: {e}")),
+        BuildError::CodecPolicy(e @ CodecPolicyError::Replicas { .. }) => usage(e.to_string()),
         BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),
         other => usage(other.to_string()),
     })

@@ -45,6 +45,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("CodecPolicy::evaluate", "--evaluate-raw"),
     ("CodecPolicy::forward", "--codec"),
     ("CodecPolicy::links", "--codec-link"),
+    ("CodecPolicy::replicas", "--codec-replicas"),
     ("CodecPolicy::warm_up_steps", "--codec-warm-up"),
     ("ExportedOptions::untie", "--untie"),
     ("LoaderOptions::batch_rows", "--batch"),

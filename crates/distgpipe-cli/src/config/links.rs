@@ -40,12 +40,17 @@ pub(super) fn codecs(flags: &TrainFlags) -> anyhow::Result<CodecPolicy> {
         backward: flags.codec_backward.clone().unwrap_or_else(|| forward.clone()),
         forward,
         links: flags.codec_link.iter().map(link).collect::<Result<_, _>>()?,
+        replicas: flags.codec_replicas.clone().unwrap_or_default(),
         warm_up_steps: flags.codec_warm_up.unwrap_or(0),
         evaluate: flags.evaluate_raw != Some(true),
     };
     // Not an error: another source of flags, such as a recipe, may have had a codec that these flags turn off.
     let idle = [("--codec-warm-up", policy.warm_up_steps > 0), ("--evaluate-raw", !policy.evaluate)];
-    if !encodes(&policy) {
+    let replicas = flags.replicas.unwrap_or(1) > 1;
+    if !policy.replicas.is_raw() && !replicas {
+        note("warning: --codec-replicas: it has no effect without replicas: add --replicas, or remove it");
+    }
+    if !encodes(&policy) && (policy.replicas.is_raw() || !replicas) {
         for (flag, _) in idle.iter().filter(|(_, given)| *given) {
             note(&format!("warning: {flag}: it has no effect, because no link has a codec: add --codec, or remove it"));
         }
@@ -102,7 +107,7 @@ fn in_words(link: &LinkMeasurement) -> String {
     format!("{sent}/s there, {received}/s back, round trip {}", units::seconds(link.round_trip.as_secs_f64()))
 }
 
-/// Whether a codec other than `raw` applies to any link.
+/// Whether a codec other than `raw` applies to any link between partitions.
 fn encodes(policy: &CodecPolicy) -> bool {
     let links = policy.links.iter().flat_map(|link| [&link.forward, &link.backward]);
     links.chain([&policy.forward, &policy.backward]).any(|codec| !codec.is_raw())

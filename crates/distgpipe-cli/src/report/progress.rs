@@ -6,7 +6,6 @@ pub use pace::{Pace, RunningClock};
 
 use super::run::two_class_scores;
 use super::{carried, note, print_above, units};
-use distgpipe::comm::traffic::PartitionEdge;
 use distgpipe::driver::pipeline::{StepOutcome, WorkerStep};
 use distgpipe::train::{EpochSummary, Event, StepDone};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -35,7 +34,7 @@ pub struct Progress {
     /// Batches of the test in progress that are done.
     tested: usize,
     /// The edges and kinds of refusal by a codec that a warning was printed for.
-    warned: BTreeSet<(PartitionEdge, String)>,
+    warned: BTreeSet<(String, String)>,
 }
 
 impl Progress {
@@ -89,18 +88,20 @@ impl Progress {
     /// Warns once for each edge and kind of reason that a codec refuses tensors, which are then sent raw.
     fn warn_of_refusals(&mut self, outcome: &StepOutcome) {
         for worker in &outcome.workers {
-            for (edge, sent) in worker.report.links.iter().flat_map(|(_, traffic)| &traffic.sent) {
-                for (kind, refusal) in &sent.refusals {
-                    if !self.warned.insert((*edge, kind.clone())) {
-                        continue;
+            for (_, traffic) in &worker.report.links {
+                let edges = traffic.sent.iter().map(|(edge, sent)| {
+                    (format!("{} {} → {}", carried(edge.pass), edge.from, edge.to), &sent.refusals)
+                });
+                let shares = ("gradients of replicas".to_owned(), &traffic.shares.refusals);
+                for (what, refusals) in edges.chain([shares]) {
+                    for (kind, refusal) in refusals {
+                        if self.warned.insert((what.clone(), kind.clone())) {
+                            note(&format!(
+                                "warning: {} sends some {what} raw, because the codec refuses them: {refusal}",
+                                worker.name
+                            ));
+                        }
                     }
-                    note(&format!(
-                        "warning: {} sends some {} {} → {} raw, because the codec refuses them: {refusal}",
-                        worker.name,
-                        carried(edge.pass),
-                        edge.from,
-                        edge.to
-                    ));
                 }
             }
         }

@@ -4,7 +4,7 @@ use super::table::{Side, Table};
 use super::{carried, units};
 use crate::signals::Interrupted;
 use distgpipe::runtime::trace::Phase;
-use distgpipe::train::{EpochSummary, LinkSummary, RunSummary};
+use distgpipe::train::{CodecSummary, EpochSummary, LinkSummary, RunSummary};
 use distgpipe::Precision;
 use distgpipe_core::schedule::{simulate, Costs, Plan};
 use serde::{Serialize, Serializer};
@@ -65,7 +65,7 @@ impl RunReport {
             text.push('\n');
             text.push_str(&self.links());
         }
-        if self.summary.links.iter().any(|link| !link.edges.is_empty()) {
+        if self.summary.links.iter().any(|link| !link.edges.is_empty() || link.shares.is_some()) {
             text.push('\n');
             text.push_str(&self.cuts());
         }
@@ -193,7 +193,7 @@ impl RunReport {
         }
     }
 
-    /// The table of codecs by partition edge.
+    /// The table of codecs, by partition edge and for the gradients of replicas.
     pub fn cuts(&self) -> String {
         let mut table = Table::new(&[
             ("link", Side::Left),
@@ -207,18 +207,26 @@ impl RunReport {
             ("sent raw", Side::Right),
         ]);
         let milliseconds = |ms: f64| format!("{ms:.1} ms");
-        for (link, cut) in self.summary.links.iter().flat_map(|link| link.edges.iter().map(move |cut| (link, cut))) {
+        let mut row = |link: &LinkSummary, carries: String, coded: &CodecSummary| {
             table.row(vec![
                 format!("{} → {}", link.from, link.to),
-                format!("{} {} → {}", carried(cut.edge.pass), cut.edge.from, cut.edge.to),
-                cut.codec.clone(),
-                units::bytes(cut.raw_bytes as f64),
-                if cut.wire_bytes > 0 { units::bytes(cut.wire_bytes as f64) } else { "–".to_owned() },
-                cut.ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}")),
-                milliseconds(cut.encode_ms),
-                milliseconds(cut.decode_ms),
-                format!("{} of {}", units::count(cut.sent_raw), units::count(cut.tensors)),
+                carries,
+                coded.codec.clone(),
+                units::bytes(coded.raw_bytes as f64),
+                if coded.wire_bytes > 0 { units::bytes(coded.wire_bytes as f64) } else { "–".to_owned() },
+                coded.ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.2}")),
+                milliseconds(coded.encode_ms),
+                milliseconds(coded.decode_ms),
+                format!("{} of {}", units::count(coded.sent_raw), units::count(coded.tensors)),
             ]);
+        };
+        for link in &self.summary.links {
+            for cut in &link.edges {
+                row(link, format!("{} {} → {}", carried(cut.edge.pass), cut.edge.from, cut.edge.to), &cut.coded);
+            }
+            if let Some(shares) = &link.shares {
+                row(link, "gradients of replicas".to_owned(), shares);
+            }
         }
         table.render()
     }

@@ -1,15 +1,16 @@
 //! Which codec encodes which tensors. The policy is chosen once for a run and sent to every worker with the job.
 
 use crate::comm::protocol::StepCommand;
-use distgpipe_core::codec::{CodecError, CodecSpec};
+use distgpipe_core::codec::{CodecError, CodecSpec, SerialExecutor};
 use distgpipe_core::schedule::{Pass, Plan};
 use distgpipe_core::{PartitionId, WorkerId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
-/// The codecs of a run. They apply to activations and gradients between partitions on different workers; tensors that stay
-/// on a worker are never encoded.
+/// The codecs of a run. They apply to activations and gradients between partitions on different workers, and to the gradients
+/// that replicas share; tensors that stay on a worker are never encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodecPolicy {
     /// The codec of activations.
@@ -18,6 +19,9 @@ pub struct CodecPolicy {
     pub backward: CodecSpec,
     /// Codecs of single links, which replace the two above. The last one that matches a link applies.
     pub links: Vec<LinkOverride>,
+    /// The codec of the gradients that replicas share; see [`crate::runtime::all_reduce`].
+    #[serde(default, skip_serializing_if = "CodecSpec::is_raw")]
+    pub replicas: CodecSpec,
     /// The number of training steps at the start of a run that send tensors raw.
     pub warm_up_steps: u64,
     /// Whether evaluation uses the codecs too, as the deployed model will; otherwise it sends tensors raw.
@@ -30,6 +34,7 @@ impl Default for CodecPolicy {
             forward: CodecSpec::default(),
             backward: CodecSpec::default(),
             links: Vec::new(),
+            replicas: CodecSpec::default(),
             warm_up_steps: 0,
             evaluate: true,
         }
@@ -57,6 +62,14 @@ pub enum CodecPolicyError {
         /// The links of the run, as pairs of partitions.
         links: Vec<(PartitionId, PartitionId)>,
     },
+    /// The codec cannot encode the gradients that replicas share.
+    #[error("`CodecPolicy::replicas`: expected a codec for flat tensors of gradients, such as bf16, tile:8 or feedback(tile:4); got `{got}`, which {why}")]
+    Replicas {
+        /// The codec as given.
+        got: CodecSpec,
+        /// What it would need.
+        why: &'static str,
+    },
 }
 
 fn list(links: &[(PartitionId, PartitionId)]) -> String {
@@ -67,7 +80,7 @@ fn list(links: &[(PartitionId, PartitionId)]) -> String {
 }
 
 impl CodecPolicy {
-    /// The same codec for activations and gradients on all links.
+    /// The same codec for activations and gradients on all links between partitions.
     pub fn all(spec: CodecSpec) -> Self {
         CodecPolicy { forward: spec.clone(), backward: spec, ..CodecPolicy::default() }
     }
@@ -116,7 +129,7 @@ impl CodecPolicy {
         kept.fold(0, u64::saturating_add)
     }
 
-    /// Checks that every link in [`CodecPolicy::links`] is a link of the plan.
+    /// Checks that every link in [`CodecPolicy::links`] is a link of the plan, and that [`CodecPolicy::replicas`] suits gradients.
     pub fn check(&self, plan: &Plan) -> Result<(), CodecPolicyError> {
         let links = crossings(plan);
         for LinkOverride { link, .. } in &self.links {
@@ -124,9 +137,24 @@ impl CodecPolicy {
                 return Err(CodecPolicyError::NoSuchLink { got: link.clone(), links });
             }
         }
-        Ok(())
+        self.check_replicas()
+    }
+
+    fn check_replicas(&self) -> Result<(), CodecPolicyError> {
+        let codec = self.replicas.codec(Arc::new(SerialExecutor));
+        let why = if codec.wants_samples() {
+            "compares the rows of samples, and a sum of gradients has none: use feedback(C)"
+        } else if codec.refuses_shape(&[FLAT_ELEMENTS]) {
+            "encodes matrices only"
+        } else {
+            return Ok(());
+        };
+        Err(CodecPolicyError::Replicas { got: self.replicas.clone(), why })
     }
 }
+
+/// The size of a large flat tensor, as an example.
+const FLAT_ELEMENTS: usize = 1 << 16;
 
 /// The pairs of partitions on different workers that exchange tensors, in the forward direction.
 fn crossings(plan: &Plan) -> Vec<(PartitionId, PartitionId)> {
@@ -239,6 +267,23 @@ mod tests {
         }
         assert!(error("0-1=zip").starts_with("expected a codec out of"));
         assert!(error("0-1=raw,").starts_with("expected a codec out of"));
+    }
+
+    #[test]
+    fn a_codec_that_cannot_encode_flat_gradients_is_refused() {
+        let check = |text: &str| CodecPolicy { replicas: spec(text), ..CodecPolicy::default() }.check(&plan());
+        for text in ["raw", "bf16", "tile:8", "sort:8", "feedback(tile:4)", "feedback(topk:0.1)", "zstd(feedback(tile:4))"] {
+            check(text).unwrap_or_else(|e| panic!("{text}: {e}"));
+        }
+        for (text, why) in [
+            ("delta(tile:4)", "a sum of gradients has none: use feedback(C)"),
+            ("zstd(delta(tile:4))", "a sum of gradients has none: use feedback(C)"),
+            ("svd:2", "encodes matrices only"),
+            ("feedback(svd:2)", "encodes matrices only"),
+        ] {
+            let error = check(text).unwrap_err().to_string();
+            assert!(error.contains(&format!("got `{text}`")) && error.ends_with(why), "{error}");
+        }
     }
 
     #[test]

@@ -5,18 +5,21 @@
 //! ```
 //!
 //! Each pair of partitions has a codec of its own in each direction, because a codec may keep state. Both ends create it
-//! from the job, so a frame only says which codec encoded it: the job's, or raw.
+//! from the job, so a frame only says which codec encoded it: the job's, or raw. The gradients that replicas share are bytes before
+//! they come to a link ([`ShareCodecs`]).
 
 mod decoder;
 mod dtype;
 mod encoder;
 mod executor;
 mod on_device;
+mod shares;
 
 pub use decoder::Decoder;
 pub(crate) use dtype::dtype_of;
 pub(crate) use encoder::EncodedBytes;
 pub use encoder::Encoder;
+pub use shares::{Hop, ShareCodecs};
 
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::protocol::Job;

@@ -84,6 +84,8 @@ pub struct Message {
     pub text: Vec<u8>,
     /// How the sending end encodes the tensors.
     pub encoding: EncodeOptions,
+    /// The size in memory of what the tensors encode, if they are the bytes of a codec already.
+    encoded_from: Option<u64>,
     /// When the tensors have their values, if they are on a GPU.
     ready: Option<Event>,
 }
@@ -104,7 +106,12 @@ pub struct EncodeOptions {
 impl Message {
     /// A message of tensors, sent raw unless [`Message::encoding`] is set.
     pub fn tensors(tag: Tag, tensors: Vec<Option<Tensor>>) -> Self {
-        Message { tag, tensors, text: Vec::new(), encoding: EncodeOptions::default(), ready: None }
+        Message { tag, tensors, text: Vec::new(), encoding: EncodeOptions::default(), encoded_from: None, ready: None }
+    }
+
+    /// The same message, whose tensors are the bytes of a codec already: of tensors that take this many bytes in memory.
+    pub fn encoded_from(self, bytes: u64) -> Self {
+        Message { encoded_from: Some(bytes), ..self }
     }
 
     /// The same message, encoded as these options say.
@@ -137,9 +144,10 @@ impl Message {
         self.encoding.training && self.tag.kind.carries_tensors()
     }
 
-    /// The size of the tensors in memory, in bytes. `None` for kinds of message that carry no tensors.
+    /// The size of the tensors in memory before any codec, in bytes. `None` for kinds of message that carry no tensors.
     pub fn payload_bytes(&self) -> Option<u64> {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-        self.tag.kind.carries_tensors().then(|| self.tensors.iter().flatten().map(bytes).sum())
+        let all = || self.encoded_from.unwrap_or_else(|| self.tensors.iter().flatten().map(bytes).sum());
+        self.tag.kind.carries_tensors().then(all)
     }
 }

@@ -1,6 +1,7 @@
 //! Counts what the links of a worker carry, for reports and tables.
 
 use crate::comm::arrivals::{Arrivals, Delivered, LinkWait};
+use distgpipe_core::codec::CodecError;
 use distgpipe_core::schedule::Pass;
 use distgpipe_core::PartitionId;
 use serde::{Deserialize, Serialize};
@@ -19,7 +20,7 @@ pub struct PartitionEdge {
     pub to: PartitionId,
 }
 
-/// What a worker has sent over one edge since the run began.
+/// What a worker has sent over one edge, or to the next replica, since the run began.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EdgeTraffic {
     /// The number of tensors.
@@ -71,6 +72,8 @@ struct CounterCells {
     training_bytes: AtomicU64,
     queued: AtomicU64,
     arrivals: Arrivals,
+    shares: Mutex<EdgeTraffic>,
+    shares_decoded_ns: AtomicU64,
     sent: Mutex<BTreeMap<PartitionEdge, EdgeTraffic>>,
     decoded_ns: Mutex<BTreeMap<PartitionEdge, u64>>,
 }
@@ -93,6 +96,12 @@ pub struct Traffic {
     pub sent: Vec<(PartitionEdge, EdgeTraffic)>,
     /// Time spent decoding what arrived over each edge in the other direction, in nanoseconds.
     pub decoded_ns: Vec<(PartitionEdge, u64)>,
+    /// The gradients sent to the next replica, if they have a codec.
+    #[serde(default)]
+    pub shares: EdgeTraffic,
+    /// Time spent decoding gradients from the replica at the other end, in nanoseconds.
+    #[serde(default)]
+    pub shares_decoded_ns: u64,
     /// What was timed as it arrived in the other direction. Nothing between threads.
     #[serde(default)]
     pub delivered: Delivered,
@@ -120,6 +129,8 @@ impl Traffic {
             training_bytes: self.training_bytes.saturating_sub(before.training_bytes),
             sent: sent.collect(),
             decoded_ns: decoded_ns.collect(),
+            shares: self.shares.since(&before.shares),
+            shares_decoded_ns: self.shares_decoded_ns.saturating_sub(before.shares_decoded_ns),
             delivered: self.delivered.since(&before.delivered),
             waited: self.waited.since(&before.waited),
         }
@@ -127,6 +138,25 @@ impl Traffic {
 }
 
 impl EdgeTraffic {
+    /// Counts a tensor that has been encoded.
+    pub fn count(&mut self, tensor: EncodingCost) {
+        self.tensors += 1;
+        self.raw_bytes += tensor.raw_bytes;
+        self.wire_bytes += tensor.wire_bytes;
+        self.encode_ns += tensor.encode_ns;
+    }
+
+    /// Records why a codec refused a tensor, unless a refusal of this kind has been recorded before.
+    pub fn record_refusal(&mut self, error: &CodecError, why: impl FnOnce() -> String) {
+        let kind = match error {
+            CodecError::DType { .. } => "type",
+            CodecError::NotFinite { .. } => "not finite",
+            CodecError::Overflow { .. } => "too large",
+            _ => "shape",
+        };
+        self.refusals.entry(kind.to_owned()).or_insert_with(why);
+    }
+
     fn since(&self, before: &EdgeTraffic) -> EdgeTraffic {
         EdgeTraffic {
             tensors: self.tensors.saturating_sub(before.tensors),
@@ -160,12 +190,7 @@ impl Counters {
 
     /// Counts a tensor that has been encoded, by the edge's codec or raw.
     pub fn count_encoded(&self, edge: PartitionEdge, tensor: EncodingCost) {
-        let mut sent = lock(&self.0.sent);
-        let traffic = sent.entry(edge).or_default();
-        traffic.tensors += 1;
-        traffic.raw_bytes += tensor.raw_bytes;
-        traffic.wire_bytes += tensor.wire_bytes;
-        traffic.encode_ns += tensor.encode_ns;
+        lock(&self.0.sent).entry(edge).or_default().count(tensor);
     }
 
     /// Counts tensors that were handed to another thread without being encoded.
@@ -181,10 +206,19 @@ impl Counters {
         lock(&self.0.sent).entry(edge).or_default().sent_raw += 1;
     }
 
-    /// Records why a codec refused a tensor, unless a refusal of this `kind` has been recorded before.
-    pub fn record_refusal(&self, edge: PartitionEdge, kind: &str, why: impl FnOnce() -> String) {
-        let mut sent = lock(&self.0.sent);
-        sent.entry(edge).or_default().refusals.entry(kind.to_owned()).or_insert_with(why);
+    /// Records why the edge's codec refused a tensor, unless a refusal of this kind has been recorded before.
+    pub fn record_refusal(&self, edge: PartitionEdge, error: &CodecError, why: impl FnOnce() -> String) {
+        lock(&self.0.sent).entry(edge).or_default().record_refusal(error, why);
+    }
+
+    /// Counts gradients that have been sent to the next replica, encoded or raw.
+    pub fn count_share(&self, count: impl FnOnce(&mut EdgeTraffic)) {
+        count(&mut lock(&self.0.shares));
+    }
+
+    /// Counts the time spent decoding gradients that arrived from the peer.
+    pub fn count_share_decoded(&self, ns: u64) {
+        self.0.shares_decoded_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
     /// Counts the time spent decoding a tensor that arrived from the peer.
@@ -221,6 +255,8 @@ impl Counters {
             wire_bytes: self.0.wire_bytes.load(Ordering::Relaxed),
             training_bytes: self.0.training_bytes.load(Ordering::Relaxed),
             sent: lock(&self.0.sent).iter().map(|(edge, traffic)| (*edge, traffic.clone())).collect(),
+            shares: lock(&self.0.shares).clone(),
+            shares_decoded_ns: self.0.shares_decoded_ns.load(Ordering::Relaxed),
             decoded_ns: lock(&self.0.decoded_ns).iter().map(|(edge, ns)| (*edge, *ns)).collect(),
             delivered,
             waited,

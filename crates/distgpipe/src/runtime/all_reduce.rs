@@ -11,7 +11,15 @@
 //! Each replica sends and receives `2 (R−1)/R` times the size of the gradients, whatever `R` is. Each share is summed
 //! once, in ring order starting at the replica with the share's number, and the sum is then copied. So all replicas
 //! have the same bits, and a run gives the same bits again whatever the transport.
+//!
+//! **With a codec** ([`CodecPolicy::replicas`]), each partial sum is encoded for its hop: `R − 1` times in the reduce-scatter. The
+//! replica that completes a sum encodes it once more, the encoding goes round, and all replicas use what it decodes to, that one
+//! included. So a value is encoded `R` times, and the replicas still have the same bits. An encoded share is a message of bytes; one
+//! that the codec refuses travels raw. What is not a gradient (buffers, numbers of users, first parameters) is never encoded.
+//!
+//! [`CodecPolicy::replicas`]: crate::comm::codec_policy::CodecPolicy::replicas
 
+use crate::comm::link_codecs::{Hop, LinkCodecs, ShareCodecs};
 use crate::comm::mailbox::Mailbox;
 use crate::comm::message::{EncodeOptions, Message, Tag};
 use crate::comm::status::{Activity, SharedStatus};
@@ -24,7 +32,7 @@ use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
-use tch::Tensor;
+use tch::{Kind as ElementKind, Tensor};
 
 /// The most elements in one bucket: 4 MiB of 32-bit floats. Smaller buckets begin sooner during a backward pass, larger ones
 /// have fewer messages.
@@ -55,7 +63,9 @@ pub struct RingAllReduce {
     link: Box<dyn Outgoing>,
     mailbox: Arc<Mailbox>,
     /// The counters of the link from the previous replica.
-    arrivals: Option<Counters>,
+    arrivals: Counters,
+    /// Absent if gradients travel raw.
+    codecs: Option<ShareCodecs>,
 }
 
 /// How far an all-reduce has come. While the worker's own thread computes, the worker's status is what that thread does; once it
@@ -109,6 +119,7 @@ impl RingAllReduce {
         mailbox: &Arc<Mailbox>,
         outgoing: &mut BTreeMap<WorkerId, Box<dyn Outgoing>>,
         links: &[(WorkerId, Counters)],
+        link_codecs: &LinkCodecs,
     ) -> Result<Option<Self>, Fault> {
         let (replica, replicas) = (topology.replica_of(member), topology.replicas());
         if replicas == 1 {
@@ -116,6 +127,11 @@ impl RingAllReduce {
         }
         let (next, previous) = (topology.next(member), topology.previous(member));
         let link = outgoing.remove(&next).ok_or_else(|| Fault::internal("a link to the next replica", "none"))?;
+        let counters = |member| {
+            let found = links.iter().find(|(worker, _)| *worker == member).map(|(_, counters)| counters.clone());
+            found.ok_or_else(|| Fault::internal("counters of the links between replicas", "none"))
+        };
+        let (sent, arrivals) = (counters(next)?, counters(previous)?);
         Ok(Some(RingAllReduce {
             member,
             next,
@@ -126,15 +142,15 @@ impl RingAllReduce {
             device,
             link,
             mailbox: mailbox.clone(),
-            arrivals: links.iter().find(|(worker, _)| *worker == previous).map(|(_, counters)| counters.clone()),
+            codecs: ShareCodecs::new(link_codecs, replicas, sent, arrivals.clone()),
+            arrivals,
         }))
     }
 
     /// Begins the all-reduce of a step. All replicas must [sum](Exchange::sum) tensors of the same sizes in the same order, and
     /// begin at most once in a step.
-    pub fn begin(&mut self, step: u64, progress: Arc<ShareProgress>) -> Exchange<'_> {
-        let encoding = EncodeOptions { training: true, ..EncodeOptions::default() };
-        Exchange { ring: self, step, shares: 0, encoding, progress }
+    pub fn begin(&mut self, step: u64, encoding: EncodeOptions, progress: Arc<ShareProgress>) -> Exchange<'_> {
+        Exchange { ring: self, step, shares: 0, pieces: 0, encoding, progress }
     }
 
     /// Replaces each tensor by the first replica's, in place, before the first step.
@@ -143,7 +159,7 @@ impl RingAllReduce {
         let progress = ShareProgress::new(status.clone());
         progress.begin_wait();
         let encoding = EncodeOptions::default();
-        Exchange { ring: self, step: 0, shares: 0, encoding, progress }.replace(tensors)
+        self.begin(0, encoding, progress).replace(tensors)
     }
 
     /// Sets the tensors to 0 in all replicas but the first, so that their sum is a broadcast from the first replica.
@@ -181,31 +197,52 @@ pub fn scatter(sum: &Tensor, tensors: &[Tensor]) -> Result<(), Fault> {
     Ok(())
 }
 
+/// What a bucket has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Content {
+    /// Gradients, which a codec may encode.
+    Gradients,
+    /// What all replicas must have exactly.
+    Exact,
+}
+
+/// A share as it travels: its values, or the bytes of their encoding.
+struct Parcel {
+    tensor: Tensor,
+    is_encoded: bool,
+}
+
 /// The messages of one all-reduce.
 pub struct Exchange<'a> {
     ring: &'a mut RingAllReduce,
     step: u64,
     /// How many shares have been sent, which is also how many have been received.
     shares: usize,
-    /// How the shares are sent: as part of a training step, or not.
+    /// How many pieces have been summed.
+    pieces: u64,
+    /// Whether the shares belong to a training step, and whether their codec encodes gradients.
     encoding: EncodeOptions,
     progress: Arc<ShareProgress>,
 }
 
 impl Exchange<'_> {
-    /// The sum of a bucket over the replicas, as one flat tensor. The tensors themselves stay as they are.
+    /// The sum of a bucket of gradients over the replicas, as one flat tensor. The tensors themselves stay as they are.
     pub fn sum(&mut self, bucket: &[Tensor]) -> Result<Tensor, Fault> {
+        self.sum_bucket(bucket, Content::Gradients)
+    }
+
+    fn sum_bucket(&mut self, bucket: &[Tensor], content: Content) -> Result<Tensor, Fault> {
         let flat = bucket.iter().map(|tensor| tensor.f_reshape([-1])).collect::<Result<Vec<_>, _>>()?;
         let flat = if let [one] = &flat[..] { one.shallow_clone() } else { Tensor::f_cat(&flat, 0)? };
         let pieces = flat.f_split(BUCKET_ELEMENTS_MAX, 0)?;
-        let sums = pieces.iter().map(|piece| self.sum_piece(piece)).collect::<Result<Vec<_>, _>>()?;
+        let sums = pieces.iter().map(|piece| self.sum_piece(piece, content)).collect::<Result<Vec<_>, _>>()?;
         Ok(if let [one] = &sums[..] { one.shallow_clone() } else { Tensor::f_cat(&sums, 0)? })
     }
 
-    /// Replaces each tensor by its sum over the replicas, in place.
+    /// Replaces each tensor, none of which is a gradient, by its sum over the replicas, in place.
     pub fn replace(&mut self, tensors: &[Tensor]) -> Result<(), Fault> {
         for bucket in buckets(tensors.iter().map(Tensor::numel)) {
-            let sum = self.sum(&tensors[bucket.clone()])?;
+            let sum = self.sum_bucket(&tensors[bucket.clone()], Content::Exact)?;
             // The shares of this bucket that were sent have been read by now, because their sums have come back.
             scatter(&sum, &tensors[bucket])?;
         }
@@ -218,25 +255,60 @@ impl Exchange<'_> {
     }
 
     /// The sum of a flat tensor of at most a bucket's size.
-    fn sum_piece(&mut self, flat: &Tensor) -> Result<Tensor, Fault> {
+    fn sum_piece(&mut self, flat: &Tensor, content: Content) -> Result<Tensor, Fault> {
         let &mut RingAllReduce { replica, replicas, .. } = self.ring;
+        let piece = self.pieces;
+        self.pieces += 1;
         let mut shares = flat.f_tensor_split(replicas as i64, 0)?;
-        for round in 0..2 * (replicas - 1) {
-            // The share received in one round is sent in the next. The previous replica's share numbers are lower by 1.
-            let sent = (replica + 2 * replicas - round) % replicas;
-            let received = (sent + replicas - 1) % replicas;
-            let arrived = self.send_and_receive(&shares[sent], &shares[received])?;
+        // The share received in one round is sent in the next. The previous replica's share numbers are lower by 1.
+        let sent = |round: usize| (replica + 2 * replicas - round) % replicas;
+        let last = replicas - 1;
+        for round in 0..last {
+            let (own, other) = (sent(round), sent(round + 1));
+            let parcel = self.encode(&shares[own], Hop { piece, round }, content)?;
+            let arrived = self.send_and_receive(parcel, &shares[own], &shares[other], content)?;
+            let arrived = self.decode(&arrived, &shares[other])?;
             // Not in place: a share that was sent may still be in flight.
-            let reducing = round + 1 < replicas;
-            shares[received] = if reducing { arrived.f_add(&shares[received])? } else { arrived };
+            shares[other] = arrived.f_add(&shares[other])?;
+        }
+        let own = sent(last);
+        let mut parcel = self.encode(&shares[own], Hop { piece, round: last }, content)?;
+        // This replica must not have more exact values than the others.
+        shares[own] = self.decode(&parcel, &shares[own])?;
+        for round in last..2 * last {
+            let (held, other) = (sent(round), sent(round + 1));
+            parcel = self.send_and_receive(parcel, &shares[held], &shares[other], content)?;
+            shares[other] = self.decode(&parcel, &shares[other])?;
         }
         Ok(Tensor::f_cat(&shares, 0)?)
     }
 
-    /// Sends a share to the next replica and receives one from the previous replica, which must have the size and type
-    /// of `like`.
-    fn send_and_receive(&mut self, share: &Tensor, like: &Tensor) -> Result<Tensor, Fault> {
-        let &mut RingAllReduce { member, next, previous, device, .. } = self.ring;
+    /// A share as it travels.
+    fn encode(&mut self, share: &Tensor, hop: Hop, content: Content) -> Result<Parcel, Fault> {
+        let encodes = content == Content::Gradients && self.encoding.compress && share.numel() > 0;
+        let encoded = match &mut self.ring.codecs {
+            Some(codecs) if encodes => codecs.encode(share, hop, &self.encoding)?,
+            _ => None,
+        };
+        Ok(match encoded {
+            Some(body) => Parcel { tensor: body, is_encoded: true },
+            None => Parcel { tensor: share.shallow_clone(), is_encoded: false },
+        })
+    }
+
+    /// The values of a share that has the size and type of `like`, on the worker's device.
+    fn decode(&mut self, parcel: &Parcel, like: &Tensor) -> Result<Tensor, Fault> {
+        let device = self.ring.device;
+        match &mut self.ring.codecs {
+            Some(codecs) if parcel.is_encoded => Ok(codecs.decode(&parcel.tensor, like)?.f_to_device(device)?),
+            _ => Ok(parcel.tensor.f_to_device(device)?),
+        }
+    }
+
+    /// Sends the share `sent` to the next replica as `parcel`, and receives one from the previous replica, which must have the size and
+    /// type of `like` once it is decoded.
+    fn send_and_receive(&mut self, parcel: Parcel, sent: &Tensor, like: &Tensor, content: Content) -> Result<Parcel, Fault> {
+        let &mut RingAllReduce { member, next, previous, .. } = self.ring;
         let number = u32::try_from(self.shares)
             .map_err(|_| Fault::internal("fewer than 2³² shares in a step", self.shares.to_string()))?;
         let tag = |from: WorkerId, to: WorkerId| Tag {
@@ -246,26 +318,28 @@ impl Exchange<'_> {
             from: from.0,
             to: to.0,
         };
-        let (sent, received) = (tag(member, next), tag(previous, member));
-        let message = Message::tensors(sent, vec![Some(share.shallow_clone())]);
+        let (outgoing, incoming) = (tag(member, next), tag(previous, member));
+        let raw_bytes = (sent.numel() * sent.kind().elt_size_in_bytes()) as u64;
+        if let Some(codecs) = self.ring.codecs.as_ref().filter(|_| content == Content::Gradients) {
+            codecs.count(&parcel.tensor, raw_bytes);
+        }
+        let message = Message::tensors(outgoing, vec![Some(parcel.tensor)]).encoded_from(raw_bytes);
         self.ring.link.send(message.encoded_with(self.encoding.clone()))?;
         self.progress.update(|state| state.waits = true);
-        let take = || self.ring.mailbox.take(&received);
-        let mut message = match &self.ring.arrivals {
-            Some(counters) => counters.arrivals().waiting(take)?,
-            None => take()?,
-        };
+        let mut message = self.ring.arrivals.arrivals().waiting(|| self.ring.mailbox.take(&incoming))?;
         let arrived = message.tensors.pop().flatten();
         let arrived = arrived.ok_or_else(|| Fault::protocol("a share of gradients", "a message without one"))?;
-        if arrived.size() != like.size() || arrived.kind() != like.kind() {
+        let is_encoded = arrived.kind() == ElementKind::Uint8;
+        let may_be_encoded = content == Content::Gradients && self.ring.codecs.is_some();
+        let fits = arrived.size() == like.size() && arrived.kind() == like.kind();
+        if !fits && !(is_encoded && may_be_encoded) {
             let expected = format!("a share of {:?} {:?} from {}", like.kind(), like.size(), self.ring.previous_name);
             return Err(Fault::protocol(expected, format!("{:?} {:?}", arrived.kind(), arrived.size())));
         }
-        let arrived = arrived.f_to_device(device)?;
         self.shares += 1;
         let shares = self.shares;
         self.progress.update(|state| *state = ShareState { waits: false, shares, ..*state });
-        Ok(arrived)
+        Ok(Parcel { tensor: arrived, is_encoded })
     }
 }
 

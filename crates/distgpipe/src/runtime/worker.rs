@@ -139,7 +139,7 @@ impl BuiltWorker {
             1 => WorkerGraphs::new(job.graphs, topology.plan(), device, sharing)?,
             _ => None,
         };
-        let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links)?;
+        let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links, &link_codecs)?;
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);
         let groups = ParameterGroups::new(&job.groups, &job.frozen).map_err(|e| Fault::invalid_job("the groups", e))?;

@@ -102,6 +102,9 @@ pub struct LinkSummary {
     /// The same traffic by pair of partitions.
     #[serde(rename = "cuts")]
     pub edges: Vec<EdgeSummary>,
+    /// The gradients that the sender shared with the next replica, if they have a codec.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shares: Option<CodecSummary>,
 }
 
 /// What kept the receiver of a link waiting.
@@ -122,6 +125,14 @@ pub struct EdgeSummary {
     /// The sending and the receiving partition.
     #[serde(flatten)]
     pub edge: PartitionEdge,
+    /// What its codec did.
+    #[serde(flatten)]
+    pub coded: CodecSummary,
+}
+
+/// What the codec of some tensors did over the whole run.
+#[derive(Clone, Debug, Serialize)]
+pub struct CodecSummary {
     /// The codec that encodes the tensors.
     pub codec: String,
     /// Tensors that were sent.

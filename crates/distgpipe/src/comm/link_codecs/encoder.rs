@@ -227,11 +227,5 @@ fn context(message: &Message, index: usize) -> CodecContext<'_> {
 }
 
 fn record_refusal(counters: &Counters, edge: PartitionEdge, dtype: DType, dims: &[usize], error: &CodecError) {
-    let kind = match error {
-        CodecError::DType { .. } => "type",
-        CodecError::NotFinite { .. } => "not finite",
-        CodecError::Overflow { .. } => "too large",
-        _ => "shape",
-    };
-    counters.record_refusal(edge, kind, || format!("{dtype} {dims:?}: {error}"));
+    counters.record_refusal(edge, error, || format!("{dtype} {dims:?}: {error}"));
 }

@@ -74,10 +74,11 @@ impl LinkTraffic {
                 let received = received.map(|(_, now)| self.added(to.index(), back, now)).unwrap_or_default();
                 let (delivered, waited) = (received.delivered, received.waited);
                 let encoded_ns = match sent.wire_bytes {
-                    // Between threads, encoding is part of `codec_ns`.
+                    // Between threads, encoding is part of `codec_ns`; but the ring of replicas encodes before it sends.
                     0 => 0,
                     _ => encode_ns(&added),
                 };
+                let encoded_ns = encoded_ns.saturating_add(added.shares.encode_ns);
                 let encoding_ns = encoded_ns.min(waited.peer_ns);
                 let seconds = |ns: u64| ns as f64 / 1e9;
                 links.push(StepLink {

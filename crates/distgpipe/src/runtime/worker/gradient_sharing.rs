@@ -8,6 +8,7 @@
 
 use super::{failed, panic_message, BuiltWorker};
 use crate::comm::abort::AbortFlag;
+use crate::comm::message::EncodeOptions;
 use crate::comm::protocol::{Purpose, StepCommand};
 use crate::engine;
 use crate::engine::cuda::{self, CudaStream};
@@ -82,6 +83,12 @@ impl BuiltWorker {
         let (name, number, meter) = (self.stage.name.clone(), step.number, self.meter.number());
         let (background, of_thread) = (self.link_codecs.background.clone(), progress.clone());
         let parameters: Vec<Tensor> = parameters.into_iter().map(|(_, parameter)| parameter).collect();
+        let encoding = EncodeOptions {
+            compress: self.stage.codecs.applies_in(step),
+            training: step.purpose == Purpose::Train,
+            seed: self.stage.stream.at(step.trained_batches).named("shares").at(u64::from(self.stage.id.0)).seed(),
+            samples: Vec::new(),
+        };
         // In the stage's own stream a gradient is final when the stage says so.
         let stream = cuda::index(self.stage.device).map(CudaStream::current).transpose()?;
         let sharing = move || {
@@ -89,7 +96,7 @@ impl BuiltWorker {
             if let Some(stream) = stream {
                 stream.enter().map_err(|fault| ended(&abort, &name, fault.into()))?;
             }
-            let exchange = ring.begin(number, of_thread);
+            let exchange = ring.begin(number, encoding, of_thread);
             let sum = ReplicaSum { exchange, step: number, background };
             let shared = tch::no_grad(|| sum.run(&parameters, &mut ready));
             shared.map(|missing| SharedGradients { ring, missing }).map_err(|error| ended(&abort, &name, error))

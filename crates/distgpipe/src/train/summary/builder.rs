@@ -1,12 +1,13 @@
 //! Computes the figures of epochs and of a run from the outcomes of steps.
 
-use super::{EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
+use super::{CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
 use crate::driver::pipeline::{LinkTraffic, Pipeline, StepOutcome, StepWait};
 use crate::runtime::trace::{Phase, PhaseTimes};
 use crate::train::events::StepDone;
 use crate::train::metrics::ClassCounts;
+use distgpipe_core::codec::CodecSpec;
 use distgpipe_core::schedule::Plan;
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
@@ -111,6 +112,21 @@ fn limit(waited: StepWait, steps_s: f64) -> Option<LinkLimit> {
         most if most == link_s => Some(LinkLimit::Link),
         most if most == encoding_s => Some(LinkLimit::Encoding),
         _ => Some(LinkLimit::Worker),
+    }
+}
+
+/// What a codec did to these tensors.
+fn coded(codec: &CodecSpec, sent: &EdgeTraffic, decode_ns: u64) -> CodecSummary {
+    CodecSummary {
+        codec: codec.to_string(),
+        tensors: sent.tensors,
+        raw_bytes: sent.raw_bytes,
+        wire_bytes: sent.wire_bytes,
+        ratio: (sent.wire_bytes > 0).then(|| sent.raw_bytes as f64 / sent.wire_bytes as f64),
+        encode_ms: sent.encode_ns as f64 / 1e6,
+        decode_ms: decode_ns as f64 / 1e6,
+        sent_raw: sent.sent_raw,
+        refusals: sent.refusals.clone(),
     }
 }
 
@@ -222,6 +238,10 @@ impl SummaryBuilder {
                     receiver_waited: StepWait::default(),
                     limited_by: None,
                     edges: traffic.sent.iter().map(|(edge, sent)| self.edge(*edge, sent, decoded)).collect(),
+                    shares: (traffic.shares.tensors > 0).then(|| {
+                        let decode_ns = back.as_ref().map_or(0, |traffic| traffic.shares_decoded_ns);
+                        coded(&self.codecs.replicas, &traffic.shares, decode_ns)
+                    }),
                 });
             }
         }
@@ -229,18 +249,8 @@ impl SummaryBuilder {
 
     fn edge(&self, edge: PartitionEdge, sent: &EdgeTraffic, decoded: &[(PartitionEdge, u64)]) -> EdgeSummary {
         let decode_ns = decoded.iter().find(|(other, _)| *other == edge).map_or(0, |(_, ns)| *ns);
-        EdgeSummary {
-            edge,
-            codec: self.codecs.codec(&self.plan, edge.pass, edge.from, edge.to).to_string(),
-            tensors: sent.tensors,
-            raw_bytes: sent.raw_bytes,
-            wire_bytes: sent.wire_bytes,
-            ratio: (sent.wire_bytes > 0).then(|| sent.raw_bytes as f64 / sent.wire_bytes as f64),
-            encode_ms: sent.encode_ns as f64 / 1e6,
-            decode_ms: decode_ns as f64 / 1e6,
-            sent_raw: sent.sent_raw,
-            refusals: sent.refusals.clone(),
-        }
+        let codec = self.codecs.codec(&self.plan, edge.pass, edge.from, edge.to);
+        EdgeSummary { edge, coded: coded(codec, sent, decode_ns) }
     }
 
     pub fn finish(mut self, seconds: f64) -> RunSummary {
