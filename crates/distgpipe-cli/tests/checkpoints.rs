@@ -170,7 +170,8 @@ fn a_run_with_replicas_resumes_with_the_same_or_another_number_of_them() {
         assert!(output.status.success(), "{more:?}: {said}");
         (losses(&log), said)
     };
-    let with = |more: &'static [&str]| [&RUN[..], &["--replicas", "2"], more].concat();
+    let replicas = ["--replicas", "2", "--codec-replicas", "feedback(tile:6)"];
+    let with = |more: &'static [&str]| [&RUN[..], &replicas, more].concat();
     let (whole, said) = run("whole", &with(&[]));
     assert!(said.contains("on client,server,client, in 2 replicas"), "{said}");
     for (saved, more) in [("same", &["--workers", "processes"][..]), ("other", &["--replicas", "3"])] {

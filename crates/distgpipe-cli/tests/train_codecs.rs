@@ -68,6 +68,26 @@ fn each_direction_and_each_link_has_the_codec_it_was_given() {
 }
 
 #[test]
+fn replicas_share_gradients_through_the_codec_they_are_given() {
+    let run = ["--set", "hidden=[256,256]", "--replicas", "2", "--steps", "3", "--batch", "64"];
+    let with = |more: &[&'static str]| [&run[..], more].concat();
+    let report = json(&with(&["--codec-replicas", "tile:8"]));
+    for link in report["links"].as_array().unwrap() {
+        let shares = &link["shares"];
+        assert_eq!((shares["codec"].as_str(), shares["sent_raw"].as_u64()), (Some("tile:8"), Some(0)), "{link}");
+        assert!((3.5..3.8).contains(&shares["ratio"].as_f64().unwrap()), "{link}");
+        assert!(link["payload_bytes"].as_u64() > shares["raw_bytes"].as_u64(), "{link}");
+    }
+    assert!(json(&run)["links"].as_array().unwrap().iter().all(|link| link["shares"].is_null()));
+    let (table, _) = fine(&with(&["--codec-replicas", "feedback(tile:4)"]));
+    assert!(table.contains("gradients of replicas  feedback(tile:4)"), "{table}");
+    let said = refused(&with(&["--codec-replicas", "delta(tile:4)"]));
+    assert!(said.contains("--codec-replicas: expected a codec for flat tensors of gradients"), "{said}");
+    let (_, said) = fine(&["--steps", "1", "--codec-replicas", "bf16"]);
+    assert!(said.contains("--codec-replicas: it has no effect without replicas"), "{said}");
+}
+
+#[test]
 fn the_flags_of_the_original_work_as_they_stand() {
     let log = directory("original");
     let directory = log.to_str().unwrap();

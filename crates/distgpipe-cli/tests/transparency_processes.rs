@@ -77,12 +77,7 @@ fn two_replicas_in_processes_are_two_devices_that_add_up_their_gradients() {
 #[test]
 fn three_replicas_train_identically_in_processes_and_threads() {
     let servers = Servers::start(5);
-    for subject in one_device::subjects() {
-        let (threads, processes) =
-            (replicas::three(&subject, Workers::Threads), replicas::three(&subject, servers.first(5)));
-        one_device::assert_identical(subject.name, &processes.0, &threads.0);
-        one_device::assert_identical(subject.name, &processes.1, &threads.1);
-    }
+    replicas::check_three(one_device::subjects(), || servers.first(5));
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! Ping-pong of large tensors over the MPI transport between ranks 0 and 1, from one stage's queue to the other's mailbox: encoding,
-//! checksums and decoding are part of it. Prints one line of JSON for each size. `bench/mpi.py` runs it next to plain MPI.
+//! Large tensors over the MPI transport between ranks 0 and 1, from one stage's queue to the other's mailbox: encoding, checksums and
+//! decoding are part of it. Prints one line of JSON for each size and pattern, which are those of `bench/mpi_messages.c`; `bench/mpi.py`
+//! runs both. Each tensor that arrives has memory of its own, so there is one kind of window.
 
 use distgpipe::comm::abort::AbortFlag;
 use distgpipe::comm::link_codecs::LinkCodecs;
@@ -21,6 +22,10 @@ use std::time::{Duration, Instant};
 const SIZES_MIB: [usize; 4] = [1, 4, 16, 64];
 const WARM_UP: usize = 3;
 const ROUND_TRIPS: usize = 20;
+const WINDOW_MAX: usize = 64;
+const WINDOW_MIB: usize = 256;
+/// What each size carries in windows, after a first one.
+const TOTAL_MIB: usize = 2048;
 
 fn main() {
     if !distgpipe::engine::is_one_of_several_ranks() {
@@ -50,39 +55,85 @@ fn main() {
     mpi.end();
 }
 
-fn play(mpi: &'static distgpipe::engine::mpi::Mpi, rank: usize) {
-    let (arrived, arrivals) = mpsc::channel();
-    let links = MpiLinks::start(mpi, 1, vec![(1 - rank, link(rank, arrived))]).expect("links");
-    let (mut outgoing, _) = links.outgoing(1 - rank).expect("a link");
-    for mib in SIZES_MIB {
-        let elements = i64::try_from((mib << 20) / 4).expect("a size");
-        let mut tensor = Tensor::ones([elements], (Kind::Float, Device::Cpu));
+/// One of the two ends.
+struct End {
+    rank: usize,
+    outgoing: Box<dyn Outgoing>,
+    arrivals: mpsc::Receiver<Message>,
+    sent: u64,
+}
+
+impl End {
+    fn send(&mut self, tensor: Tensor) {
+        let tag = Tag { kind: Frame::Activation, step: self.sent, micro_batch: 0, from: 0, to: 1 };
+        self.sent += 1;
+        self.outgoing.send(Message::tensors(tag, vec![Some(tensor)])).expect("a link");
+    }
+
+    fn receive(&self) -> Tensor {
+        self.arrivals.recv().expect("a message").tensors.remove(0).expect("a tensor")
+    }
+
+    /// The bytes per second of one message there, and one back.
+    fn ping_pong(&mut self, bytes: usize) -> f64 {
+        let mut tensor = tensor_of(bytes);
         let mut start = Instant::now();
         for round in 0..WARM_UP + ROUND_TRIPS {
             if round == WARM_UP {
                 start = Instant::now();
             }
-            let tag = |step| Tag { kind: Frame::Activation, step, micro_batch: 0, from: 0, to: 1 };
-            let send = |tensor: Tensor| Message::tensors(tag(round as u64), vec![Some(tensor)]);
-            let receive = || {
-                let mut message: Message = arrivals.recv().expect("a message");
-                message.tensors.remove(0).expect("a tensor")
-            };
-            if rank == 0 {
-                outgoing.send(send(tensor)).expect("a link");
-                tensor = receive();
+            if self.rank == 0 {
+                self.send(tensor);
+                tensor = self.receive();
             } else {
-                outgoing.send(send(receive())).expect("a link");
+                let received = self.receive();
+                self.send(received);
                 tensor = Tensor::new();
             }
         }
-        let seconds = start.elapsed().as_secs_f64();
-        if rank == 0 {
-            let bytes_per_s = (2 * ROUND_TRIPS * (mib << 20)) as f64 / seconds;
-            println!("{}", json!({ "mib": mib, "bytes_per_s": bytes_per_s }));
+        (2 * ROUND_TRIPS * bytes) as f64 / start.elapsed().as_secs_f64()
+    }
+
+    /// The bytes per second of windows of messages, each of which is answered when all of it has arrived.
+    fn window(&mut self, bytes: usize, messages: usize, rounds: usize) -> f64 {
+        let tensor = tensor_of(bytes);
+        let mut start = Instant::now();
+        for round in 0..1 + rounds {
+            if round == 1 {
+                start = Instant::now();
+            }
+            if self.rank == 0 {
+                (0..messages).for_each(|_| self.send(tensor.shallow_clone()));
+                self.receive();
+            } else {
+                (0..messages).for_each(|_| drop(self.receive()));
+                self.send(tensor_of(4));
+            }
+        }
+        (rounds * messages * bytes) as f64 / start.elapsed().as_secs_f64()
+    }
+}
+
+fn tensor_of(bytes: usize) -> Tensor {
+    Tensor::ones([i64::try_from(bytes / 4).expect("a size")], (Kind::Float, Device::Cpu))
+}
+
+fn play(mpi: &'static distgpipe::engine::mpi::Mpi, rank: usize) {
+    let (arrived, arrivals) = mpsc::channel();
+    let links = MpiLinks::start(mpi, 1, vec![(1 - rank, link(rank, arrived))]).expect("links");
+    let (outgoing, _) = links.outgoing(1 - rank).expect("a link");
+    let mut end = End { rank, outgoing: Box::new(outgoing), arrivals, sent: 0 };
+    for mib in SIZES_MIB {
+        let (bytes, messages) = (mib << 20, WINDOW_MAX.min(WINDOW_MIB / mib));
+        let rates = [
+            ("ping-pong", end.ping_pong(bytes)),
+            ("window", end.window(bytes, messages, TOTAL_MIB / (messages * mib))),
+        ];
+        for (pattern, bytes_per_s) in rates.into_iter().filter(|_| rank == 0) {
+            println!("{}", json!({ "mib": mib, "pattern": pattern, "bytes_per_s": bytes_per_s }));
         }
     }
-    drop(outgoing);
+    drop(end);
     links.close(Duration::from_secs(5));
 }
 
@@ -102,7 +153,7 @@ fn link(rank: usize, arrived: mpsc::Sender<Message>) -> LinkOptions {
         peer: format!("rank {}", 1 - rank),
         abort: AbortFlag::default(),
         timeouts: Timeouts::default(),
-        queue: 4,
+        queue: WINDOW_MAX,
         meter: Meter::new(),
         link_codecs: LinkCodecs::new(&job, &plan),
         heartbeat: Box::new(String::new),

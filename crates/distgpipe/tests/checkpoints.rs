@@ -145,6 +145,18 @@ fn codecs_that_remember_forget_at_each_checkpoint() {
 }
 
 #[test]
+fn codecs_of_replicas_forget_at_each_checkpoint() {
+    for codec in ["feedback(tile:2)", "tile:3~"] {
+        let builder = || {
+            let codecs = CodecPolicy { replicas: codec.parse().unwrap(), ..CodecPolicy::default() };
+            Pipeline::builder(mlp()).micro_batches(2).replicas(2).codecs(codecs).learning_rate(RATE)
+        };
+        let name = format!("replicas-{}", codec.replace(['(', ')', ':', '~'], "-"));
+        assert_resumes_anywhere(&name, options(), builder, builder);
+    }
+}
+
+#[test]
 fn batch_norms_and_dropout_resume_with_another_cut_placement_and_number_of_workers() {
     let builder = || {
         let strides = [1, 1, 2, 2, 1, 1, 2, 1];

@@ -82,7 +82,9 @@ const CHECKS: &[(&str, Check)] = &[
     ("two_replicas_are_two_devices_that_add_up_their_gradients", |program| {
         replicas::check_two(one_device::subjects(), ranks(program))
     }),
-    ("three_replicas_train_identically_in_ranks_and_threads", three_replicas_train_identically),
+    ("three_replicas_train_identically_in_ranks_and_threads", |program| {
+        replicas::check_three(one_device::subjects(), || program.first(6).into())
+    }),
     ("with_a_codec_ranks_are_one_device_that_rounds_at_the_cuts", |program| {
         coded::check_rounding(|| program.first(2).into())
     }),
@@ -136,15 +138,6 @@ fn a_run_needs_as_many_ranks_as_workers(program: &MpiProgram) {
             "{said}"
         );
         assert!(said.contains(&format!("`mpirun -n {workers}`")), "{said}");
-    }
-}
-
-fn three_replicas_train_identically(program: &MpiProgram) {
-    for subject in one_device::subjects() {
-        let (threads, ranks) =
-            (replicas::three(&subject, Workers::Threads), replicas::three(&subject, program.first(6).into()));
-        one_device::assert_identical(subject.name, &ranks.0, &threads.0);
-        one_device::assert_identical(subject.name, &ranks.1, &threads.1);
     }
 }
 

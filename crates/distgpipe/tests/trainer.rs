@@ -136,7 +136,10 @@ fn the_summary_agrees_with_the_events() {
     let again = Trainer::new(&mut pipeline, training(), None, options(1, Some(5))).unwrap().run(|_, _| Ok(())).unwrap();
     for link in &again.links {
         assert_eq!((link.messages, link.payload_bytes, link.bytes_per_step), (5 * 4, 5 * 3200, 3200.0), "{link:?}");
-        assert!(link.edges.iter().all(|edge| (edge.coded.tensors, edge.coded.raw_bytes) == (5 * 4, 5 * 3200)), "{link:?}");
+        assert!(
+            link.edges.iter().all(|edge| (edge.coded.tensors, edge.coded.raw_bytes) == (5 * 4, 5 * 3200)),
+            "{link:?}"
+        );
     }
 }
 

@@ -64,6 +64,26 @@ fn a_perceptron_trains_on_digits_through_every_codec() {
     assert_close("perceptron", &accuracies, 0.95);
 }
 
+/// The gradients that two replicas share go through the codec, twice each.
+#[test]
+fn replicas_train_on_digits_through_codecs() {
+    const SEEDS: u64 = 3;
+    let model = Mlp::default().model().unwrap();
+    let options = TrainOptions { epochs: 10, rate_schedule: Decay::Cosine.into(), ..TrainOptions::default() };
+    let learned = ["raw", "bf16", "tile:8", "feedback(tile:4)"].map(|codec| {
+        let of_seed = |seed| {
+            let builder =
+                Pipeline::builder(model.clone()).device(distgpipe::engine::Device::Cpu).threads(1).replicas(2);
+            let codecs = CodecPolicy { replicas: codec.parse().unwrap(), ..CodecPolicy::default() };
+            let builder = builder.micro_batches(1).optimizer(Optim::sgd(0.9)).learning_rate(0.05).seed(seed);
+            learn(&mut builder.codecs(codecs).build().unwrap(), &model, options.clone(), seed)
+        };
+        (codec, (0..SEEDS).map(of_seed).sum::<f64>() / SEEDS as f64)
+    });
+    let (_, raw) = learned[0];
+    assert!(learned.iter().all(|(_, accuracy)| (accuracy - raw).abs() <= POINT && *accuracy >= 0.95), "{learned:?}");
+}
+
 /// The first epochs go raw, once for all: what differs in the end is then the codec's doing, and not the luck of the first
 /// steps, which moves this small model's accuracy by more than a point.
 #[test]

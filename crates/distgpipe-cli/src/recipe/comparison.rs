@@ -170,7 +170,9 @@ fn last_epoch(report: &Value, name: &str) -> Option<f64> {
 }
 
 fn compression(report: &RunReport) -> RunFigure {
-    let sent = || report.summary.links.iter().flat_map(|link| &link.edges).map(|cut| &cut.coded).filter(|cut| cut.wire_bytes > 0);
+    let sent = || {
+        report.summary.links.iter().flat_map(|link| &link.edges).map(|cut| &cut.coded).filter(|cut| cut.wire_bytes > 0)
+    };
     let (raw, wire) = sent().fold((0, 0), |(raw, wire), cut| (raw + cut.raw_bytes, wire + cut.wire_bytes));
     if raw == 0 {
         return RunFigure::Missing(": tensors moved between threads without encoding".to_owned());

@@ -272,7 +272,9 @@ mod tests {
     #[test]
     fn a_codec_that_cannot_encode_flat_gradients_is_refused() {
         let check = |text: &str| CodecPolicy { replicas: spec(text), ..CodecPolicy::default() }.check(&plan());
-        for text in ["raw", "bf16", "tile:8", "sort:8", "feedback(tile:4)", "feedback(topk:0.1)", "zstd(feedback(tile:4))"] {
+        for text in
+            ["raw", "bf16", "tile:8", "sort:8", "feedback(tile:4)", "feedback(topk:0.1)", "zstd(feedback(tile:4))"]
+        {
             check(text).unwrap_or_else(|e| panic!("{text}: {e}"));
         }
         for (text, why) in [

@@ -15,11 +15,9 @@ use std::collections::VecDeque;
 use std::ffi::{c_int, c_void, CStr};
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
-
-/// How many pieces of one body are sent at the same time.
-const PIECES_MAX: usize = 32;
 
 /// A pause is this part of the time that was waited before it.
 const PAUSE_PART: u32 = 64;
@@ -174,29 +172,6 @@ impl Mpi {
         self.start_send(to, tag, bytes)?.wait()
     }
 
-    /// Sends bytes as messages of at most `piece` bytes. Calls `sent` with the place of each of them, while it is on its way.
-    /// Returns when MPI does not need the bytes any more.
-    pub fn send_pieces(
-        &self,
-        to: usize,
-        tag: i32,
-        bytes: &[u8],
-        piece: usize,
-        mut sent: impl FnMut(std::ops::Range<usize>),
-    ) -> Result<(), Fault> {
-        let mut on_their_way = VecDeque::with_capacity(PIECES_MAX);
-        let mut at = 0;
-        for part in bytes.chunks(piece) {
-            on_their_way.push_back(self.start_send(to, tag, part)?);
-            sent(at..at + part.len());
-            at += part.len();
-            while on_their_way.len() >= PIECES_MAX {
-                on_their_way.pop_front().map_or(Ok(()), InFlight::wait)?;
-            }
-        }
-        on_their_way.into_iter().try_for_each(InFlight::wait)
-    }
-
     /// Sends bytes as one message that nobody waits for.
     pub fn post(&self, to: usize, tag: i32, bytes: Vec<u8>) -> Result<(), Fault> {
         let request = self.isend(to, tag, &bytes)?;
@@ -335,6 +310,61 @@ impl InFlight<'_> {
 impl Drop for InFlight<'_> {
     fn drop(&mut self) {
         let _ = self.complete();
+    }
+}
+
+/// Messages to one rank that are on their way, each with the memory that MPI reads it from. They stay in order.
+pub struct Outbound<B: AsRef<[u8]>> {
+    mpi: &'static Mpi,
+    to: usize,
+    on_their_way: VecDeque<(ffi::MPI_Request, usize, Arc<B>)>,
+    bytes: usize,
+}
+
+// SAFETY: a request may be tested by any thread, one at a time, and the memory may be read by any.
+unsafe impl<B: AsRef<[u8]> + Send + Sync> Send for Outbound<B> {}
+
+impl<B: AsRef<[u8]>> Outbound<B> {
+    /// Nothing to this rank yet.
+    pub fn new(mpi: &'static Mpi, to: usize) -> Self {
+        Outbound { mpi, to, on_their_way: VecDeque::new(), bytes: 0 }
+    }
+
+    /// Starts to send a part of some bytes as one message. Nothing may change the bytes until the message has arrived.
+    pub fn start(&mut self, tag: i32, bytes: &Arc<B>, part: Range<usize>) -> Result<(), Fault> {
+        let length = part.len();
+        let request = self.mpi.isend(self.to, tag, &bytes.as_ref().as_ref()[part])?;
+        self.on_their_way.push_back((request, length, bytes.clone()));
+        self.bytes += length;
+        Ok(())
+    }
+
+    /// How many bytes, and how many messages, MPI has not sent yet.
+    pub fn waiting(&self) -> (usize, usize) {
+        (self.bytes, self.on_their_way.len())
+    }
+
+    /// Has MPI go on, and drops what it does not need any more. Returns whether it has sent everything.
+    pub fn settle(&mut self) -> Result<bool, Fault> {
+        while let Some((mut request, length, bytes)) = self.on_their_way.pop_front() {
+            self.bytes -= length;
+            if !self.mpi.test(&mut request)? {
+                self.bytes += length;
+                self.on_their_way.push_front((request, length, bytes));
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// MPI reads from the memory until then.
+impl<B: AsRef<[u8]>> Drop for Outbound<B> {
+    fn drop(&mut self) {
+        let pause = Backoff::new();
+        while let Ok(false) = self.settle() {
+            pause.pause();
+        }
     }
 }
 

@@ -307,7 +307,13 @@ impl Exchange<'_> {
 
     /// Sends the share `sent` to the next replica as `parcel`, and receives one from the previous replica, which must have the size and
     /// type of `like` once it is decoded.
-    fn send_and_receive(&mut self, parcel: Parcel, sent: &Tensor, like: &Tensor, content: Content) -> Result<Parcel, Fault> {
+    fn send_and_receive(
+        &mut self,
+        parcel: Parcel,
+        sent: &Tensor,
+        like: &Tensor,
+        content: Content,
+    ) -> Result<Parcel, Fault> {
         let &mut RingAllReduce { member, next, previous, .. } = self.ring;
         let number = u32::try_from(self.shares)
             .map_err(|_| Fault::internal("fewer than 2³² shares in a step", self.shares.to_string()))?;

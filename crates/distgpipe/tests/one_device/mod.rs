@@ -216,9 +216,13 @@ pub fn sgd(partition: &mut Partition, gradients: &Tensors, memory: &mut Tensors,
     partition.norms().commit().unwrap();
 }
 
+/// The bytes of a tensor on the CPU.
+pub fn bytes(tensor: &Tensor) -> Vec<u8> {
+    engine::bytes(&tensor.contiguous()).expect("a dense CPU tensor").to_vec()
+}
+
 /// Whether two tensors have the same type, shape and bytes. A NaN equals itself if its payload does, and -0 is not +0.
 pub fn same_bits(a: &Tensor, b: &Tensor) -> bool {
-    let bytes = |tensor: &Tensor| engine::bytes(&tensor.contiguous()).expect("a dense CPU tensor").to_vec();
     (a.kind(), a.size()) == (b.kind(), b.size()) && bytes(a) == bytes(b)
 }
 

@@ -69,9 +69,26 @@ pub fn check_two(subjects: Vec<Subject>, workers: impl Fn(usize) -> Workers) {
     }
 }
 
-/// Gradients of three replicas with a codec on their links, and what they have learned after two steps.
-pub fn three(subject: &Subject, workers: Workers) -> (Tensors, Tensors) {
-    let codecs = CodecPolicy { links: vec!["0-1=feedback(tile:8)".parse().unwrap()], ..CodecPolicy::default() };
+/// Asserts that three replicas with codecs on their links learn with these workers what they learn in threads, bit for bit: with
+/// raw gradients between them, and with codecs that remember and that draw.
+pub fn check_three(subjects: Vec<Subject>, workers: impl Fn() -> Workers) {
+    for subject in subjects {
+        for codec in ["raw", "zstd(feedback(tile:4))", "tile:6~"] {
+            let what = format!("{}, {codec} between replicas", subject.name);
+            let (threads, others) = (three(&subject, codec, Workers::Threads), three(&subject, codec, workers()));
+            assert_identical(&what, &others.0, &threads.0);
+            assert_identical(&what, &others.1, &threads.1);
+        }
+    }
+}
+
+/// Gradients of three replicas with codecs on their links, and what they have learned after two steps.
+fn three(subject: &Subject, codec: &str, workers: Workers) -> (Tensors, Tensors) {
+    let codecs = CodecPolicy {
+        links: vec!["0-1=feedback(tile:8)".parse().unwrap()],
+        replicas: codec.parse().unwrap(),
+        ..CodecPolicy::default()
+    };
     let builder = replicas(subject, 3, "client,server,client").codecs(codecs).workers(workers);
     let mut pipeline = builder.build().unwrap();
     let losses: Vec<f64> = (0..2).map(|step| pipeline.train_step(&subject.batch(13, step)).unwrap().loss).collect();

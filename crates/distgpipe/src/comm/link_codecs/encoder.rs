@@ -20,8 +20,8 @@ pub(crate) enum EncodedBytes {
     Tensor(TensorBytes),
 }
 
-impl EncodedBytes {
-    pub fn as_slice(&self) -> &[u8] {
+impl AsRef<[u8]> for EncodedBytes {
+    fn as_ref(&self) -> &[u8] {
         match self {
             EncodedBytes::Owned(bytes) => bytes,
             EncodedBytes::Tensor(bytes) => bytes.as_slice(),
@@ -51,6 +51,7 @@ impl Encoder {
     }
 
     /// Encodes tensor `index` of a message and passes its description and its bytes to `then`.
+    #[cfg(test)]
     pub fn with_encoded<T>(
         &mut self,
         message: &Message,
@@ -78,20 +79,19 @@ impl Encoder {
         }
     }
 
-    /// Encodes tensor `index` of a message into bytes of their own. A raw tensor between partitions is not copied: nothing changes
-    /// it in place any more.
+    /// Encodes tensor `index` of a message into bytes of their own. A raw tensor is not copied if it is `unchanging`: nothing changes
+    /// its memory as long as the link needs it.
     pub(crate) fn encoded(
         &mut self,
         message: &Message,
         index: usize,
         tensor: &Tensor,
+        unchanging: bool,
     ) -> Result<(TensorMeta, EncodedBytes), Fault> {
         let (meta, memory) = self.encode_tensor(message, index, tensor)?;
         let bytes = match memory.map(|memory| engine::on_host(&memory)).transpose()? {
             None => EncodedBytes::Owned(std::mem::take(&mut self.body)),
-            Some(host) if message.tag.edge().is_some() => {
-                EncodedBytes::Tensor(TensorBytes::new(&host).ok_or_else(|| not_dense(&host))?)
-            }
+            Some(host) if unchanging => EncodedBytes::Tensor(TensorBytes::new(&host).ok_or_else(|| not_dense(&host))?),
             Some(host) => EncodedBytes::Owned(bytes_of(&host)?.to_vec()),
         };
         Ok((meta, bytes))

@@ -9,7 +9,8 @@
 //!
 //! A frame with a small body is one message: header and body. One with a large body is a message with the header, messages with
 //! the pieces of the body, and one with the checksum, which the sender computes while the pieces are on their way and the
-//! receiver while they are in its cache. Pieces are sent from the memory of the tensor and received into that of the tensor.
+//! receiver while they are in its cache. Pieces are sent from the memory of the tensor and received into that of the tensor. The next
+//! frame begins while the last one is still on its way.
 //!
 //! | tag, plus four times the run | messages |
 //! | --- | --- |
@@ -33,7 +34,7 @@ use crate::comm::link_codecs::{Decoder, Encoder};
 use crate::comm::message::Message;
 use crate::comm::traffic::Counters;
 use crate::engine;
-use crate::engine::mpi::Mpi;
+use crate::engine::mpi::{Mpi, Outbound};
 use crate::failure::{Failure, Fault};
 use distgpipe_core::wire::{Header, Kind};
 use heartbeats::{Heartbeats, Pulse};
@@ -201,8 +202,9 @@ impl MpiLinks {
                 cut: Box::new(move || cut.cut()),
                 damage_next: Box::new(move |draw| damaged.damage_next(draw)),
             };
-            let sending: Box<dyn Outgoing> = Box::new(SendingEnd::new(link.clone(), encoder));
-            let sender = Sender { outgoing: (end.wrap)(sending, control), link: link.clone() };
+            let outbound = Arc::new(Mutex::new(Outbound::new(mpi, rank)));
+            let sending: Box<dyn Outgoing> = Box::new(SendingEnd::new(link.clone(), encoder, outbound.clone()));
+            let sender = Sender { outgoing: (end.wrap)(sending, control), link: link.clone(), outbound };
             let decoder = Decoder::new(end.link_codecs, counters);
             receiving.insert(rank, ReceivingEnd::new(link.clone(), decoder, end.admit, end.deliver, end.has_room));
             pulses.push(Pulse::new(link.clone(), end.heartbeat, end.on_heartbeat, end.notify));

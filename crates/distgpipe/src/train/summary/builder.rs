@@ -1,6 +1,8 @@
 //! Computes the figures of epochs and of a run from the outcomes of steps.
 
-use super::{CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary};
+use super::{
+    CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary,
+};
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
 use crate::driver::pipeline::{LinkTraffic, Pipeline, StepOutcome, StepWait};

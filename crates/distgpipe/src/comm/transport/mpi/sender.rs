@@ -2,48 +2,112 @@
 
 use super::checksum::BodyChecksum;
 use super::{control_frame, sending_failure, Link, INLINE_BYTES_MAX, PIECE_BYTES};
-use crate::comm::link_codecs::Encoder;
+use crate::comm::abort::POLL;
+use crate::comm::link_codecs::{EncodedBytes, Encoder};
 use crate::comm::message::Message;
 use crate::comm::traffic::MessageSize;
-use crate::comm::transport::queue::pump;
 use crate::comm::transport::tcp::Framer;
 use crate::comm::transport::{limits, Outgoing};
-use crate::engine::mpi::sleep_precisely;
+use crate::engine::mpi::{sleep_precisely, Backoff, Outbound};
 use crate::failure::Fault;
 use distgpipe_core::wire::{Header, Kind};
-use std::borrow::Cow;
-use std::sync::mpsc::Receiver;
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::xxh3_64;
+
+/// The most that is on its way at the same time: enough that the next frame begins while the last one still ends.
+const ON_THEIR_WAY_MAX: (usize, usize) = (64 << 20, 256);
+
+/// The messages of a link that are on their way. Only the sending thread uses them.
+pub(super) type SharedOutbound = Arc<Mutex<Outbound<EncodedBytes>>>;
+
+fn lock(outbound: &SharedOutbound) -> MutexGuard<'_, Outbound<EncodedBytes>> {
+    outbound.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Sends what a stage has queued.
 pub(super) struct Sender {
     /// A [`SendingEnd`], which tests may have wrapped.
     pub outgoing: Box<dyn Outgoing>,
     pub link: Arc<Link>,
+    pub outbound: SharedOutbound,
 }
 
 impl Sender {
     pub fn run(mut self, queued: &Receiver<Message>) {
         sleep_precisely();
-        let link = &self.link;
-        let sent = pump(queued, &link.abort, self.outgoing.as_mut())
-            .and_then(|()| link.mpi.send(link.rank, link.tags.header, &control_frame(Kind::Goodbye, &[])));
+        let sent = self.pump(queued).and_then(|()| {
+            let link = &self.link;
+            link.mpi.send(link.rank, link.tags.header, &control_frame(Kind::Goodbye, &[]))
+        });
         if let Err(fault) = sent {
-            link.abort.fail(sending_failure(link, fault));
+            self.link.abort.fail(sending_failure(&self.link, fault));
+        }
+    }
+
+    /// Sends what is queued, until all sending ends of the queue are dropped and everything is sent, or the run fails.
+    fn pump(&mut self, queued: &Receiver<Message>) -> Result<(), Fault> {
+        let (mut wait, mut ended) = (Backoff::new(), false);
+        loop {
+            self.link.abort.check()?;
+            // MPI goes on with what is on its way only when it is called.
+            let settled = lock(&self.outbound).settle()?;
+            let next = match settled {
+                true if ended => return Ok(()),
+                true => queued.recv_timeout(POLL),
+                false => queued.try_recv().map_err(|empty| match empty {
+                    TryRecvError::Empty => RecvTimeoutError::Timeout,
+                    TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
+                }),
+            };
+            match next {
+                Ok(mut message) => {
+                    message.take_over()?;
+                    self.outgoing.send(message)?;
+                    wait = Backoff::new();
+                }
+                Err(RecvTimeoutError::Disconnected) if settled => return Ok(()),
+                Err(end) => {
+                    ended |= end == RecvTimeoutError::Disconnected;
+                    if !settled {
+                        wait.pause();
+                    }
+                }
+            }
         }
     }
 }
 
 /// Encodes messages and sends their frames, used by the sending thread alone.
+///
+/// It returns while a frame may still be on its way, and the frame is the memory of its tensor: nothing changes that until the frame
+/// has arrived. Stages do not change what they have sent, a share has been read before its sum comes back, and all else is answered
+/// before the next command.
 pub(super) struct SendingEnd {
     link: Arc<Link>,
     framer: Framer,
+    outbound: SharedOutbound,
 }
 
 impl SendingEnd {
-    pub fn new(link: Arc<Link>, encoder: Encoder) -> Self {
-        SendingEnd { link, framer: Framer::new(limits(), encoder) }
+    pub fn new(link: Arc<Link>, encoder: Encoder, outbound: SharedOutbound) -> Self {
+        SendingEnd { link, framer: Framer::new(limits(), encoder), outbound }
+    }
+
+    /// Waits until little enough is on its way.
+    fn wait_for_room(&self) -> Result<(), Fault> {
+        let wait = Backoff::new();
+        loop {
+            let mut outbound = lock(&self.outbound);
+            outbound.settle()?;
+            let ((bytes, messages), (bytes_max, messages_max)) = (outbound.waiting(), ON_THEIR_WAY_MAX);
+            drop(outbound);
+            if bytes < bytes_max && messages < messages_max {
+                return Ok(());
+            }
+            self.link.abort.check()?;
+            wait.pause();
+        }
     }
 }
 
@@ -56,8 +120,8 @@ impl Outgoing for SendingEnd {
             if self.link.is_cut() {
                 return Err(Fault::Lost);
             }
-            let link = &self.link;
-            wire_bytes += self.framer.with_frame(&message, slot, |header, body| transmit(link, header, body))?;
+            let (header, body) = self.framer.encode_once(&message, slot)?;
+            wire_bytes += self.transmit(header, body)?;
         }
         self.link.counters.count_message(MessageSize { payload_bytes, wire_bytes, trains });
         self.link.counters.dequeued();
@@ -65,37 +129,58 @@ impl Outgoing for SendingEnd {
     }
 }
 
-/// Sends a frame. Returns its size.
-fn transmit(link: &Link, mut header: Header, body: &[u8]) -> Result<u64, Fault> {
-    let Link { mpi, rank, tags, .. } = link;
-    if body.len() <= INLINE_BYTES_MAX {
-        header.seal(body);
+impl SendingEnd {
+    /// Starts to send a frame. Returns its size.
+    fn transmit(&self, mut header: Header, body: EncodedBytes) -> Result<u64, Fault> {
+        self.wait_for_room()?;
+        let tags = self.link.tags;
+        let start = |tag: i32, bytes: Vec<u8>| {
+            let whole = 0..bytes.len();
+            lock(&self.outbound).start(tag, &Arc::new(EncodedBytes::Owned(bytes)), whole)
+        };
+        let bytes = body.as_ref();
+        if bytes.len() <= INLINE_BYTES_MAX {
+            header.seal(bytes);
+            header.check(&limits())?;
+            let mut frame = [&header.encode()[..], bytes].concat();
+            if let Some(draw) = self.link.take_damage() {
+                flip(&mut frame, draw);
+            }
+            let size = frame.len() as u64;
+            start(tags.header, frame)?;
+            return Ok(size);
+        }
+        header.body_bytes = bytes.len() as u64;
         header.check(&limits())?;
-        let mut frame = [&header.encode()[..], body].concat();
-        if let Some(draw) = link.take_damage() {
-            flip(&mut frame, draw);
+        // The checksum of header and body comes last, so the header has one of its own: what it says is acted on before that.
+        let mut head = header.encode().to_vec();
+        head.extend_from_slice(&xxh3_64(&head).to_le_bytes());
+        let body = Arc::new(body);
+        let mut sent = body.clone();
+        if let Some(draw) = self.link.take_damage() {
+            if draw % 2 == 0 {
+                flip(&mut head, draw / 2);
+            } else {
+                let mut damaged = body.as_ref().as_ref().to_vec();
+                flip(&mut damaged, draw / 2);
+                sent = Arc::new(EncodedBytes::Owned(damaged));
+            }
         }
-        mpi.send(*rank, tags.header, &frame)?;
-        return Ok(frame.len() as u64);
-    }
-    header.body_bytes = body.len() as u64;
-    header.check(&limits())?;
-    // The checksum of header and body comes last, so the header has one of its own: what it says is acted on before that.
-    let mut head = header.encode().to_vec();
-    head.extend_from_slice(&xxh3_64(&head).to_le_bytes());
-    let mut sent = Cow::Borrowed(body);
-    if let Some(draw) = link.take_damage() {
-        match draw % 2 {
-            0 => flip(&mut head, draw / 2),
-            _ => flip(sent.to_mut(), draw / 2),
+        let (bytes, head_bytes) = (body.as_ref().as_ref(), head.len());
+        start(tags.header, head)?;
+        let mut checksum = BodyChecksum::new(&header);
+        for at in (0..bytes.len()).step_by(PIECE_BYTES) {
+            let piece = at..bytes.len().min(at + PIECE_BYTES);
+            self.wait_for_room()?;
+            lock(&self.outbound).start(tags.body, &sent, piece.clone())?;
+            // While the piece is on its way.
+            checksum.update(&bytes[piece]);
         }
+        let checksum = checksum.finish().to_le_bytes().to_vec();
+        let size = head_bytes + bytes.len() + checksum.len();
+        start(tags.body, checksum)?;
+        Ok(size as u64)
     }
-    mpi.send(*rank, tags.header, &head)?;
-    let mut checksum = BodyChecksum::new(&header);
-    mpi.send_pieces(*rank, tags.body, &sent, PIECE_BYTES, |place| checksum.update(&body[place]))?;
-    let checksum = checksum.finish().to_le_bytes();
-    mpi.send(*rank, tags.body, &checksum)?;
-    Ok((head.len() + body.len() + checksum.len()) as u64)
 }
 
 /// Flips the bit that `draw` selects.

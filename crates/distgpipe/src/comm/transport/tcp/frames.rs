@@ -172,30 +172,29 @@ impl Framer {
             Content::Bytes(bytes) => return sealed(&mut header, bytes, &self.limits),
             Content::Tensor(tensor) => tensor,
         };
-        let (meta, body) = self.encoder.encoded(message, slot, tensor)?;
+        // Between partitions, nothing changes a tensor in place any more. What is sent may have to be sent again, even after it has arrived.
+        let unchanging = message.tag.edge().is_some();
+        let (meta, body) = self.encoder.encoded(message, slot, tensor, unchanging)?;
         header.tensor = Some(meta);
-        if body.as_slice().len() <= COPIED_BYTES_MAX {
-            return sealed(&mut header, body.as_slice(), &self.limits);
+        if body.as_ref().len() <= COPIED_BYTES_MAX {
+            return sealed(&mut header, body.as_ref(), &self.limits);
         }
-        header.seal(body.as_slice());
+        header.seal(body.as_ref());
         header.check(&self.limits)?;
         Ok(FrameBytes { head: header.encode().to_vec(), body: Some(body) })
     }
 
-    /// Passes the header of such a frame, which is not sealed, and its body to `then`.
+    /// The header of such a frame, which is not sealed, and its body. The body may be the memory of the tensor, which must not change
+    /// until the frame has arrived.
     #[cfg(feature = "mpi")]
-    pub fn with_frame<T>(
-        &mut self,
-        message: &Message,
-        slot: usize,
-        then: impl FnOnce(Header, &[u8]) -> Result<T, Fault>,
-    ) -> Result<T, Fault> {
+    pub fn encode_once(&mut self, message: &Message, slot: usize) -> Result<(Header, EncodedBytes), Fault> {
         let (header, content) = header_of(message, slot)?;
         match content {
-            Content::Bytes(bytes) => then(header, bytes),
-            Content::Tensor(tensor) => self
-                .encoder
-                .with_encoded(message, slot, tensor, |meta, body| then(Header { tensor: Some(meta), ..header }, body)),
+            Content::Bytes(bytes) => Ok((header, EncodedBytes::Owned(bytes.to_vec()))),
+            Content::Tensor(tensor) => {
+                let (meta, body) = self.encoder.encoded(message, slot, tensor, true)?;
+                Ok((Header { tensor: Some(meta), ..header }, body))
+            }
         }
     }
 }
@@ -238,7 +237,7 @@ impl FrameBytes {
 
     /// The bytes, in order.
     pub fn parts(&self) -> [&[u8]; 2] {
-        [&self.head, self.body.as_ref().map_or(&[], EncodedBytes::as_slice)]
+        [&self.head, self.body.as_ref().map_or(&[], AsRef::as_ref)]
     }
 
     pub fn len(&self) -> usize {
