@@ -26,7 +26,7 @@ pub use inference::for_inference;
 
 use distgpipe::engine::Devices;
 use distgpipe::train::learning_rate::WarmUp;
-use distgpipe::{GraphMode, PhaseTiming, Precision, Tf32};
+use distgpipe::{GraphMode, PhaseTiming, Precision, Reduce, Tf32};
 use distgpipe_core::balance::Objective;
 use distgpipe_core::codec::CodecSpec;
 use distgpipe_core::schedule::{Recompute, Schedule};
@@ -167,6 +167,10 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<usize>,
+    /// How replicas sum their gradients: ring, the same bits on every transport, or mpi, which uses MPI_Iallreduce under mpirun
+    #[arg(long, value_name = "ring|mpi", help_heading = "Workers")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reduce: Option<Reduce>,
     /// Micro-batches per batch, in each replica
     #[arg(long, aliases = ["micro-batches", "chunk"], value_name = "N", help_heading = "Schedule")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -224,6 +224,7 @@ impl RunConfig {
             .learning_rate(self.learning_rate)
             .loss(self.loss)
             .codecs(self.codecs.clone())
+            .reduce(flags.reduce.unwrap_or_default())
             .trace(self.trace)
             .timeouts(self.timeouts);
         builder = self.groups.iter().fold(builder, |builder, group| builder.parameter_group(group.clone()));

@@ -33,6 +33,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("Builder::plan", "--plan"),
     ("Builder::precision", "--precision"),
     ("Builder::recompute", "--recompute"),
+    ("Builder::reduce", "--reduce"),
     ("Builder::replicas", "--replicas"),
     ("Builder::schedule", "--schedule"),
     ("Builder::seed", "--seed"),

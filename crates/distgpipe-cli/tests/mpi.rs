@@ -68,6 +68,40 @@ fn four_ranks_train_as_four_threads_do() {
     assert_eq!(ranks, threads);
 }
 
+/// The order of MPI's additions is its own, so the losses are those of the ring up to rounding.
+#[test]
+fn mpi_sums_the_gradients_of_four_ranks_if_it_is_told_to() {
+    let folder = folder("reduce");
+    let arguments = ["train", "--replicas", "4", "--chunks", "1", "--device", "cpu", "--threads", "1", "--steps", "8"];
+    let of = |reduce: &str| {
+        let log = folder.join(reduce);
+        let more = ["--reduce", reduce, "--log", log.to_str().expect("UTF-8")];
+        let (status, said) = ended(mpirun(4, &[&arguments[..], &more].concat()));
+        assert_eq!(status, Some(0), "{said}");
+        losses(&log)
+    };
+    let (ring, mpi) = (of("ring"), of("mpi"));
+    assert_eq!((ring.len(), mpi.len()), (8, 8));
+    for (step, ring) in ring {
+        let [ring, mpi]: [f64; 2] = [&ring, &mpi[&step]].map(|loss| loss.parse().expect("a number"));
+        assert!((ring - mpi).abs() < 1e-4 * ring, "step {step}: {ring} {mpi}");
+    }
+    let (status, said) = ended(mpirun(4, &[&arguments[..], &["--reduce", "mpi", "--codec-replicas", "bf16"]].concat()));
+    assert_eq!(status, Some(2), "{said}");
+    assert!(said.contains("--reduce: MPI sums 32-bit values, so --codec-replicas must be raw; got bf16"), "{said}");
+}
+
+/// The other ranks wait for it in MPI's sum.
+#[test]
+fn a_rank_that_errs_before_it_has_summed_its_gradients_is_named_and_ends_all() {
+    let start = Instant::now();
+    let flags = ["--replicas", "2", "--reduce", "mpi", "--faults", "w1/1:error@1B1"];
+    let (status, said) = ended(mpirun(4, &[&TRAIN[..], &flags].concat()));
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("error: w1/1 failed while running 1B1: injected fault"), "{said}");
+    assert!(start.elapsed() < BOUND, "took {:?}", start.elapsed());
+}
+
 #[test]
 fn a_number_of_ranks_that_does_not_fit_is_refused_with_the_one_that_does() {
     let (status, said) = ended(mpirun(3, &TRAIN));

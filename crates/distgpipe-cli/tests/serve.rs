@@ -415,29 +415,57 @@ fn cutting_relay(to: String, cuts: &[usize]) -> (String, Arc<Mutex<VecDeque<usiz
 
 /// Losses of a few steps, bit for bit, in split learning over these servers.
 fn losses_over(servers: &[(&str, &str)], place: &str, balance: Vec<usize>, listen: Option<String>) -> Vec<u64> {
-    use distgpipe::prelude::*;
-    use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
+    use distgpipe::Workers;
     let servers = servers.iter().map(|(join_string, address)| {
         let parsed: distgpipe::JoinString = join_string.parse().expect("a join string");
         distgpipe::JoinString { addresses: vec![(*address).to_owned()], ..parsed }
     });
     let workers = Workers::Servers { servers: servers.collect(), labels_leave: false, listen };
-    let mut pipeline = Pipeline::builder(Mlp::default().model().expect("a model"))
-        .balance(balance)
-        .place(place)
-        .micro_batches(4)
-        .device(Device::Cpu)
-        .threads(1)
-        .workers(workers)
-        .build()
-        .unwrap_or_else(|failure| panic!("{failure}"));
-    let x = (Tensor::arange(32 * 64, (Kind::Float, TorchDevice::Cpu)).view([32, 1, 8, 8]) * 0.37).sin();
-    let y = Tensor::arange(32, (Kind::Int64, TorchDevice::Cpu)).remainder(10);
+    losses_of(workers, 32, |builder| builder.balance(balance).place(place).micro_batches(4))
+}
+
+/// Losses of a few steps on batches of this many rows, bit for bit.
+fn losses_of(
+    workers: distgpipe::Workers,
+    rows: i64,
+    build: impl FnOnce(distgpipe::Builder) -> distgpipe::Builder,
+) -> Vec<u64> {
+    use distgpipe::prelude::*;
+    use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
+    let builder = Pipeline::builder(Mlp::default().model().expect("a model")).device(Device::Cpu).threads(1);
+    let mut pipeline = build(builder).workers(workers).build().unwrap_or_else(|failure| panic!("{failure}"));
+    let x = (Tensor::arange(rows * 64, (Kind::Float, TorchDevice::Cpu)).view([rows, 1, 8, 8]) * 0.37).sin();
+    let y = Tensor::arange(rows, (Kind::Int64, TorchDevice::Cpu)).remainder(10);
     let step = |_| {
         let report = pipeline.train_step(&Batch::new(x.shallow_clone(), y.shallow_clone()));
         report.unwrap_or_else(|error| panic!("{error}")).loss.to_bits()
     };
     (0..8).map(step).collect()
+}
+
+/// Two replicas of two workers, on this process and three servers, with batches that do not divide evenly: gradients go from
+/// replica to replica over TLS, raw and through a codec that remembers.
+#[test]
+fn replicas_of_a_pipeline_over_servers_train_as_threads_do() {
+    let mut third = Serve::start("serve-replicas-third", &[]);
+    let mut second = Serve::start("serve-replicas-second", &["--allow", &third.address]);
+    let mut first = Serve::start("serve-replicas-first", &["--allow", &third.address]);
+    for (number, codec) in ["raw", "feedback(tile:4)"].into_iter().enumerate() {
+        let codecs = distgpipe::CodecPolicy { replicas: codec.parse().expect("a codec"), ..Default::default() };
+        let train = |workers| {
+            losses_of(workers, 29, |builder| {
+                builder.balance([2, 2]).place("client,server").micro_batches(3).replicas(2).codecs(codecs.clone())
+            })
+        };
+        let servers = [&first, &second, &third].map(|server| {
+            let parsed: distgpipe::JoinString = server.join_string.parse().expect("a join string");
+            distgpipe::JoinString { addresses: vec![server.address.clone()], ..parsed }
+        });
+        let workers = distgpipe::Workers::Servers { servers: servers.into(), labels_leave: true, listen: None };
+        assert_eq!(train(workers), train(distgpipe::Workers::Threads), "{codec}");
+        // The place of a run is free when its process has ended.
+        [&mut first, &mut second, &mut third].into_iter().for_each(|server| server.wait_for_ends(number + 1));
+    }
 }
 
 /// In the data, in the handshake of TLS, and in the first frames after it.

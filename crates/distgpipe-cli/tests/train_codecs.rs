@@ -88,6 +88,14 @@ fn replicas_share_gradients_through_the_codec_they_are_given() {
 }
 
 #[test]
+fn mpi_sums_gradients_only_under_mpirun() {
+    for workers in ["threads", "processes"] {
+        let said = refused(&["--replicas", "2", "--steps", "1", "--reduce", "mpi", "--workers", workers]);
+        assert!(said.contains("--reduce: expected workers that are all the ranks of an MPI program"), "{said}");
+    }
+}
+
+#[test]
 fn the_flags_of_the_original_work_as_they_stand() {
     let log = directory("original");
     let directory = log.to_str().unwrap();

@@ -91,6 +91,7 @@ pub use model::loss::{Loss, LossFunction};
 pub use model::zoo;
 pub use model::{Model, ModelSpec};
 pub use runtime::accumulation::AccumulationStep;
+pub use runtime::all_reduce::Reduce;
 pub use runtime::graphs::{GraphMode, GraphOptions};
 pub use runtime::optimizer::{Optim, ParameterState, ParameterUpdate, Slot, UpdateRule};
 pub use runtime::parameter_groups::{ParameterGroup, ParameterGroupError};

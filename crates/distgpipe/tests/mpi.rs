@@ -20,7 +20,7 @@ mod replicas;
 use distgpipe::comm::transport::mpi::Tags;
 use distgpipe::model::zoo::{self, Mlp};
 use distgpipe::tch::{Device, Kind, Tensor};
-use distgpipe::{Batch, BuildError, MpiProgram, Pipeline, Workers};
+use distgpipe::{Batch, BuildError, CodecPolicy, MpiProgram, Pipeline, Reduce, Workers};
 use distgpipe_core::wire::HEADER_BYTES;
 use failure_scenarios::{
     actions, assert_link_named, assert_named, batch, plan, run_replicas_until_failure, run_until_failure,
@@ -85,6 +85,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("three_replicas_train_identically_in_ranks_and_threads", |program| {
         replicas::check_three(one_device::subjects(), || program.first(6).into())
     }),
+    ("mpi_sums_gradients_as_the_ring_does_up_to_rounding", mpi_sums_gradients_as_the_ring_does),
     ("with_a_codec_ranks_are_one_device_that_rounds_at_the_cuts", |program| {
         coded::check_rounding(|| program.first(2).into())
     }),
@@ -139,6 +140,60 @@ fn a_run_needs_as_many_ranks_as_workers(program: &MpiProgram) {
         );
         assert!(said.contains(&format!("`mpirun -n {workers}`")), "{said}");
     }
+}
+
+/// Pure data parallelism, and replicas of two workers.
+fn mpi_sums_gradients_as_the_ring_does(program: &MpiProgram) {
+    let build = |subject: &one_device::Subject, placement: &str, workers: Workers, reduce: Reduce| {
+        let count = if placement == "one" { 6 } else { 3 };
+        replicas::replicas(subject, count, placement).micro_batches(1).workers(workers).reduce(reduce).build()
+    };
+    for subject in one_device::subjects() {
+        for placement in ["one", "client,server,client"] {
+            let what = format!("{} on {placement}", subject.name);
+            let learned = |reduce: Reduce| {
+                let mut pipeline = build(&subject, placement, program.ranks().into(), reduce).unwrap();
+                let gradients = pipeline.gradients(&subject.batch(18, 0)).unwrap().1;
+                let loss = |step: u64| pipeline.train_step(&subject.batch(18, step)).unwrap().loss;
+                let losses: Vec<f64> = (0..3).map(loss).collect();
+                one_device::soundness::assert_losses_sound(&what, &losses);
+                // All replicas answer the same to the same rows, so they have the same parameters.
+                let (rows, count) = (3, if placement == "one" { 6 } else { 3 });
+                let inputs = subject.batch(rows, 9).inputs.into_iter();
+                let inputs = inputs
+                    .map(|input| input.repeat([&[count as i64][..], &vec![1; input.dim() - 1]].concat()))
+                    .collect();
+                let answers = pipeline.predict(inputs).unwrap();
+                for replica in 1..count as i64 {
+                    let (first, other) = (answers.narrow(0, 0, rows), answers.narrow(0, replica * rows, rows));
+                    assert!(one_device::same_bits(&first, &other), "{what}: replica {replica} differs");
+                }
+                (gradients, losses)
+            };
+            let (ring, mpi) = (learned(Reduce::Ring), learned(Reduce::Mpi));
+            let largest = |tensor: &Tensor| f64::try_from(tensor.abs().max().to_kind(Kind::Double)).unwrap();
+            let all = ring.0.values().map(largest).fold(0.0, f64::max);
+            for (name, expected) in &ring.0 {
+                let gap = largest(&(&mpi.0[name] - expected)) / largest(expected).max(1e-4 * all);
+                assert!(gap < 1e-5, "{what}: {name}: {gap}");
+            }
+            for (ring, mpi) in ring.1.iter().zip(&mpi.1) {
+                assert!((ring - mpi).abs() < 1e-3 * ring.abs(), "{what}: {ring} {mpi}");
+            }
+        }
+    }
+    let subject = &one_device::subjects()[0];
+    for workers in [Workers::Threads, program.first(3).into()] {
+        let said = build(subject, "client,server,client", workers, Reduce::Mpi).err().expect("an error").to_string();
+        assert!(said.contains("`Builder::reduce`: expected workers that are all the ranks"), "{said}");
+    }
+    let codecs = CodecPolicy { replicas: "bf16".parse().unwrap(), ..CodecPolicy::default() };
+    let builder = replicas::replicas(subject, 6, "one").workers(program.ranks().into()).reduce(Reduce::Mpi);
+    let said = builder.codecs(codecs).build().err().expect("an error").to_string();
+    assert!(
+        said.contains("`Builder::reduce`") && said.contains("`CodecPolicy::replicas` must be raw; got bf16"),
+        "{said}"
+    );
 }
 
 fn every_codec_trains_identically(program: &MpiProgram) {

@@ -2,7 +2,7 @@
 
 use super::{CodecChoice, DataName, DecayName, OptimizerName, TrainFlags};
 use distgpipe::engine::{Device, Devices};
-use distgpipe::{GraphMode, GraphOptions, PhaseTiming, Precision, Tf32};
+use distgpipe::{GraphMode, GraphOptions, PhaseTiming, Precision, Reduce, Tf32};
 use distgpipe_core::schedule::{Recompute, Schedule};
 
 impl TrainFlags {
@@ -14,6 +14,7 @@ impl TrainFlags {
             data: Some(DataName::Digits),
             workers: Some("threads".to_owned()),
             replicas: Some(1),
+            reduce: Some(Reduce::Ring),
             chunks: Some(4),
             schedule: Some(Schedule::OneFOneB),
             recompute: Some(Recompute::Never),

@@ -16,6 +16,7 @@ use crate::model::layer::{Role, ShapeError, TensorSpec};
 use crate::model::loss::Loss;
 use crate::model::ties::TieError;
 use crate::model::Model;
+use crate::runtime::all_reduce::{Reduce, REDUCE_MPI};
 use crate::runtime::graphs::GraphOptions;
 use crate::runtime::optimizer::{NotFused, Optim};
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
@@ -76,6 +77,12 @@ pub enum BuildError {
     Replicas {
         /// The number asked for.
         got: usize,
+    },
+    /// The workers or the codecs do not suit [`Builder::reduce`].
+    #[error("`Builder::reduce`: {why}")]
+    Reduce {
+        /// What was expected.
+        why: String,
     },
     /// The placement or plan and the balance have different numbers of partitions.
     #[error("the placement has {placement} partitions and the balance {balance}: give both the same number")]
@@ -192,6 +199,7 @@ impl Builder {
             fused_optimizer: false,
             graphs: GraphOptions::default(),
             phases: PhaseTiming::default(),
+            reduce: Reduce::default(),
             trace: false,
             timeouts: Timeouts::default(),
             faults: String::new(),
@@ -276,6 +284,13 @@ impl Builder {
     /// [`Workers::Remote`] list the workers of the first replica (without worker 0), then those of the second, and so on.
     pub fn replicas(mut self, count: usize) -> Self {
         self.job.replicas = count;
+        self
+    }
+
+    /// How the replicas add up their gradients: in a [ring](Reduce::Ring) by default. [`Reduce::Mpi`] needs workers that are all the
+    /// ranks of an MPI program, and gradients without a codec ([`CodecPolicy::replicas`]).
+    pub fn reduce(mut self, reduce: Reduce) -> Self {
+        self.job.reduce = reduce;
         self
     }
 
@@ -498,6 +513,9 @@ impl Builder {
         if !(1..=REPLICAS_MAX).contains(&self.job.replicas) {
             return Err(BuildError::Replicas { got: self.job.replicas });
         }
+        if self.job.reduce == Reduce::Mpi {
+            self.check_reduce_mpi().map_err(|why| BuildError::Reduce { why })?;
+        }
         if !matches!(self.workers, Workers::Threads) && self.model.spec.is_none() {
             return Err(BuildError::NoModelSpec);
         }
@@ -526,6 +544,18 @@ impl Builder {
             tensors.filter(|spec| spec.role == Role::Parameter).map(|spec| spec.name).collect();
         groups.check(&parameters, self.model.update_rule.is_some())?;
         Ok(groups)
+    }
+
+    fn check_reduce_mpi(&self) -> Result<(), String> {
+        let codec = &self.job.codecs.replicas;
+        if !codec.is_raw() {
+            return Err(format!("MPI sums 32-bit values, so `CodecPolicy::replicas` must be raw; got {codec}"));
+        }
+        match &self.workers {
+            #[cfg(feature = "mpi")]
+            Workers::Mpi(ranks) if ranks.are_all() => Ok(()),
+            _ => Err(REDUCE_MPI.to_owned()),
+        }
     }
 
     /// The number of layers at the front that have nothing to train, if parameters are frozen.

@@ -175,6 +175,7 @@ mod tests {
             fused_optimizer: false,
             graphs: GraphOptions::default(),
             phases: PhaseTiming::default(),
+            reduce: Default::default(),
             trace: false,
             timeouts: Timeouts { stall_s: 1e9, silence_s: 1e9, ..Timeouts::default() },
             faults: String::new(),

@@ -325,6 +325,11 @@ impl MpiRanks {
         self.count
     }
 
+    /// Whether no rank of the program is left out.
+    pub(super) fn are_all(&self) -> bool {
+        self.count == self.program.size()
+    }
+
     /// How many of the ranks there are on this host, and on the one that has most. The names do not matter.
     pub(super) fn by_host(&self) -> BTreeMap<Option<&str>, usize> {
         let (here, most) = (self.program.mpi.ranks_here(), self.program.mpi.most_on_one_host());

@@ -3,12 +3,12 @@
 //! What MPI reads from or writes to stays borrowed until MPI is done with it: a rank that has stopped in the middle of a
 //! transfer keeps the thread that takes part in it, and nothing else.
 
-use super::exit_at_once;
+use super::{exit_at_once, Layout};
 use crate::failure::Fault;
 use mpi::collective::SystemOperation;
 use mpi::ffi;
 use mpi::raw::AsRaw;
-use mpi::topology::Communicator;
+use mpi::topology::{Color, Communicator};
 use mpi::traits::CommunicatorCollectives;
 use mpi::Threading;
 use std::collections::VecDeque;
@@ -16,8 +16,10 @@ use std::ffi::{c_int, c_void, CStr};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
+use tch::{Kind, Tensor};
 
 /// A pause is this part of the time that was waited before it.
 const PAUSE_PART: u32 = 64;
@@ -38,6 +40,10 @@ pub struct Mpi {
     /// Held during each call, if the library allows one at a time.
     one_at_a_time: Option<Mutex<()>>,
     posted: Mutex<Vec<Posted>>,
+    /// For each number of workers in a replica that divides the number of ranks: the ranks that have this rank's role.
+    roles: Vec<(usize, ffi::MPI_Comm)>,
+    /// Whether a sum over the ranks of a role did not end.
+    broken_sum: AtomicBool,
 }
 
 // SAFETY: a communicator's handle may be used by every thread. `call` makes one call at a time where the library demands it.
@@ -95,20 +101,39 @@ pub fn start_mpi() -> Result<&'static Mpi, Fault> {
     let (ranks_here, mut most_on_one_host) = (host.size(), 0);
     world.all_reduce_into(&ranks_here, &mut most_on_one_host, SystemOperation::max());
     let count = |n: c_int| usize::try_from(n).unwrap_or(0);
+    let (rank, size) = (count(own.rank()), count(own.size()));
+    // The only time at which a communicator can be made: all ranks take part, and the call blocks. Which of these a run will use is
+    // not known yet.
+    let mut roles = Vec::new();
+    for workers in (1..=size / 2).filter(|workers| size % workers == 0) {
+        let split = own.split_by_color(Color::with_value(rank_number(rank % workers)));
+        let split = split.ok_or_else(|| failed("no communicator for the ranks of a role"))?;
+        roles.push((workers, split.as_raw()));
+        std::mem::forget(split);
+    }
     let started = Mpi {
         comm: own.as_raw(),
-        rank: count(own.rank()),
-        size: count(own.size()),
+        rank,
+        size,
         ranks_here: count(ranks_here),
         most_on_one_host: count(most_on_one_host),
         one_at_a_time,
         posted: Mutex::default(),
+        roles,
+        broken_sum: AtomicBool::new(false),
     };
-    // SAFETY: the communicator is valid, and errors are returned from now on.
-    started.call("starting MPI", || unsafe { ffi::MPI_Comm_set_errhandler(started.comm, ffi::RSMPI_ERRORS_RETURN) })?;
+    for &comm in started.roles.iter().map(|(_, comm)| comm).chain([&started.comm]) {
+        // SAFETY: the communicator is valid, and errors are returned from now on.
+        started.call("starting MPI", || unsafe { ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN) })?;
+    }
     // Both would call MPI when they are dropped; `end_mpi` ends it.
     std::mem::forget((own, universe));
     Ok(STARTED.get_or_init(|| started))
+}
+
+/// The library, if this process has [started](start_mpi) it.
+pub fn started_mpi() -> Option<&'static Mpi> {
+    STARTED.get()
 }
 
 /// A message that has been matched, and is this process's to receive.
@@ -205,6 +230,60 @@ impl Mpi {
         // SAFETY: the call has succeeded, so it has set the request.
         last.request = Some(unsafe { request.assume_init() });
         Ok(())
+    }
+
+    /// The sum of a flat tensor of floats over the ranks `rank % workers`, `workers` being the number of workers in a replica: all
+    /// ranks of the program take part in the run. Those of a role must call it in the same order. `check` is called while it waits,
+    /// and may end the wait with an error; then there can be no other sum in this program.
+    pub fn sum(
+        &self,
+        workers: usize,
+        values: &Tensor,
+        mut check: impl FnMut() -> Result<(), Fault>,
+    ) -> Result<Tensor, Fault> {
+        let comm = self.roles.iter().find(|(of, _)| *of == workers).map(|(_, comm)| *comm);
+        let comm =
+            comm.ok_or_else(|| Fault::internal("a number of workers that divides the ranks", workers.to_string()))?;
+        if self.broken_sum.load(Ordering::Acquire) {
+            let text = "a run of this program failed while MPI summed gradients: start the program again".to_owned();
+            return Err(Fault::Mpi { doing: "summing gradients", text });
+        }
+        // SAFETY: constants of the library.
+        let (kind, add) = unsafe {
+            match values.kind() {
+                Kind::Float => (ffi::RSMPI_FLOAT, ffi::RSMPI_SUM),
+                Kind::Double => (ffi::RSMPI_DOUBLE, ffi::RSMPI_SUM),
+                other => return Err(Fault::internal("32-bit or 64-bit floats to sum", format!("{other:?}"))),
+            }
+        };
+        let values = super::on_host(values)?;
+        let mut sum = super::empty(&values.size(), values.kind(), Layout::Contiguous)?;
+        let (from, to) = (super::bytes(&values), super::bytes_mut(&mut sum));
+        let (Some(from), Some(to)) = (from, to) else {
+            return Err(Fault::internal("dense tensors in host memory", format!("{values:?}")));
+        };
+        let (length, mut request) = (message_length(values.numel())?, MaybeUninit::uninit());
+        // SAFETY: both tensors have this many elements, and live until the request is complete, or for ever.
+        self.call("summing gradients", || unsafe {
+            let (from, to) = (from.as_ptr().cast::<c_void>(), to.as_mut_ptr().cast::<c_void>());
+            ffi::MPI_Iallreduce(from, to, length, kind, add, comm, request.as_mut_ptr())
+        })?;
+        // SAFETY: the call has succeeded, so it has set the request.
+        let mut request = unsafe { request.assume_init() };
+        let wait = Backoff::new();
+        loop {
+            let ended = self.test(&mut request).and_then(|done| if done { Ok(true) } else { check().map(|()| false) });
+            match ended {
+                Ok(true) => return Ok(sum),
+                Ok(false) => wait.pause(),
+                Err(fault) => {
+                    // MPI may still read from the one and write to the other.
+                    self.broken_sum.store(true, Ordering::Release);
+                    std::mem::forget((values, sum));
+                    return Err(fault);
+                }
+            }
+        }
     }
 
     fn start_send<'a>(&'a self, to: usize, tag: i32, bytes: &'a [u8]) -> Result<InFlight<'a>, Fault> {

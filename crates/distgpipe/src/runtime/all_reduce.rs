@@ -19,6 +19,7 @@
 //!
 //! [`CodecPolicy::replicas`]: crate::comm::codec_policy::CodecPolicy::replicas
 
+use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::{Hop, LinkCodecs, ShareCodecs};
 use crate::comm::mailbox::Mailbox;
 use crate::comm::message::{EncodeOptions, Message, Tag};
@@ -29,10 +30,67 @@ use crate::comm::transport::Outgoing;
 use crate::failure::Fault;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use tch::{Kind as ElementKind, Tensor};
+
+/// How replicas sum their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduce {
+    /// In a ring of their own links: the same bits on every transport.
+    #[default]
+    Ring,
+    /// With `MPI_Iallreduce`, whose order of additions is that of the MPI library.
+    Mpi,
+}
+
+impl FromStr for Reduce {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "ring" => Ok(Reduce::Ring),
+            "mpi" => Ok(Reduce::Mpi),
+            _ => Err("expected `ring` or `mpi`".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Reduce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Reduce::Ring => "ring",
+            Reduce::Mpi => "mpi",
+        })
+    }
+}
+
+/// Sums a flat tensor over the replicas.
+type Collective = Box<dyn Fn(&Tensor) -> Result<Tensor, Fault> + Send>;
+
+/// What `MPI_Iallreduce` sums, for a worker of this run.
+#[cfg(feature = "mpi")]
+fn mpi_collective(topology: &Topology, member: WorkerId, abort: &AbortFlag) -> Result<Collective, Fault> {
+    let mpi =
+        crate::engine::mpi::started_mpi().filter(|mpi| (mpi.rank(), mpi.size()) == (member.index(), topology.size()));
+    let mpi = mpi.ok_or_else(|| Fault::invalid_job("`Builder::reduce`", REDUCE_MPI))?;
+    let (workers, abort) = (topology.size() / topology.replicas(), abort.clone());
+    Ok(Box::new(move |values| mpi.sum(workers, values, || abort.check())))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn mpi_collective(_: &Topology, _: WorkerId, _: &AbortFlag) -> Result<Collective, Fault> {
+    Err(Fault::invalid_job("`Builder::reduce`", REDUCE_MPI))
+}
+
+/// What [`Reduce::Mpi`] needs.
+pub const REDUCE_MPI: &str =
+    "expected workers that are all the ranks of an MPI program, for MPI to sum gradients: start it with mpirun, or use the ring";
 
 /// The most elements in one bucket: 4 MiB of 32-bit floats. Smaller buckets begin sooner during a backward pass, larger ones
 /// have fewer messages.
@@ -66,6 +124,8 @@ pub struct RingAllReduce {
     arrivals: Counters,
     /// Absent if gradients travel raw.
     codecs: Option<ShareCodecs>,
+    /// Sums in place of the ring.
+    collective: Option<Collective>,
 }
 
 /// How far an all-reduce has come. While the worker's own thread computes, the worker's status is what that thread does; once it
@@ -110,17 +170,32 @@ impl ShareProgress {
     }
 }
 
+/// What [`RingAllReduce::new`] needs.
+pub struct RingOptions<'a> {
+    /// All members of the run.
+    pub topology: &'a Topology,
+    /// The worker.
+    pub member: WorkerId,
+    /// The worker's device.
+    pub device: tch::Device,
+    /// The worker's mailbox.
+    pub mailbox: &'a Arc<Mailbox>,
+    /// The worker's links to other workers.
+    pub outgoing: &'a mut BTreeMap<WorkerId, Box<dyn Outgoing>>,
+    /// The counters of these links.
+    pub links: &'a [(WorkerId, Counters)],
+    /// The codecs of the worker.
+    pub link_codecs: &'a LinkCodecs,
+    /// How gradients are summed.
+    pub reduce: Reduce,
+    /// Ends a sum that waits for another replica.
+    pub abort: &'a AbortFlag,
+}
+
 impl RingAllReduce {
     /// The ring of a worker, or `None` if the run has no replicas. Takes the link to the next replica out of `outgoing`.
-    pub fn new(
-        topology: &Topology,
-        member: WorkerId,
-        device: tch::Device,
-        mailbox: &Arc<Mailbox>,
-        outgoing: &mut BTreeMap<WorkerId, Box<dyn Outgoing>>,
-        links: &[(WorkerId, Counters)],
-        link_codecs: &LinkCodecs,
-    ) -> Result<Option<Self>, Fault> {
+    pub fn new(options: RingOptions<'_>) -> Result<Option<Self>, Fault> {
+        let RingOptions { topology, member, device, mailbox, outgoing, links, link_codecs, reduce, abort } = options;
         let (replica, replicas) = (topology.replica_of(member), topology.replicas());
         if replicas == 1 {
             return Ok(None);
@@ -142,6 +217,10 @@ impl RingAllReduce {
             device,
             link,
             mailbox: mailbox.clone(),
+            collective: match reduce {
+                Reduce::Ring => None,
+                Reduce::Mpi => Some(mpi_collective(topology, member, abort)?),
+            },
             codecs: ShareCodecs::new(link_codecs, replicas, sent, arrivals.clone()),
             arrivals,
         }))
@@ -256,6 +335,12 @@ impl Exchange<'_> {
 
     /// The sum of a flat tensor of at most a bucket's size.
     fn sum_piece(&mut self, flat: &Tensor, content: Content) -> Result<Tensor, Fault> {
+        if let Some(collective) = &self.ring.collective {
+            self.progress.update(|state| state.waits = true);
+            let sum = collective(flat)?.f_to_device(self.ring.device)?;
+            self.progress.update(|state| *state = ShareState { waits: false, shares: state.shares + 1, ..*state });
+            return Ok(sum);
+        }
         let &mut RingAllReduce { replica, replicas, .. } = self.ring;
         let piece = self.pieces;
         self.pieces += 1;

@@ -17,7 +17,7 @@ use crate::engine::cuda::{self, CudaStream};
 use crate::engine::{self, Meter, Stream};
 use crate::failure::{Failure, Fault};
 use crate::model::Model;
-use crate::runtime::all_reduce::RingAllReduce;
+use crate::runtime::all_reduce::{RingAllReduce, RingOptions};
 use crate::runtime::graphs::WorkerGraphs;
 use crate::runtime::optimizer::{Optim, Optimizer};
 use crate::runtime::parameter_groups::{ParameterGroups, ParameterSettings};
@@ -139,7 +139,17 @@ impl BuiltWorker {
             1 => WorkerGraphs::new(job.graphs, topology.plan(), device, sharing)?,
             _ => None,
         };
-        let ring = RingAllReduce::new(&topology, job.worker, device, &mailbox, &mut outgoing, &links, &link_codecs)?;
+        let ring = RingAllReduce::new(RingOptions {
+            topology: &topology,
+            member: job.worker,
+            device,
+            mailbox: &mailbox,
+            outgoing: &mut outgoing,
+            links: &links,
+            link_codecs: &link_codecs,
+            reduce: job.reduce,
+            abort: &abort,
+        })?;
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);
         let groups = ParameterGroups::new(&job.groups, &job.frozen).map_err(|e| Fault::invalid_job("the groups", e))?;

@@ -7,6 +7,7 @@ use crate::engine::{self, Device, Devices, Precision, Tf32};
 use crate::failure::Fault;
 use crate::model::loss::Loss;
 use crate::model::ModelSpec;
+use crate::runtime::all_reduce::Reduce;
 use crate::runtime::graphs::{GraphOptions, LANES_MAX};
 use crate::runtime::optimizer::Optim;
 use crate::runtime::parameter_groups::ParameterGroup;
@@ -30,6 +31,9 @@ pub struct Job {
     pub plan: String,
     /// The number of data-parallel replicas of the plan's workers: 1 to [`REPLICAS_MAX`].
     pub replicas: usize,
+    /// How the replicas sum their gradients.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub reduce: Reduce,
     /// Seeds initial weights, dropout and stochastic rounding.
     pub seed: u64,
     /// The optimizer and its settings.
@@ -110,6 +114,11 @@ impl Job {
         if !(1..=REPLICAS_MAX).contains(&self.replicas) {
             let text = format!("expected 1 to {REPLICAS_MAX}, got {}", self.replicas);
             return Err(Fault::invalid_job("`Builder::replicas`", text));
+        }
+        if self.reduce == Reduce::Mpi && !self.codecs.replicas.is_raw() {
+            let text =
+                format!("MPI sums 32-bit values, so `CodecPolicy::replicas` must be raw; got {}", self.codecs.replicas);
+            return Err(Fault::invalid_job("`Builder::reduce`", text));
         }
         Ok(Topology::new(plan, self.replicas))
     }
