@@ -56,8 +56,8 @@ RATIOS = [
     ("GPipe, `except-last`: speed-up over torchgpipe (`except_last`) with two compute threads", "ours, 2 threads, gpipe, except-last", "torchgpipe, except_last, 2 threads", None),
     ("1F1B in 2 threads: speed-up over torch.distributed.pipelining's 1F1B", "ours, 2 threads, 1f1b, never", "torch pipelining, 1F1B", 1.3),
     ("1F1B in 2 processes: speed-up over torch.distributed.pipelining's 1F1B", "ours, 2 processes, 1f1b, never", "torch pipelining, 1F1B", 1.3),
-    ("2 replicas in 2 threads: speed-up over DistributedDataParallel", "ours, 2 replicas, threads", "torch DistributedDataParallel", None),
-    ("2 replicas in 2 processes: speed-up over DistributedDataParallel", "ours, 2 replicas, processes", "torch DistributedDataParallel", None),
+    ("2 replicas in 2 threads: speed-up over DistributedDataParallel", "ours, 2 replicas, threads", "torch DistributedDataParallel", 1.7),
+    ("2 replicas in 2 processes: speed-up over DistributedDataParallel", "ours, 2 replicas, processes", "torch DistributedDataParallel", 1.7),
     ("2 replicas in 2 threads: speed-up over 1F1B with 2 partitions in 2 threads", "ours, 2 replicas, threads", "ours, 2 threads, 1f1b, never", None),
     ("one worker: speed-up over plain PyTorch, 1 thread", "ours, 1 worker, 1 micro-batch", "PyTorch, one process, 1 thread", None),
 ]
@@ -75,6 +75,7 @@ def measure_ours(flags, steps, binary=BINARY):
         summary = json.loads(out)
         lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
         lines = [line for line in lines if line["kind"] == "step"]
+        exposed = exposed_sharing(Path(log) / "trace.jsonl")
     times = [line["seconds"] for line in lines if "seconds" in line][WARM_UP:]
     overheads = []
     for worker in summary["workers"]:
@@ -88,8 +89,28 @@ def measure_ours(flags, steps, binary=BINARY):
         "peak_tensor_bytes": [w["peak_bytes"] for w in summary["workers"]],
         "overhead": overheads,
         "workers": summary["workers"],
+        "exposed_sharing": exposed,
         "command": "distgpipe " + " ".join(command[1:]).replace(log, "LOG"),
     }
+
+
+def exposed_sharing(trace):
+    """For each step after the warm-up, from the spans `gradient wait`: its seconds, the longest wait of a replica, and how long the
+    last replica waited, when all gradients were there. The difference of the two waits is time in which a replica waits for another
+    one to compute."""
+    spans = {}
+    for line in trace.read_text().splitlines():
+        span = json.loads(line)
+        spans.setdefault(span["step"], []).append(span)
+    steps = []
+    for number in sorted(spans)[WARM_UP:]:
+        waits = [span for span in spans[number] if span["phase"] == "gradient wait"]
+        if waits:
+            start, end = min(s["start_ns"] for s in spans[number]), max(s["end_ns"] for s in spans[number])
+            longest = max(s["end_ns"] - s["start_ns"] for s in waits)
+            last = max(s["end_ns"] for s in waits) - max(s["start_ns"] for s in waits)
+            steps.append({"step_s": (end - start) / 1e9, "longest_wait_s": longest / 1e9, "exposed_s": last / 1e9})
+    return steps
 
 
 def measure_peer(arguments, steps):
@@ -176,6 +197,14 @@ def report(rows, options):
     if two in of:
         worst = max(o for row in of[two] for o in row["overhead"])
         lines.append(f"| 1F1B in 2 threads: share of a step spent neither computing nor waiting (worst worker, from the trace) | {worst:.2%} | under 2% |")
+    for name in names:
+        steps = [step for row in of[name] for step in row.get("exposed_sharing") or []]
+        if steps:
+            share = lambda of_step: statistics.median(step[of_step] / step["step_s"] for step in steps)
+            waits = f"{name}: share of a step that the replica which ends first waits for gradients (median, from the trace)"
+            lines.append(f"| {waits} | {share('longest_wait_s'):.2%} | |")
+            exposed = f"{name}: share of a step in which gradients are shared after the last backward pass (median, from the trace)"
+            lines.append(f"| {exposed} | {share('exposed_s'):.2%} | under 10% |")
     lines += [
         "",
         "The resident memory of distgpipe (*ours*) with two processes is that of the larger process. torchgpipe runs both",

@@ -29,6 +29,7 @@ pub use control::RunControl;
 pub use events::{Event, StepDone};
 pub use options::{Capture, SaveEvery, TrainOptions};
 pub use summary::{
-    CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary,
+    BatchTimes, CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary,
+    WorkerSummary,
 };
 pub use trainer::{Progress, TrainError, Trainer};

@@ -129,6 +129,8 @@ fn the_summary_agrees_with_the_events() {
     assert_eq!((summary.links[0].messages, summary.links[1].messages), (26 * 4, 20 * 4));
     // 100 rows of 8 values in each direction. Tests count in the traffic of the run, and not in that of a step.
     assert_eq!(summary.links.iter().map(|link| link.bytes_per_step).collect::<Vec<_>>(), [3200.0; 2]);
+    let times = summary.batch_times.expect("steps were measured");
+    assert!(times.forward_s > 0.0 && times.backward_s > 0.0, "{times:?}");
     assert!(summary.links[0].payload_bytes > 20 * 3200 && summary.links[1].payload_bytes == 20 * 3200);
     assert!(summary.links.iter().all(|link| link.delivered_bytes_per_s.is_none()), "threads have no link");
     assert!(summary.workers.iter().all(|w| w.phases_s["forward"] > 0.0 && w.peak_bytes > 0 && w.steps_s > 0.0));

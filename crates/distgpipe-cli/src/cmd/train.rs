@@ -170,6 +170,7 @@ fn train(config: &RunConfig) -> anyhow::Result<(RunReport, Plan)> {
         replicas,
         micro_batches: plan.micro_batches(),
         precision: config.flags.precision.unwrap_or_default(),
+        phases: config.flags.phases.unwrap_or_default(),
         summary,
         interrupted,
         failed: None,

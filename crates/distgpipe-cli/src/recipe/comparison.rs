@@ -11,9 +11,9 @@ use crate::args::TrainFlags;
 use crate::report::run::RunReport;
 use crate::report::table::{Side, Table};
 use crate::report::units;
-use distgpipe::runtime::trace::{Phase, PhaseTiming};
 use distgpipe::train::LinkSummary;
 use distgpipe::Optim;
+use distgpipe::PhaseTiming;
 use memory::memory;
 use serde::Serialize;
 use serde_json::Value;
@@ -135,25 +135,19 @@ fn figure_of_run(metric: Metric, recipe: &Recipe, ran: &FinishedRun<'_>, report:
 /// The time per batch, or the part of it that the first worker spends on one thing.
 fn time(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     let summary = &ran.report.summary;
-    let steps = summary.steps.saturating_sub(summary.warm_up_steps);
-    let (Some(rate), Some(first), true) = (summary.samples_per_s_mean, summary.workers.first(), steps > 0) else {
+    let (Some(rate), Some(first), Some(times)) =
+        (summary.samples_per_s_mean, summary.workers.first(), summary.batch_times)
+    else {
         return RunFigure::Missing(format!(
             ": {} steps, of which the first {} are warm-up",
             summary.steps, summary.warm_up_steps
         ));
     };
-    let spent = |phases: &[Phase]| {
-        let seconds = phases.iter().filter_map(|phase| first.phases_s.get(phase.name()));
-        seconds.sum::<f64>() / steps as f64
-    };
     let (seconds, what) = match metric {
         Metric::BatchTime => (ran.flags.batch.unwrap_or(0) as f64 / rate, ""),
         // As the published tables count them.
-        Metric::TransferTime => (spent(&[Phase::Loading]), ", waiting for the loader and copying to the device"),
-        _ => {
-            let phases = [Phase::Backward, Phase::GradientWait, Phase::Optimizer];
-            (spent(&phases), ", with the exchange of gradients and the optimizer")
-        }
+        Metric::TransferTime => (times.transfer_s, ", waiting for the loader and copying to the device"),
+        _ => (times.backward_s, ", with the exchange of gradients and the optimizer"),
     };
     // The time of a whole batch includes the execution of kernels, that of a phase only if the worker waits for them.
     let how = match first.reserved_bytes.is_some() && metric != Metric::BatchTime {
@@ -229,6 +223,7 @@ mod tests {
             samples_per_s_mean: None,
             seconds: 1.0,
             loading_s: 0.0,
+            batch_times: None,
             workers: vec![worker("w0"), worker("w1")],
             links: Vec::new(),
         };
@@ -241,6 +236,7 @@ mod tests {
             replicas: 1,
             micro_batches: 1,
             precision: Precision::Fp32,
+            phases: PhaseTiming::Launch,
             summary,
             interrupted: None,
             failed: None,

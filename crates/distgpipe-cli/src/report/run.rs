@@ -5,7 +5,7 @@ use super::{carried, units};
 use crate::signals::Interrupted;
 use distgpipe::runtime::trace::Phase;
 use distgpipe::train::{CodecSummary, EpochSummary, LinkSummary, RunSummary};
-use distgpipe::Precision;
+use distgpipe::{PhaseTiming, Precision};
 use distgpipe_core::schedule::{simulate, Costs, Plan};
 use serde::{Serialize, Serializer};
 use std::io::IsTerminal;
@@ -27,6 +27,8 @@ pub struct RunReport {
     pub micro_batches: usize,
     /// Precision of the computation.
     pub precision: Precision,
+    /// What the times of phases cover on a GPU.
+    pub phases: PhaseTiming,
     #[serde(flatten, serialize_with = "with_epochs_from_1")]
     pub summary: RunSummary,
     /// The signal that stopped the run, and how to go on.
@@ -71,6 +73,7 @@ impl RunReport {
         }
         text.push('\n');
         text.push_str(&self.speed());
+        text.push_str(&self.batch_times());
         text
     }
 
@@ -250,6 +253,25 @@ impl RunReport {
         }
         row("time".to_owned(), units::seconds(self.summary.seconds));
         table.render().trim_start().to_owned()
+    }
+
+    /// A line with the first worker's time per batch, as published tables count it; empty if no step was measured.
+    fn batch_times(&self) -> String {
+        let (Some(times), Some(first)) = (self.summary.batch_times, self.summary.workers.first()) else {
+            return String::new();
+        };
+        let launches = match first.reserved_bytes.is_some() && self.phases == PhaseTiming::Launch {
+            true => "; on a GPU these are the times of launches, --phases exact shows those of execution",
+            false => "",
+        };
+        format!(
+            "per batch, {} spends {} on data transfer (waiting for the loader, copying to the device), {} on forward and {} on backward \
+             passes (with recomputation, exchange of gradients and update){launches}\n",
+            first.name,
+            units::seconds(times.transfer_s),
+            units::seconds(times.forward_s),
+            units::seconds(times.backward_s),
+        )
     }
 
     /// A line with the throughput and the time of the run.

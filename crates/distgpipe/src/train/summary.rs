@@ -76,6 +76,18 @@ pub struct WorkerSummary {
     pub reserved_bytes: Option<u64>,
 }
 
+/// The seconds that the first worker spent on an average batch, as published tables count them. On a GPU, they are those of launches
+/// unless [`PhaseTiming::Exact`](crate::PhaseTiming::Exact) is set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct BatchTimes {
+    /// Waiting for the loader, and copying the batch to the device.
+    pub transfer_s: f64,
+    /// Forward passes.
+    pub forward_s: f64,
+    /// Backward passes with recomputation, the exchange of gradients between replicas, and the update.
+    pub backward_s: f64,
+}
+
 /// One direction of a link: its traffic over the whole run, and what its receiver waited for in the measured steps.
 #[derive(Clone, Debug, Serialize)]
 pub struct LinkSummary {
@@ -191,6 +203,8 @@ pub struct RunSummary {
     pub seconds: f64,
     /// Seconds that the measured steps waited for their batches.
     pub loading_s: f64,
+    /// The first worker's time per batch; absent if no step was measured.
+    pub batch_times: Option<BatchTimes>,
     /// One entry per worker, by worker number.
     pub workers: Vec<WorkerSummary>,
     /// One entry per direction of each link.

@@ -1,7 +1,8 @@
 //! Computes the figures of epochs and of a run from the outcomes of steps.
 
 use super::{
-    CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary, WorkerSummary,
+    BatchTimes, CodecSummary, EdgeSummary, EpochSummary, Evaluation, LinkLimit, LinkSummary, RunEnd, RunSummary,
+    WorkerSummary,
 };
 use crate::comm::codec_policy::CodecPolicy;
 use crate::comm::traffic::{EdgeTraffic, PartitionEdge};
@@ -170,6 +171,7 @@ impl SummaryBuilder {
             samples_per_s_mean: None,
             seconds: 0.0,
             loading_s: 0.0,
+            batch_times: None,
             workers: topology.members().map(worker).collect(),
             links: Vec::new(),
         };
@@ -261,6 +263,16 @@ impl SummaryBuilder {
             worker.phases_s =
                 Phase::ALL.iter().map(|&phase| (phase.name(), phases.time_in(phase) as f64 / 1e9)).collect();
         }
+        let steps = self.measured.len() as f64;
+        self.summary.batch_times = self.phases.first().filter(|_| steps > 0.0).map(|first| {
+            let spent =
+                |phases: &[Phase]| phases.iter().map(|&phase| first.time_in(phase) as f64 / 1e9).sum::<f64>() / steps;
+            BatchTimes {
+                transfer_s: spent(&[Phase::Loading]),
+                forward_s: spent(&[Phase::Forward]),
+                backward_s: spent(&[Phase::Recompute, Phase::Backward, Phase::GradientWait, Phase::Optimizer]),
+            }
+        });
         for link in &mut self.summary.links {
             let waited = self.waited.get(&(link.from.clone(), link.to.clone())).copied().unwrap_or_default();
             let receiver = self.summary.workers.iter().find(|worker| worker.name == link.to);
