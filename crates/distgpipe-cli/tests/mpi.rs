@@ -66,6 +66,10 @@ fn four_ranks_train_as_four_threads_do() {
     let (threads, ranks) = (of("threads", threads), of("ranks", mpirun(4, &arguments)));
     assert_eq!(threads.len(), 8);
     assert_eq!(ranks, threads);
+    // As with a library that threads may only call one at a time.
+    let mut serialized = mpirun(4, &arguments);
+    serialized.env("DISTGPIPE_MPI_SERIALIZED", "1");
+    assert_eq!(of("serialized", serialized), threads);
 }
 
 /// The order of MPI's additions is its own, so the losses are those of the ring up to rounding.

@@ -27,6 +27,9 @@ const PAUSE_PART: u32 = 64;
 /// The shortest and the longest pause.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(500)];
 
+/// If it is 1, threads call MPI one at a time, also where the library would let them do so at once.
+const SERIALIZED: &str = "DISTGPIPE_MPI_SERIALIZED";
+
 /// Before this, a wait only yields the processor.
 const YIELD: Duration = Duration::from_micros(50);
 
@@ -89,8 +92,12 @@ pub fn start_mpi() -> Result<&'static Mpi, Fault> {
         return Ok(started);
     }
     let failed = |text: &str| Fault::Mpi { doing: "starting MPI", text: text.to_owned() };
-    let (universe, threading) = mpi::initialize_with_threading(Threading::Multiple)
-        .ok_or_else(|| failed("the program has started MPI before"))?;
+    let wanted = match std::env::var(SERIALIZED).as_deref() {
+        Ok("1") => Threading::Serialized,
+        _ => Threading::Multiple,
+    };
+    let (universe, threading) =
+        mpi::initialize_with_threading(wanted).ok_or_else(|| failed("the program has started MPI before"))?;
     let one_at_a_time = match threading {
         Threading::Multiple => None,
         Threading::Serialized => Some(Mutex::new(())),
@@ -441,8 +448,11 @@ impl<B: AsRef<[u8]>> Outbound<B> {
 impl<B: AsRef<[u8]>> Drop for Outbound<B> {
     fn drop(&mut self) {
         let pause = Backoff::new();
-        while let Ok(false) = self.settle() {
-            pause.pause();
+        // A message that fails is the library's no more; those behind it may still be.
+        while !self.on_their_way.is_empty() {
+            if let Ok(false) = self.settle() {
+                pause.pause();
+            }
         }
     }
 }
