@@ -9,6 +9,9 @@ more than the two models differ; the fastest step of each varies least. The rati
 usage: bench/exported.py [--rounds 8] [--steps 6] [--device cpu] [--chunks 1,4] [--name NAME]
 needs: bench/requirements.txt, a release build
 
+       bench/exported.py --instructions [--name NAME]                                   # needs valgrind as well
+counts the instructions of a step of 4 small images (64×64) with AVX2 instead, which other work on the machine does not change.
+
 A machine without torchvision takes the model as a file, and the binary from elsewhere; a GPU needs the torch package alone:
        bench/exported.py --export mobilenet_v2.pt2                                      # where torchvision is
        LD_LIBRARY_PATH=TORCH/lib bench/exported.py --model mobilenet_v2.pt2 --binary PATH --device cuda:0 --rounds 3 --steps 40 --chunks 4
@@ -16,6 +19,8 @@ A machine without torchvision takes the model as a file, and the binary from els
 import argparse
 import datetime
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
@@ -33,15 +38,15 @@ TRAIN = "--data synthetic --optimizer sgd --momentum 0 --lr 0.005 --threads 1 --
 BUILT_IN = "--model mobilenet_v2 --set dropout=0.0".split()
 
 
-def export(path):
-    """Writes torchvision's model."""
+def export(path, size=224):
+    """Writes torchvision's model for images of this size."""
     sys.path.insert(0, str(HERE.parent / "python"))
     import torch
     import torchvision
     from distgpipe_export import export
 
     torch.manual_seed(0)
-    export(torchvision.models.MobileNetV2(num_classes=10, dropout=0.0), (torch.randn(2, 3, 224, 224),), path)
+    export(torchvision.models.MobileNetV2(num_classes=10, dropout=0.0), (torch.randn(2, 3, size, size),), path)
 
 
 def measure(flags, chunks, graphs, options):
@@ -55,6 +60,36 @@ def measure(flags, chunks, graphs, options):
         lines = [json.loads(line) for line in (Path(log) / "steps.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines if line["kind"] == "step"][WARM_UP:]
     return seconds, "distgpipe " + " ".join(command).replace(log, "LOG")
+
+
+def instructions(flags, options):
+    """The instructions of a step: those of a run of seven, less those of a run of two."""
+    counts = []
+    for steps in (2, 7):
+        command = ["train", *flags, *TRAIN, "--device", "cpu", "--batch", "4", "--samples", str(4 * steps), "--steps", str(steps)]
+        # With a small rate, weights and so the work of a step stay alike.
+        command[command.index("--lr") + 1] = "1e-6"
+        limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+        valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(options.binary), *command]
+        done = subprocess.run(valgrind, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **limits})
+        found = re.search(r"Collected : (\d+)", done.stdout)
+        if done.returncode or not found:
+            raise SystemExit(f"failed: {' '.join(valgrind)}\n{done.stdout}")
+        counts.append(int(found[1]))
+    return (counts[1] - counts[0]) / 5
+
+
+def count(options, folder):
+    with tempfile.TemporaryDirectory() as temporary:
+        model = f"{temporary}/mobilenet_v2.pt2"
+        export(model, 64)
+        built_in = instructions([*BUILT_IN, "--set", "image=64", "--weights", model], options)
+        exported = instructions(["--model", model], options)
+    text = (f"# Instructions of a step of the exported and the built-in MobileNetV2\n\n{machine()}. `bench/exported.py --instructions`: "
+            "64×64, batch 4, one thread, AVX2, counted by callgrind.\n\n| built-in | exported | exported − built-in | exported / built-in |\n"
+            f"| --- | --- | --- | --- |\n| {built_in:,.0f} | {exported:,.0f} | {exported - built_in:,.0f} | **{exported / built_in:.4f}** |\n")
+    (folder / "README.md").write_text(text)
+    print(text)
 
 
 def device(options):
@@ -91,6 +126,7 @@ def main():
     parser.add_argument("--chunks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4], help="numbers of micro-batches")
     parser.add_argument("--binary", type=Path, default=BINARY)
     parser.add_argument("--model", help="the exported model, from --export [default: export it now]")
+    parser.add_argument("--instructions", action="store_true", help="count instructions with valgrind instead of measuring time")
     parser.add_argument("--export", metavar="FILE.pt2", help="write the exported model, and measure nothing")
     parser.add_argument("--name", default=f"{datetime.date.today().isoformat()}-exported", help="name of the folder under bench/runs")
     options = parser.parse_args()
@@ -100,6 +136,8 @@ def main():
         raise SystemExit(f"{options.binary} does not exist: run `cargo build --release` first")
     folder = HERE / "runs" / options.name
     folder.mkdir(parents=True, exist_ok=True)
+    if options.instructions:
+        return count(options, folder)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         model = options.model or f"{temporary}/mobilenet_v2.pt2"

@@ -504,7 +504,7 @@ fn data_error(name: DataName) -> impl Fn(DataError) -> anyhow::Error {
     move |error| {
         let remedy = match error {
             DataError::Unsuitable { .. } => {
-                "; change the model with --set (image, channels, input), or use --data synthetic"
+                "; change the model with --set (image, channels, input), or use --data tensors or another data set"
             }
             DataError::Failed(Fault::Memory { .. }) => "; --set (image, input, classes) changes the model",
             _ => "",

@@ -185,7 +185,15 @@ fn what_cannot_be_used_is_refused_with_its_flag() {
     let mut other = content.clone();
     other[at + 4] = b'9';
     std::fs::write(&altered, other).unwrap();
+    // One bit of a weight, which stands within 64 bytes after the name of its file.
+    let damaged = folder.join("damaged.pt2");
+    let at = content.windows(8).position(|bytes| bytes == b"weight_0").unwrap();
+    let mut other = content.clone();
+    other[at + 128] ^= 1;
+    std::fs::write(&damaged, other).unwrap();
     for (arguments, said) in [
+        (vec!["--model", text(&damaged)], "weight_0` with the checksum"),
+        (vec!["--model", "mlp", "--weights", text(&damaged)], "weight_0` with the checksum"),
         (vec!["--model", text(&truncated)], "the file is truncated"),
         (vec!["--model", text(&altered)], "export the model with PyTorch 2.11"),
         (vec!["--model", "nowhere.pt2"], "nowhere.pt2"),

@@ -1,7 +1,7 @@
 //! The directory of a zip archive in the form that `torch.save` writes: uncompressed entries, with their sizes in the
 //! directory at the end of the archive, in the 32-bit or the 64-bit form.
 //!
-//! The archive's checksums are not verified, because tensors are read in parts.
+//! Checksums are the reader's to verify, because it reads tensors in parts.
 
 use super::{FormatError, COPY_AGAIN, SAVE_AGAIN};
 use std::ops::Range;
@@ -25,6 +25,8 @@ pub struct ArchiveEntry {
     pub bytes: u64,
     /// The offset of its [local header](LOCAL_BYTES).
     pub header: u64,
+    /// The CRC-32 of its data.
+    pub checksum: u32,
 }
 
 /// The position of the directory in a file of `file_bytes` bytes; `tail` is the last [`TAIL_BYTES`] of it, or all.
@@ -91,7 +93,7 @@ pub fn entries(directory: &[u8], start: u64) -> Result<Vec<ArchiveEntry>, Format
         if stored != Some(bytes) {
             return Err(wrong("entries stored as they are", "two sizes", SAVE_AGAIN));
         }
-        entries.push(ArchiveEntry { name: name_text.to_owned(), bytes, header });
+        entries.push(ArchiveEntry { name: name_text.to_owned(), bytes, header, checksum: u32_at(fixed, 16) });
         at += 46 + name + extra + comment;
     }
     Ok(entries)

@@ -1,6 +1,7 @@
 //! Files of `torch.export.save`: a zip archive with a graph and raw tensors. [`distgpipe_core::pt2`] reads them; this file
 //! gives it the bytes.
 
+use super::pth::{wrong, Archive};
 use super::{Entry, OpenFile, TensorSource, WeightsError};
 use crate::model::exported::allowed_operators;
 use distgpipe_core::pt2::archive::{self, PlacedTensor};
@@ -17,7 +18,39 @@ use tch::Tensor;
 /// If the file cannot be read, or its model cannot be trained in a pipeline.
 pub fn read_graph(path: &Path) -> Result<Graph, WeightsError> {
     let (mut file, extra) = (OpenFile::open(path)?, allowed_operators());
-    with_reader(&mut file, |bytes, read| archive::graph_with(bytes, read, &extra))
+    let graph = with_reader(&mut file, |bytes, read| archive::graph_with(bytes, read, &extra))?;
+    check_sums(&mut file)?;
+    Ok(graph)
+}
+
+/// What to do about an archive that is not as PyTorch wrote it.
+const CHANGED: &str = "the file was changed since it was exported: copy or download it again";
+/// How many bytes are read at a time where a part of the file may be of any size.
+const READ_BYTES: u64 = 1 << 20;
+
+/// Fails if a file of the archive does not have its checksum.
+fn check_sums(file: &mut OpenFile) -> Result<(), WeightsError> {
+    let entries = Archive::read(file)?.entries;
+    // Entries that overlap would take longer than the file is long.
+    let total = entries.values().try_fold(0_u64, |sum, entry| sum.checked_add(entry.bytes));
+    if total.is_none_or(|total| total > file.bytes) {
+        return Err(wrong(file, 0, "files of the archive that do not overlap", "others", CHANGED));
+    }
+    for entry in entries.values() {
+        let data = Archive::data(file, entry)?;
+        let (mut sum, mut at) = (crc32fast::Hasher::new(), data.start);
+        while at < data.end {
+            let length = READ_BYTES.min(data.end - at);
+            sum.update(&file.bytes_at(at, length)?);
+            at += length;
+        }
+        let got = sum.finalize();
+        if got != entry.checksum {
+            let expected = format!("`{}` with the checksum {:08x}", entry.name, entry.checksum);
+            return Err(wrong(file, data.start, expected, format!("{got:08x}"), CHANGED));
+        }
+    }
+    Ok(())
 }
 
 /// Whether `python3 -m distgpipe_export` wrote the file, which compares an export with its module; other exports may compute
@@ -56,7 +89,7 @@ fn with_reader<T>(
 
 /// Whether a zip archive is one of `torch.export.save`.
 pub(super) fn is_export(file: &mut OpenFile) -> Result<bool, WeightsError> {
-    let entries: Vec<zip::ArchiveEntry> = super::pth::Archive::read(file)?.entries.into_values().collect();
+    let entries: Vec<zip::ArchiveEntry> = Archive::read(file)?.entries.into_values().collect();
     Ok(archive::is_export(&entries))
 }
 
@@ -72,6 +105,7 @@ impl Pt2File {
         let extra = allowed_operators();
         let graph = with_reader(&mut file, |bytes, read| archive::graph_with(bytes, read, &extra))?;
         let listed = with_reader(&mut file, |bytes, read| archive::weights(bytes, read))?;
+        check_sums(&mut file)?;
         let names =
             |state: &'_ State| std::iter::once(state.name.clone()).chain(state.tied.clone()).collect::<Vec<_>>();
         let known: HashSet<String> = graph.states.iter().flat_map(names).collect();

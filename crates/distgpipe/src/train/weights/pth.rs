@@ -26,7 +26,7 @@ impl PthFile {
         let archive = Archive::read(&mut file)?;
         let top = archive.top(&file)?;
         if let Some(entry) = archive.entries.get(&format!("{top}byteorder")) {
-            let range = archive.data(&mut file, entry)?;
+            let range = Archive::data(&mut file, entry)?;
             let order = file.bytes_at(range.start, entry.bytes.min(8))?;
             if order != b"little" {
                 let got = String::from_utf8_lossy(&order).into_owned();
@@ -41,7 +41,7 @@ impl PthFile {
         }
         let name = format!("{top}data.pkl");
         let listed = &archive.entries[&name];
-        let range = archive.data(&mut file, listed)?;
+        let range = Archive::data(&mut file, listed)?;
         if listed.bytes > PICKLE_BYTES_MAX {
             let expected = format!("a list of tensors of at most {PICKLE_BYTES_MAX} bytes");
             return Err(wrong(&file, range.start, expected, listed.bytes.to_string(), "split the model"));
@@ -131,7 +131,7 @@ impl Archive {
         }
     }
 
-    fn data(&self, file: &mut OpenFile, entry: &zip::ArchiveEntry) -> Result<Range<u64>, WeightsError> {
+    pub(super) fn data(file: &mut OpenFile, entry: &zip::ArchiveEntry) -> Result<Range<u64>, WeightsError> {
         let mut local = [0; zip::LOCAL_BYTES];
         if entry.header.checked_add(local.len() as u64).is_some_and(|end| end <= file.bytes) {
             file.read_at(entry.header, &mut local)?;
@@ -142,13 +142,13 @@ impl Archive {
     fn storage(&self, file: &mut OpenFile, top: &str, tensor: &PickledTensor) -> Result<Range<u64>, WeightsError> {
         let path = format!("{top}data/{}", tensor.storage);
         match self.entries.get(&path) {
-            Some(entry) => self.data(file, entry),
+            Some(entry) => Archive::data(file, entry),
             None => Err(wrong(file, 0, format!("an entry `{path}`"), "none", "was it changed since it was saved?")),
         }
     }
 }
 
-fn wrong(
+pub(super) fn wrong(
     file: &OpenFile,
     offset: u64,
     expected: impl Into<String>,
