@@ -76,7 +76,11 @@ pub enum Pt2Error {
         remedy: &'static str,
     },
     /// The model uses operators that are not on the list.
-    #[error("the model uses operators that exported models may not use here: {}: use others there, or allow those of aten with `zoo::allow_operators`", .refused.join(", "))]
+    #[error(
+        "the model uses operators that exported models may not use here: {}: use others there, or allow those of aten with \
+         `zoo::allow_operators`",
+        .refused.join(", ")
+    )]
     Operators {
         /// `NAME in MODULE`, each operator once.
         refused: Vec<String>,

@@ -334,7 +334,7 @@ char *dg_call_run(const dg_call *call, const dg_argument *given, size_t given_co
       stack[position] = at::native::wrapped_scalar_tensor(scalar);
     for (size_t i = 0; i < given_count; ++i) {
       auto position = static_cast<size_t>(given[i].position);
-      stack.at(position) = boxed(call->op->parameters[position], given[i], device);
+      stack[position] = boxed(call->op->parameters.at(position), given[i], device);
     }
     call->op->handle.callBoxed(stack);
     for (const auto &value : stack) {
