@@ -66,7 +66,7 @@ def instructions(flags, options):
     """The instructions of a step: those of a run of seven, less those of a run of two."""
     counts = []
     for steps in (2, 7):
-        command = ["train", *flags, *TRAIN, "--device", "cpu", "--batch", "4", "--samples", str(4 * steps), "--steps", str(steps)]
+        command = ["train", *flags, *TRAIN, "--device", "cpu", "--batch", "4", "--chunks", "4", "--samples", str(4 * steps), "--steps", str(steps)]
         # With a small rate, weights and so the work of a step stay alike.
         command[command.index("--lr") + 1] = "1e-6"
         limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -86,7 +86,7 @@ def count(options, folder):
         built_in = instructions([*BUILT_IN, "--set", "image=64", "--weights", model], options)
         exported = instructions(["--model", model], options)
     text = (f"# Instructions of a step of the exported and the built-in MobileNetV2\n\n{machine()}. `bench/exported.py --instructions`: "
-            "64×64, batch 4, one thread, AVX2, counted by callgrind.\n\n| built-in | exported | exported − built-in | exported / built-in |\n"
+            "64×64, 4 micro-batches of one row, one thread, AVX2, counted by callgrind.\n\n| built-in | exported | exported − built-in | exported / built-in |\n"
             f"| --- | --- | --- | --- |\n| {built_in:,.0f} | {exported:,.0f} | {exported - built_in:,.0f} | **{exported / built_in:.4f}** |\n")
     (folder / "README.md").write_text(text)
     print(text)
