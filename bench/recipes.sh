@@ -75,7 +75,7 @@ for part in $parts; do
     pipelines) table pipeline-vs-data-parallel $shared ;;
     speed) # one GPU measured, several simulated
         table unet-speed --simulate
-        table resnet101-speed --simulate
+        ROW_LIMIT=60 table resnet101-speed --simulate
         ;;
     cuts) # each with the row that its speed-up is relative to
         for name in mobilenet-memory first-4-and-last-3 separated-averagely; do table $name $shared; done

@@ -58,12 +58,13 @@ fn a_table_has_our_figures_or_the_reason_beside_the_published_ones() {
     let found = row(&cola, "63.20±0.12");
     assert!(found.contains("15.01 ± 1.96") && found.contains("0.252"), "{cola}");
     assert!(row(&cola, "- Model:").contains("not comparable with the published ones"), "{cola}");
-    let speed = fine(&["recipe", "table", "unet-speed"]);
-    assert!(row(&speed, "88.497/s").contains("not measured: needs 8 GPUs"), "{speed}");
+    let food = fine(&["recipe", "table", "food101"]);
+    let needs = "not measured: needs 2 GPUs, Food-101 and MobileNetV2's ImageNet weights";
+    assert!(row(&food, "83.77%").contains(needs), "{food}");
     let shown = fine(&["recipe", "table", "parameters"]);
     assert!(row(&shown, "133.05").contains("133,047,848"), "{shown}");
-    let shown = json(&["recipe", "table", "unet-speed", "--json"]);
-    assert_eq!(shown["rows"][4]["not_measured"], "not measured: needs 8 GPUs", "{shown}");
+    let shown = json(&["recipe", "table", "food101", "--json"]);
+    assert_eq!(shown["rows"][1]["not_measured"], needs, "{shown}");
 }
 
 /// CI runs this test: no figure gets into a README by hand.
@@ -127,6 +128,38 @@ fn a_table_is_run_with_all_seeds_and_printed_from_the_file() {
     assert_eq!(fine(&["recipe", "table", "time-mobilenet", "--runs", place]), printed);
     let said = refused(&arguments);
     assert!(said.contains("time-mobilenet.json of an earlier run"), "{said}");
+}
+
+/// One device stands for two. The row that the speed-up is relative to is run too, although no word names it.
+#[test]
+fn a_row_that_needs_more_devices_is_simulated_and_marked() {
+    let out = directory("table-simulated");
+    let place = out.to_str().expect("a plain path");
+    let table = ["recipe", "run", "--table", "unet-speed", "--rows", "pipeline-2", "--simulate", "--out", place];
+    let small = ["--set", "image=64", "--set", "channels=4", "--batch", "8", "--chunks", "4", "--steps", "4"];
+    let printed = fine(&[&table[..], &small, &["--device", "cpu", "--threads", "1", "--lr=0.01"]].concat());
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(out.join("unet-speed.json")).unwrap()).unwrap();
+    let run = &file["rows"][0]["runs"][0];
+    assert_eq!((&file["rows"][0]["recipe"], &run["outcome"]), (&"unet-speed-pipeline-2".into(), &"simulated".into()));
+    assert_eq!((&run["costs"]["rows"], &run["costs"]["balance"]), (&2.into(), &serde_json::json!([104, 137])));
+    for cost in ["forward_s", "recompute_s", "backward_s", "optimizer_s"] {
+        let costs: Vec<f64> = serde_json::from_value(run["costs"][cost].clone()).unwrap();
+        assert!(costs.len() == 2 && costs.iter().all(|&seconds| seconds > 0.0), "{cost}: {costs:?}");
+    }
+    // At most as fast as the slower partition with all four micro-batches, of which three are recomputed.
+    let of = |cost: &str, partition: usize| run["costs"][cost][partition].as_f64().unwrap();
+    let slower = [0, 1].map(|p| 4.0 * of("forward_s", p) + 3.0 * of("recompute_s", p) + 4.0 * of("backward_s", p));
+    let rate = run["figures"]["throughput"].as_f64().unwrap();
+    assert!(rate > 0.0 && rate < 8.0 / slower[0].max(slower[1]), "{rate}: {run}");
+    assert_eq!(file["rows"][1]["runs"][0]["outcome"], "complete", "{file}");
+    let line = |part: &str| printed.lines().find(|line| line.contains(part)).expect("a row").to_owned();
+    assert_eq!(line("35.502/s").matches("(simulated)").count(), 2, "{printed}");
+    assert!(!line("28.500/s").contains("simulated") && printed.contains("- Simulated, not measured: "), "{printed}");
+    let limited = directory("table-limited");
+    let place = limited.to_str().expect("a plain path");
+    let said =
+        refused(&["recipe", "run", "--table", "unet-speed", "--row-limit", "0.2", "--device", "cpu", "--out", place]);
+    assert!(said.contains("unet-speed-baseline: skipped: it took longer than "), "{said}");
 }
 
 #[test]

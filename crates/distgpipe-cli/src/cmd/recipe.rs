@@ -124,6 +124,33 @@ struct RunArgs {
     flags: TrainFlags,
 }
 
+impl RunArgs {
+    /// The parser does not ask for --table where a recipe is named, because the two exclude each other.
+    fn check_without_table(&self) -> anyhow::Result<()> {
+        let given = [
+            ("--rows", !self.rows.is_empty()),
+            ("--seeds", !self.seeds.is_empty()),
+            ("--out", self.out.is_some()),
+            ("--row-limit", self.row_limit.is_some()),
+            ("--simulate", self.simulate),
+        ];
+        match given.iter().find(|(_, given)| *given) {
+            Some((flag, _)) => Err(usage(format!("{flag}: it belongs to a table: use --table instead of a recipe"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The seeds of a table. A seed that counted twice would make the deviation too small.
+    fn seeds(&self) -> anyhow::Result<Vec<u64>> {
+        let twice = self.seeds.iter().enumerate().find(|(i, seed)| self.seeds[..*i].contains(seed));
+        match twice {
+            Some((_, seed)) => Err(usage(format!("--seeds: expected different seeds, got {seed} twice"))),
+            None if self.seeds.is_empty() => Ok(vec![0]),
+            None => Ok(self.seeds.clone()),
+        }
+    }
+}
+
 /// Lists, shows or runs recipes.
 pub fn run(args: RecipeArgs) -> anyhow::Result<()> {
     match args.what {
@@ -166,7 +193,10 @@ pub fn run(args: RecipeArgs) -> anyhow::Result<()> {
         RecipeCommand::Show { name, json: false } => report::print(&show(&find(&name)?)?),
         RecipeCommand::Run(args) => match (&args.table, &args.name) {
             (Some(table), _) => run_table(tables::find(table)?, &args),
-            (None, name) => run_one(&find(name.as_deref().unwrap_or_default())?, args.flags),
+            (None, name) => {
+                args.check_without_table()?;
+                run_one(&find(name.as_deref().unwrap_or_default())?, args.flags)
+            }
         },
     }
 }
@@ -241,7 +271,7 @@ fn make_readme(path: &Path, check: bool) -> anyhow::Result<()> {
 
 fn run_table(table: &PublishedTable, args: &RunArgs) -> anyhow::Result<()> {
     let flags = args.flags.clone().with_config()?;
-    let seeds = if args.seeds.is_empty() { vec![0] } else { args.seeds.clone() };
+    let seeds = args.seeds()?;
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(RUNS));
     let row_limit = args.row_limit.map(|seconds| {
         let limit = Duration::try_from_secs_f64(seconds).ok().filter(|limit| !limit.is_zero());
@@ -383,6 +413,7 @@ fn run_one(recipe: &Recipe, given: TrainFlags) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser;
 
     /// Without these, the command would be rejected or start from random weights.
     #[test]
@@ -397,6 +428,25 @@ mod tests {
         assert!(!imagenet.contains("data get image-folder"), "{imagenet}");
         let made_up = shown("unet-speed-pipeline-2");
         assert!(!made_up.contains("You provide"), "{made_up}");
+    }
+
+    #[test]
+    fn flags_of_tables_are_refused_without_one_and_seeds_count_once() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            run: RunArgs,
+        }
+        let parsed = |words: &[&str]| Line::try_parse_from([&["run"], words].concat()).unwrap().run;
+        for flags in [["--seeds", "0,1"], ["--rows", "x"], ["--out", "d"], ["--row-limit", "5"]] {
+            let said = parsed(&[&["rte-sort8"], &flags[..]].concat()).check_without_table().unwrap_err().to_string();
+            assert_eq!(said, format!("{}: it belongs to a table: use --table instead of a recipe", flags[0]));
+        }
+        assert!(parsed(&["rte-sort8", "--simulate"]).check_without_table().is_err());
+        parsed(&["rte-sort8", "--batch", "8"]).check_without_table().unwrap();
+        assert_eq!(parsed(&["--table", "rte", "--seeds", "0,2,1"]).seeds().unwrap(), [0, 2, 1]);
+        let said = parsed(&["--table", "rte", "--seeds", "0,2,0"]).seeds().unwrap_err().to_string();
+        assert_eq!(said, "--seeds: expected different seeds, got 0 twice");
     }
 
     #[test]

@@ -46,27 +46,28 @@ pub struct Predicted {
     pub deviations: Vec<String>,
 }
 
-/// Measures the partitions of a recipe, and simulates its step.
-pub fn predict(recipe: &Recipe, given: &TrainFlags, limit: Option<Duration>) -> anyhow::Result<Ended<Predicted>> {
+/// Measures the partitions of a recipe, and simulates its step. The inner error is the reason why that was not possible.
+pub fn predict(
+    recipe: &Recipe,
+    given: &TrainFlags,
+    limit: Option<Duration>,
+) -> anyhow::Result<Result<Predicted, String>> {
     let run = TrainFlags { steps: None, ..recipe.with(given)? };
     let chosen = match run.auto_balance {
-        Some(partitions) => match choose(&run, partitions, limit)? {
-            Ended::Complete(cut) => Some(cut.balance),
-            Ended::OutOfMemory => return Ok(Ended::OutOfMemory),
-            Ended::Failed(why) => return Ok(Ended::Failed(why)),
+        Some(partitions) => match of_one_device(choose(&run, partitions, limit)?) {
+            Ok(cut) => Some(cut.balance),
+            Err(why) => return Ok(Err(why)),
         },
         None => None,
     };
-    let output = match row_process::run(recipe, &measuring(&run, given, chosen.as_deref())?, limit)? {
-        Ended::Complete(output) => output,
-        Ended::OutOfMemory => return Ok(Ended::OutOfMemory),
-        Ended::Failed(why) => return Ok(Ended::Failed(why)),
+    let output = row_process::run(recipe, &measuring(&run, given, chosen.as_deref())?, limit)?;
+    let output = match of_one_device(output) {
+        Ok(output) => output,
+        Err(why) => return Ok(Err(why)),
     };
     let Some(costs) = PartitionCosts::measured(&output.run, rows(&run)) else {
-        return Ok(Ended::Failed(format!(
-            "the costs of its partitions need more than {} steps: raise --steps",
-            output.run.warm_up_steps
-        )));
+        let warm_up = output.run.warm_up_steps;
+        return Ok(Err(format!("the costs of its partitions need more than {warm_up} steps: raise --steps")));
     };
     let mut deviations = deviations(recipe, &run)?;
     let devices: Vec<String> = run.devices().iter().map(|device| device.resolved().to_string()).collect();
@@ -75,12 +76,23 @@ pub fn predict(recipe: &Recipe, given: &TrainFlags, limit: Option<Duration>) -> 
          took for one micro-batch on {}, while no other partition computed. Links cost nothing, and loading is hidden.",
         devices.join(", ")
     );
-    Ok(Ended::Complete(Predicted {
+    Ok(Ok(Predicted {
         throughput_per_s: costs.throughput_per_s(&run)?,
         costs,
         command: output.run.command,
         deviations,
     }))
+}
+
+/// What a measurement found. All partitions are on the one device, so its memory says nothing about the row.
+fn of_one_device<T>(ended: Ended<T>) -> Result<T, String> {
+    match ended {
+        Ended::Complete(output) => Ok(output),
+        Ended::OutOfMemory => {
+            Err("its partitions do not fit on one device together, so that none was measured".to_owned())
+        }
+        Ended::Failed(why) => Err(why),
+    }
 }
 
 /// What is taken from the output of `distgpipe balance --json`.

@@ -143,9 +143,8 @@ impl TableRun<'_> {
             let flags = TrainFlags { seed: Some(seed), ..flags.clone() };
             Ok(match simulated {
                 true => match predict(recipe, &flags, self.row_limit)? {
-                    Ended::Complete(predicted) => Ended::Complete(of_simulation(seed, predicted)),
-                    Ended::OutOfMemory => Ended::OutOfMemory,
-                    Ended::Failed(why) => Ended::Failed(why),
+                    Ok(predicted) => Ended::Complete(of_simulation(seed, predicted)),
+                    Err(why) => Ended::Failed(why),
                 },
                 false => match row_process::run(recipe, &flags, self.row_limit)? {
                     Ended::Complete(output) => {

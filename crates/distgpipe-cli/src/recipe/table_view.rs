@@ -189,7 +189,8 @@ impl<'a> TableView<'a> {
 impl Source {
     /// Where the figures come from, and what differs.
     fn text(&self) -> String {
-        let mut text = format!("\nOurs: {}; {}; made by {}. What differs:\n\n", self.file, self.machine, self.command);
+        let mut text = format!("\nOurs: {}; {}; made by {}.", self.file, self.machine, self.command);
+        text += if self.deviations.is_empty() { "\n" } else { " What differs:\n\n" };
         for (sentence, rows) in &self.deviations {
             let rows = if rows.is_empty() { String::new() } else { format!(" ({})", rows.join("; ")) };
             text += &format!("- {sentence}{rows}\n");
