@@ -112,7 +112,7 @@ struct RunArgs {
     /// Directory for the figures of --table, in the file TABLE.json [default: runs/recipes]
     #[arg(long, value_name = "DIR", requires = "table", help_heading = "Tables")]
     out: Option<PathBuf>,
-    /// Give a row of --table up after this many seconds, with every seed [default: no limit]
+    /// Give up a row of --table whose run takes longer than this many seconds [default: no limit]
     #[arg(long, value_name = "SECONDS", requires = "table", help_heading = "Tables")]
     row_limit: Option<f64>,
     /// Simulate the rows of --table that need more devices than there are, instead of skipping them: measures each partition alone
