@@ -283,6 +283,10 @@ impl<'a> Measuring<'a> {
         }
         let (Some(recipe), Some(name)) = (recipe, name) else { return Ok(None) };
         if metric == Metric::SpeedUp {
+            // Rows without one, such as those that were out of memory, have no baseline either.
+            if recipe.published.speed_up.is_none() {
+                return Ok(None);
+            }
             let baseline = recipe.published.speed_up_to.as_ref().unwrap_or(&recipe.name);
             let found = self.measured.speed_up(table, name, baseline);
             return Ok(found.map(|(figure, file, row)| Ours { text: figure.text(metric), from: Some((file, row)) }));
@@ -357,7 +361,10 @@ fn sources<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::recipe::measured::MeasuredRun;
     use crate::recipe::tables;
+    use std::collections::BTreeMap;
+    use std::path::Path;
 
     #[test]
     fn long_lines_are_broken_between_words() {
@@ -366,6 +373,31 @@ mod tests {
         assert!(made.lines().all(|line| line.chars().count() <= MARKDOWN_COLUMNS), "{made}");
         assert!(made.lines().skip(1).take(2).all(|line| line.starts_with("  word")) && made.ends_with("short\n"));
         assert_eq!(made.split_whitespace().collect::<Vec<_>>(), long.split_whitespace().collect::<Vec<_>>());
+    }
+
+    /// The published row was out of memory, so that it has no speed-up to compare with. What it needs for its error is said.
+    #[test]
+    fn a_row_without_a_published_speed_up_has_none() {
+        let row = |recipe: &str, rate: f64| MeasuredRow {
+            recipe: Some(recipe.to_owned()),
+            runs: vec![MeasuredRun::new(0, None, BTreeMap::from([(Metric::Throughput, rate)]))],
+            ..MeasuredRow::default()
+        };
+        let table = tables::find("resnet101-imagenet").unwrap();
+        let name = |batch: &str| format!("imagenet-resnet101-data-parallel-{batch}");
+        let file = Measurements {
+            table: table.name.clone(),
+            machine: String::new(),
+            version: String::new(),
+            command: String::new(),
+            rows: vec![row(&name("256"), 20.0), row(&name("1k"), 30.0), row(&name("4k"), 40.0)],
+        };
+        let measured = Measured::of(Path::new("mine"), file);
+        let view = TableView::new(table, &measured).unwrap();
+        let ours = |row: usize| [6, 8].map(|cell| &view.rows[row].cells[cell][..]);
+        assert_eq!([ours(2), ours(3), ours(4)], [["20.00/s", "1.000×"], ["30.00/s", "1.500×"], ["40.00/s", "–"]]);
+        assert_eq!(view.rows[3].not_measured.as_deref(), Some("not measured: Top-1 error (%) needs ImageNet"));
+        assert_eq!(view.rows[4].not_measured, None);
     }
 
     /// No figure of ours appears without a file: with no files at all, only parameters are there.
