@@ -109,7 +109,7 @@ pub fn call<T: DeserializeOwned>(arguments: Vec<String>, limit: Option<Duration>
     });
     let Some(status) = wait(&mut process, limit)? else {
         let limit = limit.unwrap_or_default().as_secs_f64();
-        return Ok(Ended::Failed(format!("it took longer than {}, the limit of a row", units::duration(limit))));
+        return Ok(Ended::Failed(format!("it took longer than {}, the limit of a row", units::seconds(limit))));
     };
     let error = errors.join().unwrap_or_default();
     if status.success() {
