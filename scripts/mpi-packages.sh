@@ -3,10 +3,11 @@
 # its bindings are made. Installs what is missing where it may (root, with apt); otherwise it says what to install.
 set -euo pipefail
 
+# libclang-cpp is another library.
 missing() {
     command -v mpicc >/dev/null 2>&1 || echo libopenmpi-dev
     command -v mpirun >/dev/null 2>&1 || echo openmpi-bin
-    if [ -z "${LIBCLANG_PATH:-}" ] && ! ldconfig -p | grep -q 'libclang[-.0-9]*\.so' && ! compgen -G '/usr/lib*/llvm*/lib*/libclang*.so*' >/dev/null; then
+    if [ -z "${LIBCLANG_PATH:-}" ] && ! ldconfig -p | grep -q 'libclang[-.0-9]*\.so' && ! compgen -G '/usr/lib*/llvm*/lib*/libclang.so*' >/dev/null && ! compgen -G '/usr/lib*/llvm*/lib*/libclang-[0-9]*.so*' >/dev/null; then
         echo libclang-dev
     fi
 }
