@@ -95,7 +95,7 @@ def measure_ours(flags, steps, binary=BINARY):
 
 
 def exposed_sharing(trace):
-    """For each step after the warm-up, from the spans `gradient wait`: its seconds, the longest wait of a replica, and how long the
+    """For each step after the warm-up, from the spans `gradient_wait`: its seconds, the longest wait of a replica, and how long the
     last replica waited, when all gradients were there. The difference of the two waits is time in which a replica waits for another
     one to compute."""
     spans = {}
@@ -104,7 +104,7 @@ def exposed_sharing(trace):
         spans.setdefault(span["step"], []).append(span)
     steps = []
     for number in sorted(spans)[WARM_UP:]:
-        waits = [span for span in spans[number] if span["phase"] == "gradient wait"]
+        waits = [span for span in spans[number] if span["phase"] == "gradient_wait"]
         if waits:
             start, end = min(s["start_ns"] for s in spans[number]), max(s["end_ns"] for s in spans[number])
             longest = max(s["end_ns"] - s["start_ns"] for s in waits)
