@@ -419,7 +419,7 @@ impl<B: AsRef<[u8]>> Outbound<B> {
     /// Starts to send a part of some bytes as one message. Nothing may change the bytes until the message has arrived.
     pub fn start(&mut self, tag: i32, bytes: &Arc<B>, part: Range<usize>) -> Result<(), Fault> {
         let length = part.len();
-        let request = self.mpi.isend(self.to, tag, &bytes.as_ref().as_ref()[part])?;
+        let request = self.mpi.isend(self.to, tag, &(**bytes).as_ref()[part])?;
         self.on_their_way.push_back((request, length, bytes.clone()));
         self.bytes += length;
         Ok(())

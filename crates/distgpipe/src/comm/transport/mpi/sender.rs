@@ -138,7 +138,7 @@ impl SendingEnd {
             let whole = 0..bytes.len();
             lock(&self.outbound).start(tag, &Arc::new(EncodedBytes::Owned(bytes)), whole)
         };
-        let bytes = body.as_ref();
+        let bytes: &[u8] = body.as_ref();
         if bytes.len() <= INLINE_BYTES_MAX {
             header.seal(bytes);
             header.check(&limits())?;
@@ -156,17 +156,17 @@ impl SendingEnd {
         let mut head = header.encode().to_vec();
         head.extend_from_slice(&xxh3_64(&head).to_le_bytes());
         let body = Arc::new(body);
-        let mut sent = body.clone();
+        let (bytes, mut sent): (&[u8], _) = ((*body).as_ref(), body.clone());
         if let Some(draw) = self.link.take_damage() {
             if draw % 2 == 0 {
                 flip(&mut head, draw / 2);
             } else {
-                let mut damaged = body.as_ref().as_ref().to_vec();
+                let mut damaged = bytes.to_vec();
                 flip(&mut damaged, draw / 2);
                 sent = Arc::new(EncodedBytes::Owned(damaged));
             }
         }
-        let (bytes, head_bytes) = (body.as_ref().as_ref(), head.len());
+        let head_bytes = head.len();
         start(tags.header, head)?;
         let mut checksum = BodyChecksum::new(&header);
         for at in (0..bytes.len()).step_by(PIECE_BYTES) {

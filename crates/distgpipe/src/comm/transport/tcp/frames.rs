@@ -176,10 +176,11 @@ impl Framer {
         let unchanging = message.tag.edge().is_some();
         let (meta, body) = self.encoder.encoded(message, slot, tensor, unchanging)?;
         header.tensor = Some(meta);
-        if body.as_ref().len() <= COPIED_BYTES_MAX {
-            return sealed(&mut header, body.as_ref(), &self.limits);
+        let bytes: &[u8] = body.as_ref();
+        if bytes.len() <= COPIED_BYTES_MAX {
+            return sealed(&mut header, bytes, &self.limits);
         }
-        header.seal(body.as_ref());
+        header.seal(bytes);
         header.check(&self.limits)?;
         Ok(FrameBytes { head: header.encode().to_vec(), body: Some(body) })
     }
@@ -237,7 +238,11 @@ impl FrameBytes {
 
     /// The bytes, in order.
     pub fn parts(&self) -> [&[u8]; 2] {
-        [&self.head, self.body.as_ref().map_or(&[], AsRef::as_ref)]
+        let body: &[u8] = match &self.body {
+            Some(body) => body.as_ref(),
+            None => &[],
+        };
+        [&self.head, body]
     }
 
     pub fn len(&self) -> usize {
