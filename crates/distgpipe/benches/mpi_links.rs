@@ -8,6 +8,7 @@ use distgpipe::comm::message::{Message, Tag};
 use distgpipe::comm::notice::Notify;
 use distgpipe::comm::protocol::Job;
 use distgpipe::comm::timeouts::Timeouts;
+use distgpipe::comm::traffic::Counters;
 use distgpipe::comm::transport::mpi::MpiLinks;
 use distgpipe::comm::transport::{LinkOptions, Outgoing};
 use distgpipe::engine::mpi::start_mpi;
@@ -156,6 +157,7 @@ fn link(rank: usize, arrived: mpsc::Sender<Message>) -> LinkOptions {
         queue: WINDOW_MAX,
         meter: Meter::new(),
         link_codecs: LinkCodecs::new(&job, &plan),
+        counters: Counters::default(),
         heartbeat: Box::new(String::new),
         wrap: Box::new(|link, _| link),
         admit: Box::new(|_| Ok(())),
