@@ -423,7 +423,7 @@ impl Exchange<'_> {
         let is_encoded = arrived.kind() == ElementKind::Uint8;
         let may_be_encoded = content == Content::Gradients && self.ring.codecs.is_some();
         let fits = arrived.size() == like.size() && arrived.kind() == like.kind();
-        if !fits && !(is_encoded && may_be_encoded) {
+        if !(fits || is_encoded && may_be_encoded) {
             let expected = format!("a share of {:?} {:?} from {}", like.kind(), like.size(), self.ring.previous_name);
             return Err(Fault::protocol(expected, format!("{:?} {:?}", arrived.kind(), arrived.size())));
         }
