@@ -1,7 +1,8 @@
 #!/bin/sh
-# A long run with a fault every second or so: connections are cut, the driver and the worker are suspended, the worker is
-# killed. The run must end with the weights of an undisturbed one, and with the memory and descriptors of its beginning. The
-# test program `soak` in crates/distgpipe-cli does the work; a shorter version of it runs with all tests.
+# A long run over `distgpipe serve`, with TLS, and a fault every second or so: connections are cut, the client, the server and
+# the job's process are suspended, the job's process is killed. The run must end with the weights of an undisturbed one, and the
+# client and the server with the memory and descriptors of its beginning. The test program `soak` in crates/distgpipe-cli does
+# the work; a shorter version of it runs with all tests.
 #
 #   scripts/soak.sh [STEPS] [SEED] [PAUSE_MS]
 #

@@ -20,6 +20,7 @@ pub mod arrivals;
 pub mod codec_policy;
 pub mod handshake;
 pub mod link_codecs;
+pub mod listener;
 pub mod mailbox;
 pub mod message;
 pub mod notice;

@@ -13,6 +13,7 @@
 mod rates;
 
 use crate::comm::handshake::Token;
+use crate::comm::listener::{Accepted, Listener};
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::limits;
 use crate::comm::transport::tls::{self, TlsStream, CLAIM_BYTES};
@@ -23,8 +24,8 @@ use rates::Rates;
 use rustls::ServerConfig;
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -96,7 +97,7 @@ pub type RunKeys<'a> = dyn Fn(&[u8; 16]) -> Option<Token> + 'a;
 /// A listener and the handshakes in progress.
 #[derive(Debug)]
 pub struct Acceptor {
-    listener: TcpListener,
+    listener: Listener,
     tls: Option<TlsServer>,
     pending: Vec<Pending>,
     pending_max: usize,
@@ -142,6 +143,11 @@ impl std::fmt::Debug for Stage {
 }
 
 impl Stage {
+    /// The first stage of a connection without TLS.
+    fn plain(stream: ByteStream) -> Self {
+        Stage::Hello { stream, frame: Vec::new(), proved: Proved::Nothing }
+    }
+
     /// Those with a lower rank give way first.
     fn rank(&self) -> u8 {
         match self {
@@ -158,11 +164,11 @@ impl Stage {
         matches!(self, Stage::Hello { proved: Proved::Secret | Proved::Run(_), .. })
     }
 
-    fn socket(&self) -> &TcpStream {
+    fn socket(&self) -> RawFd {
         match self {
-            Stage::ClientHello { socket, .. } => socket,
-            Stage::Claim { stream, .. } => stream.socket(),
-            Stage::Hello { stream, .. } | Stage::Closing { stream } => stream.socket(),
+            Stage::ClientHello { socket, .. } => socket.as_raw_fd(),
+            Stage::Claim { stream, .. } => stream.socket().as_raw_fd(),
+            Stage::Hello { stream, .. } | Stage::Closing { stream } => stream.as_raw_fd(),
         }
     }
 }
@@ -184,8 +190,9 @@ enum Step {
 
 impl Acceptor {
     /// Takes over a listener.
-    pub fn new(listener: TcpListener, tls: Option<TlsServer>) -> Result<Self, Fault> {
-        listener.set_nonblocking(true).map_err(|e| Fault::io("setting up the listener", e))?;
+    pub fn new(listener: impl Into<Listener>, tls: Option<TlsServer>) -> Result<Self, Fault> {
+        let listener = listener.into();
+        listener.set_nonblocking().map_err(|e| Fault::io("setting up the listener", e))?;
         // Strangers must leave descriptors for those who are accepted.
         let descriptors = usize::try_from(engine::open_files_max()).unwrap_or(usize::MAX);
         let pending_max = (descriptors.saturating_sub(8) / 4).clamp(1, PENDING_MAX);
@@ -199,9 +206,9 @@ impl Acceptor {
         })
     }
 
-    /// The address it listens on.
-    pub fn address(&self) -> Result<SocketAddr, Fault> {
-        self.listener.local_addr().map_err(|e| Fault::io("reading the listener's address", e))
+    /// What it listens on.
+    pub fn listener(&self) -> &Listener {
+        &self.listener
     }
 
     /// The next peer that has introduced itself, or connection that was closed. `None` if there is none within about `wait`.
@@ -235,10 +242,7 @@ impl Acceptor {
     /// any other connection.
     pub fn adopt(&mut self, socket: TcpStream, to: SocketAddr, held: Arc<()>) {
         if socket.set_nonblocking(true).and_then(|()| socket.set_nodelay(true)).is_ok() {
-            let stage = match self.tls {
-                Some(_) => Stage::ClientHello { acceptor: Box::default(), socket, bytes: 0 },
-                None => Stage::Hello { stream: socket.into(), frame: Vec::new(), proved: Proved::Nothing },
-            };
+            let stage = self.first_stage(socket);
             self.add(stage, to);
             if let Some(pending) = self.pending.last_mut() {
                 pending.held = Some(held);
@@ -258,7 +262,7 @@ impl Acceptor {
     fn wait(&self, limit: Duration) {
         // A handshake that waits for its turn at the rate of its address has input already.
         let sockets = self.pending.iter().filter(|pending| !self.rates.waits(pending.from.ip()));
-        let mut sockets: Vec<_> = sockets.map(|pending| pending.stage.socket().as_raw_fd()).collect();
+        let mut sockets: Vec<_> = sockets.map(|pending| pending.stage.socket()).collect();
         sockets.push(self.listener.as_raw_fd());
         // Time-outs are looked at meanwhile.
         engine::wait_readable(&sockets, limit.min(Duration::from_millis(50)));
@@ -275,14 +279,18 @@ impl Acceptor {
                 }
                 Err(_) => return,
             };
-            if socket.set_nonblocking(true).and_then(|()| socket.set_nodelay(true)).is_err() {
-                continue;
-            }
-            let stage = match self.tls {
-                Some(_) => Stage::ClientHello { acceptor: Box::default(), socket, bytes: 0 },
-                None => Stage::Hello { stream: socket.into(), frame: Vec::new(), proved: Proved::Nothing },
+            let stage = match socket {
+                Accepted::Tcp(socket) => self.first_stage(socket),
+                Accepted::Local(socket) => Stage::plain(socket.into()),
             };
             self.add(stage, from);
+        }
+    }
+
+    fn first_stage(&self, socket: TcpStream) -> Stage {
+        match self.tls {
+            Some(_) => Stage::ClientHello { acceptor: Box::default(), socket, bytes: 0 },
+            None => Stage::plain(socket.into()),
         }
     }
 
@@ -526,7 +534,7 @@ fn refused(mut stream: ByteStream, reason: &str) -> Option<ByteStream> {
     let body = Refuse { reason: reason.to_owned() }.encode();
     let mut header = Header::new(Kind::Refuse);
     header.seal(&body);
-    stream.socket().set_nonblocking(true).ok()?;
+    stream.set_nonblocking(true).ok()?;
     // Much smaller than the socket's buffer, so this does not wait.
     stream.write_all(&[&header.encode()[..], &body].concat()).ok()?;
     stream.shutdown(Shutdown::Write).ok()?;

@@ -10,6 +10,7 @@
 
 use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::Decoder;
+use crate::comm::listener::connect_local;
 use crate::comm::server_identity::PublicKey;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::limits;
@@ -179,7 +180,7 @@ pub fn dial_through(
     resume: Resume,
 ) -> Result<(ByteStream, u64), Fault> {
     let limit = resume.limit;
-    let mut stream = ByteStream::from(connect(gateway, Instant::now() + limit)?);
+    let mut stream = connect_local(gateway)?;
     stream.set_up()?;
     send_text(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), limit)?;
     send_text(&mut stream, Kind::Command, address.as_bytes(), limit)?;

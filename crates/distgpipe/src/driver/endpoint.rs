@@ -237,7 +237,7 @@ mod tests {
         let identity = ServerIdentity::generate().unwrap();
         let tls = TlsServer { config: tls::server_config(&identity).unwrap(), secret: identity.secret };
         let mut server = Acceptor::new(TcpListener::bind("127.0.0.1:0").unwrap(), Some(tls)).unwrap();
-        let addresses = vec![server.address().unwrap().to_string()];
+        let addresses = vec![server.listener().address().unwrap()];
         let (key, secret) = (identity.key, identity.secret);
         let endpoint = Endpoint::Server(JoinString { addresses, key, secret }, None);
         let named = endpoint.for_peers();

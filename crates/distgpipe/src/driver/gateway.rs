@@ -3,7 +3,7 @@
 //! ```text
 //!  client ══ TLS ══► acceptor ─► hello ─► a process per job: `worker --child`, with limits
 //!                    (one thread)         ▲
-//!         ◄═ TLS ══► relay (two threads per connection) ◄── loopback ──┘
+//!         ◄═ TLS ══► relay (two threads per connection) ◄ this host ──┘
 //! ```
 //!
 //! The gateway never decodes what a job sends or receives. The server's key and secret are in this process alone. A job that
@@ -124,7 +124,7 @@ impl Gateway {
         };
         let acceptor = Acceptor::new(listener, tls)?;
         let dialer = dialer::listen()?;
-        let limits = JobLimits { gateway: Some(dialer.address()?.to_string()), ..options.limits.clone() };
+        let limits = JobLimits { gateway: Some(dialer.listener().address()?), ..options.limits.clone() };
         let limits =
             serde_json::to_string(&limits).map_err(|e| Fault::internal("limits that serialize", e.to_string()))?;
         let mut program = options.program.clone();
@@ -132,7 +132,7 @@ impl Gateway {
         let shared =
             Shared { options, program, runs: Runs::default(), probes: AtomicUsize::new(0), report: Box::new(report) };
         Ok(Gateway {
-            address: acceptor.address()?,
+            address: acceptor.listener().tcp_address()?,
             acceptor: Mutex::new(acceptor),
             dialer: Mutex::new(Some(dialer)),
             shared: Arc::new(shared),

@@ -143,9 +143,9 @@ impl Workers {
     }
 }
 
-/// The command that starts a worker process. The process must listen on a loopback port, print `listening ADDRESS` as the
-/// first line of its standard output, and read the token from its standard input, as a program in
-/// [`worker_mode`](crate::worker_mode) does.
+/// The command that starts a worker process. The process must listen on a loopback port, or for a server on a
+/// [local socket](crate::comm::listener), print `listening ADDRESS` as the first line of its standard output, and read the token
+/// from its standard input, as a program in [`worker_mode`](crate::worker_mode) does.
 #[derive(Clone, Debug)]
 pub struct WorkerProgram {
     /// The program's path, or a name that is looked up in `PATH`.

@@ -12,6 +12,7 @@ use crate::comm::acceptor::{Acceptor, Arrival, ArrivedPeer, HANDSHAKE_LIMIT};
 use crate::comm::admission::Peer;
 use crate::comm::handshake;
 use crate::comm::handshake::{Credentials, Terms, Token};
+use crate::comm::listener::Listener;
 use crate::comm::notice::{Notice, Notify};
 use crate::comm::probe::bandwidth::{Durations, LinkTest};
 use crate::comm::probe::{self, bandwidth};
@@ -30,6 +31,7 @@ use distgpipe_core::wire::{Hello, Kind, Role};
 use distgpipe_core::WorkerId;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsRawFd;
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -57,7 +59,7 @@ const SUCCESSION_AFTER: Duration = Duration::from_secs(2);
 /// Fields may be added in later versions: end a literal with `..ServeOptions::new(listen, token)`.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// The address to listen on. One that other machines can reach needs `expose`.
+    /// The address to listen on, unless there are `limits`. One that other machines can reach needs `expose`.
     pub listen: SocketAddr,
     /// Whether to listen on an address that other machines can reach. Traffic is not encrypted.
     pub expose: bool,
@@ -67,7 +69,8 @@ pub struct ServeOptions {
     pub once: bool,
     /// Builds the model of a job. [`zoo::build`] knows the built-in ones.
     pub models: fn(&ModelSpec) -> Result<Model, ModelError>,
-    /// The limits of a stranger's job. `None`: whoever has the token is trusted.
+    /// The limits of a stranger's job, in a process that a [`Gateway`](crate::driver::gateway::Gateway) starts and connects its
+    /// peers to: it listens for processes of this host alone. `None`: whoever has the token is trusted.
     pub limits: Option<JobLimits>,
     /// How long the worker's thread may take to end after its run. Others are told that the server is busy meanwhile.
     pub stuck_after: Duration,
@@ -107,7 +110,9 @@ pub enum StuckPolicy {
 /// A worker process that listens.
 pub struct Server {
     arrivals: Mutex<Arrivals>,
-    address: SocketAddr,
+    address: Option<SocketAddr>,
+    /// What those who connect are told.
+    listening: String,
     options: ServeOptions,
 }
 
@@ -146,19 +151,32 @@ impl Server {
             );
             return Err(Fault::invalid_job("`ServeOptions::listen`", wrong));
         }
-        let listener =
-            TcpListener::bind(options.listen).map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?;
+        let listener = match options.limits {
+            // The server whose job this is connects its peers to it.
+            Some(_) => Listener::local()?,
+            None => {
+                let bound = TcpListener::bind(options.listen);
+                bound.map_err(|e| Fault::io(format!("listening on {}", options.listen), e))?.into()
+            }
+        };
         let acceptor = Acceptor::new(listener, None)?;
         Ok(Server {
-            address: acceptor.address()?,
+            address: acceptor.listener().tcp_address().ok(),
+            listening: acceptor.listener().address()?,
             arrivals: Mutex::new(Arrivals { acceptor, successor: None }),
             options,
         })
     }
 
-    /// The address it listens on, with the port that the system chose.
+    /// The address it listens on, with the port that the system chose. The process of a [server's](ServeOptions::limits) job has
+    /// none.
     pub fn address(&self) -> Result<SocketAddr, Fault> {
-        Ok(self.address)
+        self.address.ok_or_else(|| Fault::internal("a TCP port", self.listening.clone()))
+    }
+
+    /// What it tells the program that started it.
+    pub(super) fn listening(&self) -> &str {
+        &self.listening
     }
 
     /// Serves jobs, one after the other, until `stop` returns true, or until the first job is over with
@@ -419,10 +437,7 @@ pub(super) fn build_model(job: &Job, models: fn(&ModelSpec) -> Result<Model, Mod
 
 /// Whether bytes have arrived, or the connection is closed or broken.
 fn has_input(stream: &ByteStream) -> bool {
-    match stream.socket().peek(&mut [0]) {
-        Ok(_) => true,
-        Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
-    }
+    engine::wait_readable(&[stream.as_raw_fd()], POLL)
 }
 
 /// Receives the events of a server.

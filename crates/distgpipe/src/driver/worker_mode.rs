@@ -314,7 +314,7 @@ impl ListeningWorker {
     /// where the flags say so. Passes the lines of its log to `note`.
     pub fn serve(&self, note: impl Fn(&str) + Send + 'static) -> Result<(), WorkerModeError> {
         let log = LogQueue::start(note)?;
-        print(&format!("listening {}\n", self.address()?))?;
+        print(&format!("listening {}\n", self.server.listening()))?;
         let report = |event: &ServeEvent<'_>| {
             match event {
                 ServeEvent::JobStarted(job) => self.current.set(Some(job.run.to_string())),

@@ -4,6 +4,7 @@ use crate::comm::server_identity::{PublicKey, ServerIdentity};
 use crate::comm::transport::tcp::Resume;
 use crate::comm::transport::tls::Expected;
 use distgpipe_core::wire::{Role, MAGIC, VERSION};
+use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
@@ -25,7 +26,7 @@ impl Welcoming {
             .as_ref()
             .map(|identity| TlsServer { config: tls::server_config(identity).unwrap(), secret: SECRET });
         let mut acceptor = Acceptor::new(TcpListener::bind("127.0.0.1:0").unwrap(), tls).unwrap();
-        let (address, stop) = (acceptor.address().unwrap(), Arc::new(AtomicBool::new(false)));
+        let (address, stop) = (acceptor.listener().tcp_address().unwrap(), Arc::new(AtomicBool::new(false)));
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             let mut rejected = Vec::new();
@@ -177,7 +178,7 @@ fn no_more_connections_wait_for_the_caller_than_one_turn_accepts() {
     let bytes = [&header.encode()[..], &hello].concat();
     let mut peers = Vec::new();
     for _ in 0..100 {
-        peers.push(TcpStream::connect(acceptor.address().unwrap()).unwrap());
+        peers.push(TcpStream::connect(acceptor.listener().tcp_address().unwrap()).unwrap());
         peers.last_mut().unwrap().write_all(&bytes).unwrap();
     }
     for _ in 0..peers.len() {
@@ -210,7 +211,7 @@ fn a_stranger_does_not_learn_whether_a_run_exists() {
     let identity = ServerIdentity::generate().unwrap();
     let tls = TlsServer { config: tls::server_config(&identity).unwrap(), secret: SECRET };
     let mut acceptor = Acceptor::new(TcpListener::bind("127.0.0.1:0").unwrap(), Some(tls)).unwrap();
-    let address = acceptor.address().unwrap();
+    let address = acceptor.listener().tcp_address().unwrap();
     let strangers = std::thread::spawn(move || {
         [[1; 16], [2; 16]].map(|run| {
             let wrong = Expected { key: &identity.key, secret: &Token([9; 32]), run: Some(run) };

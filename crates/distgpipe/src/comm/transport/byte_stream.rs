@@ -1,4 +1,4 @@
-//! The bytes of a connection in both directions: plain TCP, or what protects it.
+//! The bytes of a connection in both directions: plain TCP, what protects it, or a socket of this host.
 //!
 //! Frames and the handshake use a [`ByteStream`] and do not know what is under it. One connection has several handles on one
 //! stream, as with [`TcpStream::try_clone`]: its reader and its writer use it at the same time.
@@ -8,6 +8,8 @@ use crate::comm::transport::tls::TlsStream;
 use crate::failure::Fault;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
 
 /// A handle on a connected stream of bytes. Reads and writes return within about [`POLL`] with
 /// [`WouldBlock`](io::ErrorKind::WouldBlock) or [`TimedOut`](io::ErrorKind::TimedOut) if nothing can be read or written, once
@@ -20,12 +22,19 @@ pub struct ByteStream {
 #[derive(Debug)]
 enum Kind {
     Plain(TcpStream),
+    Local(UnixStream),
     Tls(TlsStream),
 }
 
 impl From<TcpStream> for ByteStream {
     fn from(socket: TcpStream) -> Self {
         ByteStream { kind: Kind::Plain(socket) }
+    }
+}
+
+impl From<UnixStream> for ByteStream {
+    fn from(socket: UnixStream) -> Self {
+        ByteStream { kind: Kind::Local(socket) }
     }
 }
 
@@ -36,29 +45,32 @@ impl From<TlsStream> for ByteStream {
 }
 
 impl ByteStream {
-    /// The socket under the stream, for its addresses and options; its bytes are not those of the stream.
-    pub fn socket(&self) -> &TcpStream {
-        match &self.kind {
-            Kind::Plain(socket) => socket,
-            Kind::Tls(stream) => stream.socket(),
-        }
-    }
-
     /// Makes the socket blocking, with the short time-outs that all reads and writes of this crate expect.
     pub fn set_up(&self) -> Result<(), Fault> {
-        let socket = self.socket();
-        let set = socket
-            .set_nonblocking(false)
-            .and_then(|()| socket.set_read_timeout(Some(POLL)))
-            .and_then(|()| socket.set_write_timeout(Some(POLL)))
-            .and_then(|()| socket.set_nodelay(true));
-        set.map_err(|e| Fault::io("setting up a socket", e))
+        let timed = match &self.kind {
+            Kind::Local(socket) => {
+                socket.set_read_timeout(Some(POLL)).and_then(|()| socket.set_write_timeout(Some(POLL)))
+            }
+            Kind::Plain(socket) => set_up_tcp(socket),
+            Kind::Tls(stream) => set_up_tcp(stream.socket()),
+        };
+        timed.and_then(|()| self.set_nonblocking(false)).map_err(|e| Fault::io("setting up a socket", e))
+    }
+
+    /// Whether reads and writes return at once if nothing can be read or written.
+    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        match &self.kind {
+            Kind::Plain(socket) => socket.set_nonblocking(nonblocking),
+            Kind::Local(socket) => socket.set_nonblocking(nonblocking),
+            Kind::Tls(stream) => stream.socket().set_nonblocking(nonblocking),
+        }
     }
 
     /// Another handle on the same stream.
     pub fn try_clone(&self) -> io::Result<Self> {
         match &self.kind {
             Kind::Plain(socket) => Ok(socket.try_clone()?.into()),
+            Kind::Local(socket) => Ok(socket.try_clone()?.into()),
             Kind::Tls(stream) => Ok(stream.clone().into()),
         }
     }
@@ -67,7 +79,25 @@ impl ByteStream {
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         match &self.kind {
             Kind::Plain(socket) => socket.shutdown(how),
+            Kind::Local(socket) => socket.shutdown(how),
             Kind::Tls(stream) => stream.shutdown(how),
+        }
+    }
+}
+
+fn set_up_tcp(socket: &TcpStream) -> io::Result<()> {
+    socket.set_read_timeout(Some(POLL))?;
+    socket.set_write_timeout(Some(POLL))?;
+    socket.set_nodelay(true)
+}
+
+/// The socket under the stream, to wait for it.
+impl AsRawFd for ByteStream {
+    fn as_raw_fd(&self) -> RawFd {
+        match &self.kind {
+            Kind::Plain(socket) => socket.as_raw_fd(),
+            Kind::Local(socket) => socket.as_raw_fd(),
+            Kind::Tls(stream) => stream.socket().as_raw_fd(),
         }
     }
 }
@@ -76,6 +106,7 @@ impl Read for ByteStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match &mut self.kind {
             Kind::Plain(socket) => socket.read(into),
+            Kind::Local(socket) => socket.read(into),
             Kind::Tls(stream) => stream.read(into),
         }
     }
@@ -85,6 +116,7 @@ impl Write for ByteStream {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         match &mut self.kind {
             Kind::Plain(socket) => socket.write(from),
+            Kind::Local(socket) => socket.write(from),
             Kind::Tls(stream) => stream.write(from),
         }
     }
@@ -92,6 +124,7 @@ impl Write for ByteStream {
     fn flush(&mut self) -> io::Result<()> {
         match &mut self.kind {
             Kind::Plain(socket) => socket.flush(),
+            Kind::Local(socket) => socket.flush(),
             Kind::Tls(stream) => stream.flush(),
         }
     }

@@ -213,6 +213,23 @@ fn fault_of(error: io::Error) -> Fault {
     }
 }
 
+/// Gives rustls as many bytes as it takes, and returns their number: a record, and the beginning of the next. rustls takes 4 KiB at
+/// a time into a buffer that it grows for each record, but all at once into one that still has the beginning of a record in it.
+fn feed(crypto: &mut Connection, mut bytes: &[u8]) -> io::Result<usize> {
+    let mut taken = 0;
+    while !bytes.is_empty() {
+        match crypto.read_tls(&mut bytes) {
+            // The peer has ended the stream.
+            Ok(0) => break,
+            Ok(read) => taken += read,
+            // Its buffer is full.
+            Err(_) if taken > 0 => break,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(taken)
+}
+
 fn timed_out(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
@@ -301,8 +318,7 @@ impl TlsStream {
         }
         let (processed, answers) = {
             let mut crypto = lock(&self.0.crypto);
-            let mut rest = &incoming.bytes[incoming.from..incoming.to];
-            let taken = crypto.read_tls(&mut rest);
+            let taken = feed(&mut crypto, &incoming.bytes[incoming.from..incoming.to]);
             let processed = taken.and_then(|taken| crypto.process_new_packets().map(|_| taken).map_err(tls_error));
             (processed, crypto.wants_write())
         };

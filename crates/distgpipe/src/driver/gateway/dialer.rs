@@ -1,6 +1,6 @@
 //! Connects the processes of jobs to the other servers of their runs.
 //!
-//! A job's process has no keys, so it asks its gateway, over loopback and with the token of the process: a hello, and then the
+//! A job's process has no keys, so it asks its gateway, on this host and with the token of the process: a hello, and then the
 //! address of a server of the run. The gateway dials only addresses that its owner has allowed, and proves to that server the
 //! key of the run, which both have from the driver.
 
@@ -10,6 +10,7 @@ use super::{GatewayEvent, Shared};
 use crate::comm::abort::POLL;
 use crate::comm::acceptor::{Acceptor, Arrival, ArrivedPeer, HANDSHAKE_LIMIT};
 use crate::comm::handshake::{self, parse_server_address};
+use crate::comm::listener::Listener;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::tcp::proves_gone;
 use crate::comm::transport::tls::Expected;
@@ -78,10 +79,9 @@ fn dial(shared: &Shared, run: &Run, peer: &mut ArrivedPeer) -> Result<ByteStream
     Ok(server)
 }
 
-/// The loopback port for the processes of jobs.
+/// Listens for the processes of jobs.
 pub(super) fn listen() -> Result<Acceptor, Fault> {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").map_err(|e| Fault::io("listening on loopback", e))?;
-    Acceptor::new(listener, None)
+    Acceptor::new(Listener::local()?, None)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use super::relay::{relay, RelayLimits};
 use super::{GatewayEvent, Shared};
 use crate::comm::acceptor::ArrivedPeer;
 use crate::comm::handshake::{self, Token};
+use crate::comm::listener::connect_local;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::driver::launch::start_process;
 use crate::driver::serve::run_name;
@@ -12,7 +13,7 @@ use crate::failure::{printable, Failure, Fault};
 use distgpipe_core::wire::{Hello, Kind, Refuse, Role};
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::process::{Child, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -406,8 +407,7 @@ pub(super) fn attach(shared: &Arc<Shared>, run: &Arc<Run>, mut peer: ArrivedPeer
 /// Connects to the process, and introduces the peer to it with the token of the process.
 fn dial_process(run: &Run, hello: &Hello) -> Result<ByteStream, Fault> {
     let (address, token) = run.listening()?;
-    let doing = |e| Fault::io("connecting to the process of the job", e);
-    let mut stream = ByteStream::from(TcpStream::connect(&address).map_err(doing)?);
+    let mut stream = connect_local(&address)?;
     stream.set_up()?;
     let hello = Hello { token: token.0, ..hello.clone() };
     handshake::send_text(&mut stream, Kind::Hello, &hello.encode(), START_LIMIT)?;

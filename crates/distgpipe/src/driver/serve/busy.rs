@@ -46,7 +46,7 @@ impl<'a> BusyListener<'a> {
     /// Waits until the driver has sent something. Admits workers of the run meanwhile, and refuses everybody else.
     pub fn wait_for(&mut self, driver: &ByteStream, limit: Duration, report: &Report<'_>) -> Result<(), Fault> {
         let start = Instant::now();
-        // The stream has a short time-out, which is the pause between two looks.
+        // Each look waits for a moment.
         while !has_input(driver) {
             if start.elapsed() >= limit {
                 return Err(Fault::TimedOut { what: "the handshake".to_owned(), limit_s: limit.as_secs_f64() });
