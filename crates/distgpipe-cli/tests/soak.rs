@@ -165,9 +165,9 @@ fn listen(child: &mut Child) -> Arc<Mutex<Vec<String>>> {
 
 #[test]
 fn a_run_with_faults_all_along_ends_with_the_weights_of_an_undisturbed_one() {
-    let (steps, pause_ms) = (setting("DISTGPIPE_SOAK_STEPS", 500), setting("DISTGPIPE_SOAK_PAUSE_MS", 600));
+    let (steps, pause_ms) = (setting("DISTGPIPE_SOAK_STEPS", 1500), setting("DISTGPIPE_SOAK_PAUSE_MS", 600));
     // On a machine where steps take long, faults that come by the clock would leave little time for them.
-    let (seed, faults_max) = (setting("DISTGPIPE_SOAK_SEED", 1), setting("DISTGPIPE_SOAK_FAULTS", 20));
+    let (seed, faults_max) = (setting("DISTGPIPE_SOAK_SEED", 1), setting("DISTGPIPE_SOAK_FAULTS", 30));
     let mut draws = Draws(seed);
     let mut server = Serve::start("soak", &["--peer-timeout", "10"]);
     let undisturbed = client(&server, "box", steps).output().expect("it runs");
