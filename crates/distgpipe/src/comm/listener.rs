@@ -1,6 +1,6 @@
 //! Where connections come from: a TCP port, or a socket that only processes of this host can reach.
 //!
-//! A server and the processes of its jobs use the latter, because it moves bytes with about half the work of TCP over loopback. Its
+//! A server and the processes of its jobs use the latter, because it moves bytes with less work than TCP over loopback. Its
 //! address is `local:NAME`, with a random name in Linux's abstract namespace, so there is no file to protect or to remove. Like a
 //! loopback port, every user of the host can connect to it: whoever connects must show a token.
 
@@ -109,7 +109,7 @@ impl AsRawFd for Listener {
     }
 }
 
-/// Connects to a local listener.
+/// Connects to a local listener. Waits only while more than a hundred connections wait to be accepted there.
 pub fn connect_local(address: &str) -> Result<ByteStream, Fault> {
     let name = address.strip_prefix(SCHEME);
     let name = name.ok_or_else(|| Fault::protocol(format!("an address `{SCHEME}NAME`"), format!("`{address}`")))?;

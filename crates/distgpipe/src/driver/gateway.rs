@@ -3,7 +3,7 @@
 //! ```text
 //!  client ══ TLS ══► acceptor ─► hello ─► a process per job: `worker --child`, with limits
 //!                    (one thread)         ▲
-//!         ◄═ TLS ══► relay (two threads per connection) ◄ this host ──┘
+//!         ◄═ TLS ══► relay (two threads per connection) ◄── Unix socket ──┘
 //! ```
 //!
 //! The gateway never decodes what a job sends or receives. The server's key and secret are in this process alone. A job that
