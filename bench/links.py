@@ -17,7 +17,7 @@ All compare raw with several codecs. Measurements run in rounds, each going thro
 disturbance affects all of them alike. Ratios compare medians over all steps of all rounds.
 
 usage: bench/links.py overhead|thin|real|tls [--files FOLDER] [--rounds 3] [--steps 4] [--mbit 100] [--mbits LIST] [--chunks 16]
-                                               [--codecs LIST] [--models LIST] [--name NAME]            needs: a release build
+                                               [--congestion cubic] [--codecs LIST] [--models LIST] [--name NAME]            needs: a release build
 """
 import argparse
 import contextlib
@@ -183,8 +183,9 @@ def burst(mbit):
 
 
 @contextlib.contextmanager
-def thin_link(mbit, tls=False):
-    """Connects two network namespaces by a slow link and starts the server's worker, or a server, in one of them."""
+def thin_link(mbit, tls=False, congestion=None):
+    """Connects two network namespaces by a slow link and starts the server's worker, or a server, in one of them. `congestion` is TCP's
+    congestion control on the link; None: the system's."""
     if os.geteuid() != 0:
         raise SystemExit("creating network namespaces needs root: run this with sudo")
     for tool in ("ip", "tc"):
@@ -201,6 +202,8 @@ def thin_link(mbit, tls=False):
             run("ip", "-n", name, "addr", "add", address, "dev", name)
             run("ip", "-n", name, "link", "set", name, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
+            if congestion:
+                run("ip", "-n", name, "route", "replace", "10.77.0.0/24", "dev", name, "congctl", congestion)
             run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf",
                 "rate", f"{mbit}mbit", "burst", f"{burst(mbit)}" if tls else "128kb", "latency", "100ms")
         join = Path(folder.name) / "join"
@@ -232,6 +235,7 @@ def main():
     parser.add_argument("--mbit", type=int, default=100, help="rate of the thin link, in Mbit/s")
     parser.add_argument("--mbits", type=lambda text: [int(word) for word in text.split()], default=[10, 100, 1000], help="rates for tls")
     parser.add_argument("--chunks", type=int, default=16, help="micro-batches per batch for tls")
+    parser.add_argument("--congestion", default="cubic", help="TCP's congestion control for tls; cubic, Linux's default, if not given")
     parser.add_argument("--codecs", type=lambda text: text.split(), help="measure these codecs, of those of the mode, separated by spaces")
     parser.add_argument("--models", type=lambda text: text.split(","), help="measure these models, separated by commas")
     parser.add_argument("--name", default=datetime.date.today().isoformat() + "-links", help="name of the folder under bench/runs")
@@ -264,7 +268,7 @@ def over_tls(options):
     rows, profiles = [], {}
     for round_number in range(options.rounds):
         for mbit in options.mbits:
-            with thin_link(mbit, tls=True) as (prefix, workers):
+            with thin_link(mbit, tls=True, congestion=options.congestion) as (prefix, workers):
                 link = link_of(prefix, workers)
                 for model in (m for m, (_, sizes) in MODELS.items() if "tls" in sizes and m in (options.models or MODELS)):
                     for codec in options.codecs or CODECS["tls"]:
@@ -300,7 +304,7 @@ def tls_report(rows, options):
         "",
         f"Machine: {machine()}; load average during the runs {min(loads):.1f} to {max(loads):.1f}.  ",
         f"Command: `bench/links.py tls --rounds {options.rounds} --steps {options.steps} --mbits '{' '.join(map(str, options.mbits))}' "
-        f"--chunks {options.chunks}`; every step's time is in the file of the same name that ends in `.jsonl`.",
+        f"--chunks {options.chunks} --congestion {options.congestion}`; every step's time is in the file of the same name that ends in `.jsonl`.",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == model]
