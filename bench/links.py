@@ -204,8 +204,11 @@ def thin_link(mbit, tls=False, congestion=None):
             run("ip", "-n", name, "link", "set", "lo", "up")
             if congestion:
                 run("ip", "-n", name, "route", "replace", "10.77.0.0/24", "dev", name, "congctl", congestion)
+            # The simulator's link loses nothing, so for tls the queue takes all that a step has on its way. While TCP sends a lost packet
+            # again, nothing behind it arrives, and the link is idle.
+            queue = "1000ms" if tls else "100ms"
             run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf",
-                "rate", f"{mbit}mbit", "burst", f"{burst(mbit)}" if tls else "128kb", "latency", "100ms")
+                "rate", f"{mbit}mbit", "burst", f"{burst(mbit)}" if tls else "128kb", "latency", queue)
         join = Path(folder.name) / "join"
         serve = ["serve", "--listen", "10.77.0.2:7443", "--device", "cpu", "--identity", str(Path(folder.name) / "identity")]
         command = serve if tls else ["worker", "--listen", "10.77.0.2:7000", "--expose"]
