@@ -35,13 +35,13 @@ pub struct ComparisonRow {
 
 /// The figure of the run, or why there is none.
 enum RunFigure {
-    Measured { text: String, value: f64, workers: BTreeMap<String, f64> },
+    Measured { text: String, value: Option<f64>, workers: BTreeMap<String, f64> },
     Missing(String),
 }
 
 impl RunFigure {
     fn number(value: f64, text: String) -> Self {
-        RunFigure::Measured { text, value, workers: BTreeMap::new() }
+        RunFigure::Measured { text, value: Some(value), workers: BTreeMap::new() }
     }
 }
 
@@ -61,7 +61,7 @@ pub fn compare(recipe: &Recipe, ran: &FinishedRun<'_>) -> anyhow::Result<Vec<Com
     let lines = Metric::ALL.iter().filter_map(|&metric| {
         let published = recipe.published.figure(metric);
         let (ours, value, workers) = match figure_of_run(metric, recipe, ran, &report) {
-            RunFigure::Measured { text, value, workers } => (text, Some(value), workers),
+            RunFigure::Measured { text, value, workers } => (text, value, workers),
             // Neither published nor measured: no line.
             RunFigure::Missing(_) if published.is_none() => return None,
             RunFigure::Missing(why) => (format!("not measured{why}"), None, BTreeMap::new()),
@@ -175,17 +175,19 @@ fn compression(report: &RunReport) -> RunFigure {
     RunFigure::number(ratio, format!("{ratio:.3}, headers included"))
 }
 
-/// The rate of every link. The figure is that of the first one, from the worker with the first partition.
+/// The rate of every link that was measured. The figure is that of the link from the worker with the first partition.
 fn bandwidth(report: &RunReport) -> RunFigure {
     let rates = report.summary.links.iter().filter_map(|link| Some((link, link.delivered_bytes_per_s?)));
     let rates: Vec<(&LinkSummary, f64)> = rates.collect();
-    let Some(&(_, first)) = rates.first() else {
+    if rates.is_empty() {
         return RunFigure::Missing(
             ": tensors moved between threads, or in messages too small to measure a link".to_owned(),
         );
-    };
+    }
+    let first = report.summary.workers.first().map(|worker| &worker.name);
+    let value = rates.iter().find(|(link, _)| Some(&link.from) == first).map(|(_, rate)| *rate);
     let texts = rates.iter().map(|(link, rate)| format!("{} → {} {}/s", link.from, link.to, units::bytes(*rate)));
-    RunFigure::number(first, texts.collect::<Vec<_>>().join(", "))
+    RunFigure::Measured { text: texts.collect::<Vec<_>>().join(", "), value, workers: BTreeMap::new() }
 }
 
 #[cfg(test)]
@@ -255,6 +257,35 @@ mod tests {
         assert_eq!(line(&none, Metric::Compression), "not measured: there were no steps left to train");
         assert_ne!(line(&one, Metric::Compression), "not measured: there were no steps left to train");
         assert_eq!(line(&none, Metric::Parameters), "1,250,000");
+    }
+
+    /// Messages of one link may be too small to measure. The rate of another one must not stand for it.
+    #[test]
+    fn the_bandwidth_is_that_of_the_first_workers_link() {
+        let link = |from: &str, to: &str, rate| LinkSummary {
+            from: from.to_owned(),
+            to: to.to_owned(),
+            messages: 1,
+            payload_bytes: 1,
+            wire_bytes: 1,
+            bytes_per_step: 1.0,
+            delivered_bytes_per_s: rate,
+            receiver_waited: Default::default(),
+            limited_by: None,
+            edges: Vec::new(),
+        };
+        let measured = |there, back| {
+            let mut run = report(None, 1);
+            run.summary.links = vec![link("w1", "w0", back), link("w0", "w1", there)];
+            match bandwidth(&run) {
+                RunFigure::Measured { text, value, .. } => (text, value),
+                RunFigure::Missing(why) => (why, None),
+            }
+        };
+        let both = "w1 → w0 3.0 GB/s, w0 → w1 2.0 GB/s".to_owned();
+        assert_eq!(measured(Some(2e9), Some(3e9)), (both, Some(2e9)));
+        assert_eq!(measured(None, Some(3e9)), ("w1 → w0 3.0 GB/s".to_owned(), None));
+        assert!(measured(None, None).0.contains("too small to measure"));
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub(super) fn memory(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
         text = format!("{text}: {}", each.collect::<Vec<_>>().join(", "));
         apart.extend(workers.iter().map(|worker| (worker.name.clone(), peak_of(worker) as f64)));
     }
-    RunFigure::Measured { text, value: bytes as f64, workers: apart }
+    RunFigure::Measured { text, value: Some(bytes as f64), workers: apart }
 }
 
 /// The sum over all workers, in which workers that share a GPU count once.
@@ -114,7 +114,7 @@ mod tests {
             else {
                 panic!("memory is always measured")
             };
-            (text, Some(value))
+            (text, value)
         };
         let whole = |reserved, workers| said(Metric::Memory, reserved, workers);
         let taken = "90.0 MB reserved on the GPU, 70.0 MB of it in tensors";
