@@ -273,6 +273,7 @@ mod tests {
             receiver_waited: Default::default(),
             limited_by: None,
             edges: Vec::new(),
+            shares: None,
         };
         let measured = |there, back| {
             let mut run = report(None, 1);

@@ -109,9 +109,9 @@ pub fn instance_norm(x: &Tensor) -> Option<Result<Tensor, Fault>> {
     let device = cuda_index(x).ok()?;
     PROGRAM.on(device).ok()?;
     let mut result = std::ptr::null_mut();
-    // SAFETY: the shim keeps handles of its own, and calls the kernels with tensors that live during the call. It returns a tensor from
-    // `new`, which tch's Tensor then owns.
+    // SAFETY: the shim keeps handles of its own, and calls the kernels with tensors that live during the call.
     let outcome = outcome(unsafe { dg_instance_norm(x.as_ptr(), forward, backward, &mut result) });
+    // SAFETY: on success the shim has stored a tensor from `new`, which tch's Tensor then owns.
     Some(outcome.map_err(Fault::engine).map(|()| unsafe { Tensor::from_ptr(result) }))
 }
 
