@@ -114,6 +114,17 @@ FUNCTION ChannelPair pair_of(float *pairs, NormShape shape, NormPlace place) {
   return {pairs + at, pairs + u64(shape.images) * shape.channels + at};
 }
 
+// Copies the values of a thread's channels, so that loops read registers.
+FUNCTION void read_pair(float *pairs, NormShape shape, NormPlace place, float *first, float *second) {
+  if (!place.exists)
+    return;
+  const ChannelPair from = pair_of(pairs, shape, place);
+  for (u32 at = 0; at < 4; ++at) {
+    first[at] = from.first[at];
+    second[at] = from.second[at];
+  }
+}
+
 // Sums of a block, for the kernel that adds those of all splits.
 FUNCTION void keep_sums(float *sums, NormShape shape, NormPlace place, const float *first, const float *second) {
   if (place.row != 0 || !place.exists)
@@ -187,15 +198,8 @@ FUNCTION void small_forward(const Quad *x, NormShape shape, double epsilon, floa
 template <typename Quad>
 FUNCTION void small_backward(const Quad *gradient, const Quad *x, NormShape shape, float *statistics, Quad *out) {
   const NormPlace place = place_of(shape);
-  // A copy, so that the loops read registers.
   float mean[4] = {}, inverse[4] = {}, first[4] = {}, second[4] = {};
-  if (place.exists) {
-    const ChannelPair from = pair_of(statistics, shape, place);
-    for (u32 at = 0; at < 4; ++at) {
-      mean[at] = from.first[at];
-      inverse[at] = from.second[at];
-    }
-  }
+  read_pair(statistics, shape, place, mean, inverse);
   const ChannelPair own = {mean, inverse};
   sum_gradients(gradient, x, shape, place, own, first, second);
   for (u32 at = 0; at < 4; ++at) {
@@ -240,14 +244,8 @@ FUNCTION void large_statistics(const Quad *x, NormShape shape, double epsilon, c
 template <typename Quad>
 FUNCTION void large_result(const Quad *x, NormShape shape, float *statistics, Quad *y) {
   const NormPlace place = place_of(shape);
-  if (!place.exists)
-    return;
-  float mean[4], inverse[4];
-  const ChannelPair from = pair_of(statistics, shape, place);
-  for (u32 at = 0; at < 4; ++at) {
-    mean[at] = from.first[at];
-    inverse[at] = from.second[at];
-  }
+  float mean[4] = {}, inverse[4] = {};
+  read_pair(statistics, shape, place, mean, inverse);
   normalise(x, shape, place, mean, inverse, y);
 }
 
@@ -255,13 +253,7 @@ template <typename Quad>
 FUNCTION void large_gradient_sums(const Quad *gradient, const Quad *x, NormShape shape, float *statistics, float *sums) {
   const NormPlace place = place_of(shape);
   float mean[4] = {}, inverse[4] = {}, first[4] = {}, second[4] = {};
-  if (place.exists) {
-    const ChannelPair from = pair_of(statistics, shape, place);
-    for (u32 at = 0; at < 4; ++at) {
-      mean[at] = from.first[at];
-      inverse[at] = from.second[at];
-    }
-  }
+  read_pair(statistics, shape, place, mean, inverse);
   sum_gradients(gradient, x, shape, place, ChannelPair{mean, inverse}, first, second);
   keep_sums(sums, shape, place, first, second);
 }
@@ -279,16 +271,9 @@ extern "C" __global__ void norm_gradient_means(NormShape shape, const float *sum
 template <typename Quad>
 FUNCTION void large_gradient(const Quad *gradient, const Quad *x, NormShape shape, float *statistics, float *means, Quad *out) {
   const NormPlace place = place_of(shape);
-  if (!place.exists)
-    return;
-  float mean[4], inverse[4], first[4], second[4];
-  const ChannelPair from = pair_of(statistics, shape, place), upstream = pair_of(means, shape, place);
-  for (u32 at = 0; at < 4; ++at) {
-    mean[at] = from.first[at];
-    inverse[at] = from.second[at];
-    first[at] = upstream.first[at];
-    second[at] = upstream.second[at];
-  }
+  float mean[4] = {}, inverse[4] = {}, first[4] = {}, second[4] = {};
+  read_pair(statistics, shape, place, mean, inverse);
+  read_pair(means, shape, place, first, second);
   write_gradients(gradient, x, shape, place, ChannelPair{mean, inverse}, first, second, out);
 }
 
