@@ -354,8 +354,8 @@ fn text(task: Task, flags: &TrainFlags, model: &Model, part: Split) -> anyhow::R
 pub fn tokens(name: DataName, flags: &TrainFlags, model: &Model) -> anyhow::Result<Tokens> {
     let Some(length) = token_length(&model.input) else {
         return Err(usage(format!(
-            "--data {}: the model does not take text: expected two inputs of integers, token ids and their mask, as --model \
-             roberta has",
+            "--data {}: the model does not take text: use --model roberta, or a model with two inputs of integers, token ids and \
+             their mask",
             name.name()
         )));
     };
