@@ -36,7 +36,7 @@ pub use memory::{
     Meter,
 };
 pub(crate) use operators::{as_with_grad, seeded, Argument, Call, Operator};
-pub(crate) use poll::{set_send_buffer, wait_readable};
+pub(crate) use poll::{connect_abstract, set_send_buffer, wait_readable};
 pub(crate) use process::kill_worker_process;
 pub use process::{declare_worker_process, exit_at_once, is_one_of_several_ranks};
 pub use random::{Draws, Stream};

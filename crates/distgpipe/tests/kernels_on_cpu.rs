@@ -178,7 +178,8 @@ fn channels_last(images: &Tensor) -> Tensor {
     images.permute([0, 2, 3, 1]).contiguous()
 }
 
-/// The kernels and libtorch, which computes in double precision from the same inputs. The mean of the values is far from 0.
+/// The kernels and libtorch, which computes in double precision from the same inputs. The mean of the values is far from 0, or the first
+/// pixel is far from all others: a variance from sums of squares once lost its digits there.
 #[test]
 fn instance_norms() {
     for (images, pixels, channels, splits) in [(1, 4, 4, 1), (2, 36, 40, 1), (3, 49, 8, 3), (1, 333, 64, 8)] {
@@ -189,6 +190,9 @@ fn instance_norms() {
                 Tensor::from_slice(&values).reshape(dims).to_kind(kind)
             };
             let (x, upstream) = (random(1) * 0.5 + 3.0, random(2));
+            if splits > 1 {
+                let _ = x.narrow(2, 0, 1).fill_(1000.0);
+            }
             let bytes: Vec<u8> = [&x, &upstream]
                 .into_iter()
                 .flat_map(|tensor| distgpipe::engine::bytes(&channels_last(tensor)).unwrap().to_vec())
@@ -204,8 +208,8 @@ fn instance_norms() {
             for (what, got, expected) in [("values", y, expected.detach()), ("gradients", gradient, leaf.grad())] {
                 let got = Tensor::f_from_data_size(got, &[images, pixels, 1, channels], kind).unwrap();
                 let gap = (got.to_kind(Kind::Double) - channels_last(&expected)).abs().max().double_value(&[]);
-                // Values and gradients are below 10.
-                let most = if kind == Kind::Float { 1e-5 } else { 0.03 };
+                // Values and gradients are below 20.
+                let most = if kind == Kind::Float { 1e-5 } else { 0.1 };
                 assert!(gap < most, "{what} of {dims:?} in {kind:?}: {gap}");
             }
         }

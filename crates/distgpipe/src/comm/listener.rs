@@ -13,12 +13,16 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as LocalAddress, UnixListener, UnixStream};
+use std::time::Duration;
 
 /// The first word of the address of a local listener.
 const SCHEME: &str = "local:";
 
 /// What the ends of a local connection may have written before the other has read it: several pieces as a relay passes them on.
 const SEND_BUFFER_BYTES: i32 = 512 << 10;
+
+/// How long connecting may take: a process that is stopped accepts nobody.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Listens for connections.
 #[derive(Debug)]
@@ -109,12 +113,11 @@ impl AsRawFd for Listener {
     }
 }
 
-/// Connects to a local listener. Waits only while more than a hundred connections wait to be accepted there.
+/// Connects to a local listener. Waits up to [`CONNECT_LIMIT`] while too many connections wait to be accepted there.
 pub fn connect_local(address: &str) -> Result<ByteStream, Fault> {
     let name = address.strip_prefix(SCHEME);
     let name = name.ok_or_else(|| Fault::protocol(format!("an address `{SCHEME}NAME`"), format!("`{address}`")))?;
-    let socket = LocalAddress::from_abstract_name(name).and_then(|address| UnixStream::connect_addr(&address));
-    let set_up = socket.and_then(|socket| {
+    let set_up = engine::connect_abstract(name.as_bytes(), CONNECT_LIMIT).and_then(|socket| {
         engine::set_send_buffer(socket.as_raw_fd(), SEND_BUFFER_BYTES)?;
         Ok(socket)
     });

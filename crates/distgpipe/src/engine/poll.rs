@@ -1,7 +1,38 @@
-//! What the standard library has no function for: waiting for several sockets at once, and the buffer of one.
+//! What the standard library has no function for: waiting for several sockets at once, the buffer of one, and connecting to a local one
+//! within a time.
 
-use std::os::fd::RawFd;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+/// Connects to a socket in Linux's abstract namespace. It waits while the listener's queue is full, for so long at most.
+pub(crate) fn connect_abstract(name: &[u8], limit: Duration) -> io::Result<UnixStream> {
+    let mut address = libc::sockaddr_un { sun_family: libc::AF_UNIX as libc::sa_family_t, sun_path: [0; 108] };
+    if name.len() >= address.sun_path.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // An abstract name begins with a zero.
+    address.sun_path[1..].iter_mut().zip(name).for_each(|(to, &from)| *to = from as libc::c_char);
+    let length = size_of::<libc::sa_family_t>() + 1 + name.len();
+    // SAFETY: takes numbers and returns a new descriptor or -1.
+    let socket = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if socket < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is open, and nobody else has it.
+    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(socket) });
+    // Linux applies the time-out for writing to connecting, too.
+    stream.set_write_timeout(Some(limit))?;
+    // SAFETY: the address outlives the call, and `length` is within it.
+    let connected =
+        unsafe { libc::connect(stream.as_raw_fd(), std::ptr::from_ref(&address).cast(), length as libc::socklen_t) };
+    if connected != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    stream.set_write_timeout(None)?;
+    Ok(stream)
+}
 
 /// Waits until one of these sockets can be read or has ended, or until the time is over. A signal may end it early. Returns whether
 /// one of them can be read or has ended.
@@ -15,7 +46,7 @@ pub(crate) fn wait_readable(sockets: &[RawFd], limit: Duration) -> bool {
 }
 
 /// Has the system keep up to so many bytes that were written to a socket and not read yet. A limit of the system may be lower.
-pub(crate) fn set_send_buffer(socket: RawFd, bytes: i32) -> std::io::Result<()> {
+pub(crate) fn set_send_buffer(socket: RawFd, bytes: i32) -> io::Result<()> {
     // SAFETY: the option's value is an `int` that outlives the call, and its length is given. A number that is not an open
     // descriptor is an error.
     let set = unsafe {
@@ -30,6 +61,6 @@ pub(crate) fn set_send_buffer(socket: RawFd, bytes: i32) -> std::io::Result<()> 
     if set == 0 {
         Ok(())
     } else {
-        Err(std::io::Error::last_os_error())
+        Err(io::Error::last_os_error())
     }
 }

@@ -194,6 +194,13 @@ pub trait Layer: Send + Sync {
         context: &mut Context<'_>,
     ) -> Result<Vec<Tensor>, Fault>;
 
+    /// Whether [`Layer::forward`] reads the values of a parameter only in operations that the parameter gets a gradient from: not of a
+    /// detached one, for example, and not to compare them. Only then do recorded passes in bfloat16 give it a parameter that is
+    /// cast already.
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        false
+    }
+
     /// Multiply-adds for one sample of this input; 0 if they do not describe the layer's cost.
     fn multiply_adds(&self, _input: &[SampleShape]) -> u64 {
         0

@@ -337,7 +337,10 @@ impl Exchange<'_> {
     fn sum_piece(&mut self, flat: &Tensor, content: Content) -> Result<Tensor, Fault> {
         if let Some(collective) = &self.ring.collective {
             self.progress.update(|state| state.waits = true);
-            let sum = collective(flat)?.f_to_device(self.ring.device)?;
+            // MPI has no 16-bit floats.
+            let kind = flat.kind();
+            let wide = if kind == ElementKind::Double { kind } else { ElementKind::Float };
+            let sum = collective(&flat.f_to_kind(wide)?)?.f_to_device(self.ring.device)?.f_to_kind(kind)?;
             self.progress.update(|state| *state = ShareState { waits: false, shares: state.shares + 1, ..*state });
             return Ok(sum);
         }

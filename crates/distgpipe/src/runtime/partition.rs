@@ -286,7 +286,7 @@ impl Partition {
         if std::mem::replace(&mut self.knows_casts, true) {
             return Ok(());
         }
-        for built in &mut self.layers {
+        for built in self.layers.iter_mut().filter(|built| built.layer.reads_parameters_for_gradients_only()) {
             built.only_cast = cuda::only_cast(outputs, &built.tensors.iter().collect::<Vec<_>>())?;
         }
         Ok(())

@@ -45,7 +45,6 @@ template <typename Quad> struct NormKernels {
   void (*small)(const Quad *, NormShape, double, float *, Quad *);
   void (*small_gradient)(const Quad *, const Quad *, NormShape, float *, Quad *);
   void (*sums)(const Quad *, NormShape, float *);
-  void (*statistics)(const Quad *, NormShape, double, const float *, float *);
   void (*result)(const Quad *, NormShape, float *, Quad *);
   void (*gradient_sums)(const Quad *, const Quad *, NormShape, float *, float *);
   void (*gradient)(const Quad *, const Quad *, NormShape, float *, float *, Quad *);
@@ -62,7 +61,7 @@ template <typename Quad> static void norm(Memory &in, NormShape shape, const Nor
     launch(blocks, 256, [&] { run.small_gradient(gradient, x, shape, kept, out.as<Quad>()); });
   } else {
     launch(blocks, 256, [&] { run.sums(x, shape, summed); });
-    launch(2, 32, [&] { run.statistics(x, shape, 1e-5, summed, kept); });
+    launch(2, 32, [&] { norm_statistics(shape, 1e-5, summed, kept); });
     launch(blocks, 256, [&] { run.result(x, shape, kept, y.as<Quad>()); });
     launch(blocks, 256, [&] { run.gradient_sums(gradient, x, shape, kept, summed); });
     launch(2, 32, [&] { norm_gradient_means(shape, summed, mean); });
@@ -101,10 +100,10 @@ int main(int arguments, char **texts) {
   if (command == "norm") {
     const NormShape shape = {u32(count), u32(a), u32(b), u32(c)};
     if (kind == "4")
-      norm<FloatQuad>(in, shape, {norm_small_32, norm_small_gradient_32, norm_sums_32, norm_statistics_32, norm_result_32,
+      norm<FloatQuad>(in, shape, {norm_small_32, norm_small_gradient_32, norm_sums_32, norm_result_32,
                                   norm_gradient_sums_32, norm_gradient_32});
     else
-      norm<HalfQuad>(in, shape, {norm_small_16, norm_small_gradient_16, norm_sums_16, norm_statistics_16, norm_result_16,
+      norm<HalfQuad>(in, shape, {norm_small_16, norm_small_gradient_16, norm_sums_16, norm_result_16,
                                  norm_gradient_sums_16, norm_gradient_16});
     return 0;
   }

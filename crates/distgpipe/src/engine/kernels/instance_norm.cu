@@ -80,27 +80,54 @@ FUNCTION void add_rows(NormPlace place, float *first, float *second) {
   }
 }
 
-// The mean and the inverse deviation from sums of x − origin and of its square. `origin` is a value of the channel, so that little
-// cancels however far from 0 the values are.
-FUNCTION void moments(double first, double second, float origin, u32 pixels, double epsilon, float *mean, float *inverse) {
-  const double offset = first / pixels, variance = second / pixels - offset * offset;
-  *mean = float(origin + offset);
-  *inverse = float(1.0 / sqrt((variance > 0 ? variance : 0) + epsilon));
+// The mean of so many values, and the sum of the squares of their distances from it.
+struct Moments {
+  float count, mean, squares;
+};
+
+// Those of both sets of values (Chan). Nothing cancels, wherever the means are.
+FUNCTION Moments merged(Moments a, Moments b) {
+  if (b.count == 0)
+    return a;
+  if (a.count == 0)
+    return b;
+  const float count = a.count + b.count, gap = b.mean - a.mean;
+  return {count, a.mean + gap * (b.count / count), a.squares + b.squares + gap * gap * (a.count * (b.count / count))};
 }
 
-template <typename Quad>
-FUNCTION void sum_moments(const Quad *x, NormShape shape, NormPlace place, float *first, float *second) {
-  const u64 front = u64(place.image) * shape.pixels * (shape.channels / 4) + place.quad;
-  const Quad origin = place.exists ? x[front] : Quad{};
+FUNCTION float inverse_deviation(float squares, u32 pixels, double epsilon) {
+  return float(1.0 / sqrt(double(squares) / pixels + epsilon));
+}
+
+// The moments of a block's part of each channel; every thread gets those of its lane.
+template <typename Quad> FUNCTION void find_moments(const Quad *x, NormShape shape, NormPlace place, Moments *moments) {
+  // A thread has few values, and sums their distances from its first one.
+  float origin[4] = {}, first[4] = {}, second[4] = {}, count = 0;
   each_quad(shape, place, [&](u64 index) {
     const Quad values = x[index];
     for (u32 at = 0; at < 4; ++at) {
-      const float offset = values.get(at) - origin.get(at);
+      origin[at] = count == 0 ? values.get(at) : origin[at];
+      const float offset = values.get(at) - origin[at];
       first[at] += offset;
       second[at] += offset * offset;
     }
+    count += 1;
   });
-  add_rows(place, first, second);
+  __shared__ Moments room[NORM_ROWS][NORM_LANES][4];
+  Moments *own = room[place.row][place.lane];
+  for (u32 at = 0; at < 4; ++at) {
+    const float mean = count == 0 ? 0 : first[at] / count, squares = second[at] - first[at] * mean;
+    own[at] = {count, origin[at] + mean, squares > 0 ? squares : 0};
+  }
+  for (u32 half = NORM_ROWS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (place.row < half)
+      for (u32 at = 0; at < 4; ++at)
+        own[at] = merged(own[at], room[place.row + half][place.lane][at]);
+  }
+  __syncthreads();
+  for (u32 at = 0; at < 4; ++at)
+    moments[at] = room[0][place.lane][at];
 }
 
 // The statistics of each channel of each image: all means, then all inverse deviations; or all means of the gradient, then of its
@@ -179,14 +206,15 @@ FUNCTION void write_gradients(const Quad *gradient, const Quad *x, NormShape sha
 template <typename Quad>
 FUNCTION void small_forward(const Quad *x, NormShape shape, double epsilon, float *statistics, Quad *y) {
   const NormPlace place = place_of(shape);
-  float first[4] = {}, second[4] = {}, mean[4], inverse[4];
-  sum_moments(x, shape, place, first, second);
+  Moments moments[4];
+  find_moments(x, shape, place, moments);
   if (!place.exists)
     return;
-  const Quad origin = x[u64(place.image) * shape.pixels * (shape.channels / 4) + place.quad];
+  float mean[4], inverse[4];
   const ChannelPair to = pair_of(statistics, shape, place);
   for (u32 at = 0; at < 4; ++at) {
-    moments(first[at], second[at], origin.get(at), shape.pixels, epsilon, mean + at, inverse + at);
+    mean[at] = moments[at].mean;
+    inverse[at] = inverse_deviation(moments[at].squares, shape.pixels, epsilon);
     if (place.row == 0) {
       to.first[at] = mean[at];
       to.second[at] = inverse[at];
@@ -213,9 +241,14 @@ FUNCTION void small_backward(const Quad *gradient, const Quad *x, NormShape shap
 
 template <typename Quad> FUNCTION void large_sums(const Quad *x, NormShape shape, float *sums) {
   const NormPlace place = place_of(shape);
-  float first[4] = {}, second[4] = {};
-  sum_moments(x, shape, place, first, second);
-  keep_sums(sums, shape, place, first, second);
+  Moments moments[4];
+  find_moments(x, shape, place, moments);
+  float mean[4], squares[4];
+  for (u32 at = 0; at < 4; ++at) {
+    mean[at] = moments[at].mean;
+    squares[at] = moments[at].squares;
+  }
+  keep_sums(sums, shape, place, mean, squares);
 }
 
 // Adds the sums of all splits of a channel of an image, which has number `channel` of all.
@@ -229,15 +262,19 @@ FUNCTION void add_splits(const float *sums, NormShape shape, u32 channel, double
   }
 }
 
-template <typename Quad>
-FUNCTION void large_statistics(const Quad *x, NormShape shape, double epsilon, const float *sums, float *statistics) {
+// The statistics of all splits together.
+extern "C" __global__ void norm_statistics(NormShape shape, double epsilon, const float *sums, float *statistics) {
   const u32 all = shape.images * shape.channels;
   for (u32 channel = blockIdx.x * blockDim.x + threadIdx.x; channel < all; channel += gridDim.x * blockDim.x) {
-    double first, second;
-    add_splits(sums, shape, channel, &first, &second);
-    const u32 image = channel / shape.channels, within = channel % shape.channels;
-    const float origin = x[u64(image) * shape.pixels * (shape.channels / 4) + within / 4].get(within % 4);
-    moments(first, second, origin, shape.pixels, epsilon, statistics + channel, statistics + all + channel);
+    Moments moments = {0, 0, 0};
+    UNROLL_4
+    for (u32 split = 0; split < shape.splits; ++split) {
+      const float count = float(split_begin(shape, split + 1) - split_begin(shape, split));
+      const u64 at = 2 * u64(split) * all + channel;
+      moments = merged(moments, Moments{count, sums[at], sums[at + all]});
+    }
+    statistics[channel] = moments.mean;
+    statistics[all + channel] = inverse_deviation(moments.squares, shape.pixels, epsilon);
   }
 }
 
@@ -288,10 +325,6 @@ FUNCTION void large_gradient(const Quad *gradient, const Quad *x, NormShape shap
   }                                                                                                                            \
   extern "C" __global__ void norm_sums_##SUFFIX(const Quad *x, NormShape shape, float *sums) {                                 \
     large_sums(x, shape, sums);                                                                                                \
-  }                                                                                                                            \
-  extern "C" __global__ void norm_statistics_##SUFFIX(const Quad *x, NormShape shape, double epsilon, const float *sums,       \
-                                                      float *statistics) {                                                     \
-    large_statistics(x, shape, epsilon, sums, statistics);                                                                     \
   }                                                                                                                            \
   extern "C" __global__ void norm_result_##SUFFIX(const Quad *x, NormShape shape, float *statistics, Quad *y) {                \
     large_result(x, shape, statistics, y);                                                                                     \

@@ -17,17 +17,16 @@ pub(super) static PROGRAM: Program = Program {
         c"norm_small_32",
         c"norm_small_gradient_32",
         c"norm_sums_32",
-        c"norm_statistics_32",
         c"norm_result_32",
         c"norm_gradient_sums_32",
         c"norm_gradient_32",
         c"norm_small_16",
         c"norm_small_gradient_16",
         c"norm_sums_16",
-        c"norm_statistics_16",
         c"norm_result_16",
         c"norm_gradient_sums_16",
         c"norm_gradient_16",
+        c"norm_statistics",
         c"norm_gradient_means",
     ],
 };
@@ -184,8 +183,7 @@ fn run_forward(x: &Tensor, statistics: &Tensor, y: &Tensor) -> Result<(), Fault>
     let mut sums = memory.data_ptr();
     let sums = argument(&mut sums);
     launch([c"norm_sums_32", c"norm_sums_16"], shape.blocks(), &mut [from, shape_at, sums])?;
-    let arguments = &mut [from, shape_at, epsilon, sums, kept];
-    launch([c"norm_statistics_32", c"norm_statistics_16"], shape.each_channel(), arguments)?;
+    launch([c"norm_statistics"; 2], shape.each_channel(), &mut [shape_at, epsilon, sums, kept])?;
     launch([c"norm_result_32", c"norm_result_16"], shape.blocks(), &mut [from, shape_at, kept, to])
 }
 

@@ -188,6 +188,10 @@ impl Layer for AmoebaStem {
         "stem1"
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         self.conv.tensors("stem1.conv", "stem1.bn")
     }
@@ -398,6 +402,10 @@ impl Cell {
 impl Layer for Cell {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
     }
 
     fn tensors(&self) -> Vec<TensorSpec> {

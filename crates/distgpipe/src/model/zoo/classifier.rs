@@ -24,6 +24,10 @@ impl Layer for Classifier {
         self.name
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         let [weight, bias] = self.init;
         self.linear.tensors_from(self.prefix, weight, bias)

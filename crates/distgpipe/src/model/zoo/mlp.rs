@@ -64,6 +64,10 @@ impl Layer for Dense {
         &self.name
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         self.linear.tensors(&self.name)
     }

@@ -114,6 +114,10 @@ impl Layer for ConvLayer {
         &self.name
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         self.block.tensors(&format!("{}.0", self.name), &format!("{}.1", self.name))
     }
@@ -173,6 +177,10 @@ impl InvertedResidual {
 impl Layer for InvertedResidual {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
     }
 
     fn tensors(&self) -> Vec<TensorSpec> {

@@ -100,6 +100,10 @@ impl Layer for ResNetStem {
         "stem"
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         self.block.tensors("conv1", "bn1")
     }
@@ -155,6 +159,10 @@ impl Residual {
 impl Layer for Residual {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
     }
 
     fn tensors(&self) -> Vec<TensorSpec> {

@@ -226,6 +226,10 @@ impl Layer for NamedRobertaLayer {
         &self.name
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         let (s, name) = (&self.settings, &self.name);
         let table =

@@ -118,6 +118,10 @@ impl Layer for UNetLayer {
         &self.name
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         match &self.operation {
             UNetOperation::Conv(conv) => conv.tensors(&self.name),

@@ -117,6 +117,10 @@ impl Layer for NamedVggLayer {
         &self.name
     }
 
+    fn reads_parameters_for_gradients_only(&self) -> bool {
+        true
+    }
+
     fn tensors(&self) -> Vec<TensorSpec> {
         match &self.part {
             VggLayer::Conv(conv) => conv.tensors(&self.name),
