@@ -113,7 +113,7 @@ impl AsRawFd for Listener {
     }
 }
 
-/// Connects to a local listener. Waits up to [`CONNECT_LIMIT`] while too many connections wait to be accepted there.
+/// Connects to a local listener. Waits up to five seconds while too many connections wait to be accepted there.
 pub fn connect_local(address: &str) -> Result<ByteStream, Fault> {
     let name = address.strip_prefix(SCHEME);
     let name = name.ok_or_else(|| Fault::protocol(format!("an address `{SCHEME}NAME`"), format!("`{address}`")))?;
