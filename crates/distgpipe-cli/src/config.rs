@@ -140,7 +140,7 @@ impl RunConfig {
             let frozen: Vec<&str> = frozen(&flags).collect();
             saving.check_same(&model, flags.seed.unwrap_or_default(), optim, &groups, &frozen)?;
         }
-        let options = training::options(&flags, replica_workers)?;
+        let options = training::options(&flags, replica_workers, &workers)?;
         let weights = initial_weights(&flags, &model, saving.as_ref())?;
         choose_codec(&mut flags, &workers)?;
         given.codec = given.codec.and(flags.codec.clone());

@@ -12,7 +12,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A client gives a peer up that is silent for 20 s.
 const STALL: Duration = Duration::from_secs(30);
@@ -154,7 +154,9 @@ fn a_disk_that_stalls_and_is_full_afterwards_delays_checkpoints_and_nothing_else
     let mut client = Client::start(&server, &disk.0);
     client.wait_for("saved step");
     let frozen = disk.freeze().unwrap_or_else(|e| panic!("{e}"));
-    std::thread::sleep(STALL);
+    let stalled = Instant::now();
+    client.wait_for("the disk has not answered for 5 s; training waits for it");
+    std::thread::sleep(STALL.saturating_sub(stalled.elapsed()));
     client.skip();
     assert!(client.child.try_wait().expect("a child").is_none(), "it has ended: {:#?}", client.said);
     drop(frozen);

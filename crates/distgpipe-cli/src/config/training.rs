@@ -5,24 +5,25 @@ use crate::exit::usage;
 use distgpipe::engine::Device;
 use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{Capture, TestMetric, TrainOptions};
-use distgpipe::{GraphMode, Loss, Optim, ParameterGroup};
+use distgpipe::{GraphMode, Loss, Optim, ParameterGroup, Workers};
 
-/// The default of `--restarts` in a run with checkpoints.
+/// The default of `--restarts` in a run with checkpoints, and in one with workers on other hosts.
 const RESTARTS: u64 = 3;
 
 /// The options of the trainer, for a pipeline with this number of workers in each replica.
-pub(super) fn options(flags: &TrainFlags, workers: usize) -> anyhow::Result<TrainOptions> {
+pub(super) fn options(flags: &TrainFlags, replica_workers: usize, workers: &Workers) -> anyhow::Result<TrainOptions> {
+    let are_remote = matches!(workers, Workers::Remote { .. } | Workers::Servers { .. });
     let epochs = flags.epochs.filter(|&epochs| epochs > 0);
     Ok(TrainOptions {
         epochs: epochs.ok_or_else(|| usage("--epochs 0: use 1 or more; --steps sets a lower limit"))?,
         steps_max: flags.steps,
         rate_schedule: rate(flags)?,
         accumulate: accumulate(flags)?,
-        capture: capture(flags, workers)?,
+        capture: capture(flags, replica_workers)?,
         best: best(flags)?,
         patience: flags.patience,
-        // A run without checkpoints would have to collect its state after each epoch.
-        restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() { RESTARTS } else { 0 }),
+        // A run without checkpoints has to collect its state after each epoch.
+        restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() || are_remote { RESTARTS } else { 0 }),
         warm_up_steps: warm_up_steps(flags),
         ..TrainOptions::default()
     })

@@ -1,6 +1,7 @@
 //! What the user of a run should know while it goes on, before anything has failed.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// A notice about a run that goes on. Its text names options of the library, as errors do.
@@ -48,6 +49,13 @@ pub enum Notice {
         /// How long the connection was broken, in seconds.
         seconds: f64,
     },
+    /// The disk does not answer while a checkpoint is written. Training waits for it.
+    DiskStalled {
+        /// The directory of the checkpoints.
+        directory: PathBuf,
+        /// How long it has not answered, in seconds.
+        waited_s: f64,
+    },
     /// This process did not run for a while. Other processes may have given it up meanwhile.
     Suspended {
         /// How long it did not run, in seconds.
@@ -74,6 +82,11 @@ impl fmt::Display for Notice {
                 "reconnecting to {worker}, {seconds:.0} s; the run fails after {limit_s:.0} s (`Timeouts::reconnect_s`)"
             ),
             Notice::Reconnected { worker, seconds } => write!(f, "reconnected to {worker} after {seconds:.1} s"),
+            Notice::DiskStalled { directory, waited_s } => write!(
+                f,
+                "{}: the disk has not answered for {waited_s:.0} s; training waits for it to save a checkpoint",
+                directory.display()
+            ),
             Notice::Suspended { seconds } => {
                 write!(f, "this process did not run for {seconds:.1} s: it was suspended, or its machine slept or was overloaded")
             }

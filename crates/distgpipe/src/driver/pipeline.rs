@@ -103,6 +103,8 @@ pub struct Pipeline {
     codecs: CodecPolicy,
     /// Whether a codec remembers samples.
     wants_samples: bool,
+    /// Whether anything was loaded into the workers that are there.
+    loaded: bool,
     /// Whether the workers keep what they send in the next step.
     capture: bool,
     /// What each link had carried by the end of the last step.
@@ -159,6 +161,7 @@ impl Pipeline {
             seed: job.seed,
             wants_samples: job.codecs.needs_sample_ids(),
             codecs: job.codecs.clone(),
+            loaded: false,
             capture: false,
             link_traffic: LinkTraffic::default(),
             job,
@@ -185,9 +188,20 @@ impl Pipeline {
         self.workers = launch::start(&self.job, &self.topology, &self.model, options)?;
         (self.next_command, self.next_step, self.batches_trained) = (0, 0, 0);
         (self.forward_plan, self.next_part, self.capture) = (None, None, false);
+        self.loaded = false;
         self.link_traffic = LinkTraffic::default();
         self.wait_ready()?;
         self.synchronize_replicas()
+    }
+
+    /// Whether parameters, buffers and optimizer state are those that [`restart`](Self::restart) gives new workers.
+    pub(crate) fn has_initial_state(&self) -> bool {
+        !self.loaded && self.next_step == 0
+    }
+
+    /// Who is told what the user should know while the run goes on.
+    pub(crate) fn notify(&self) -> &Notify {
+        &self.notify
     }
 
     /// The time-outs of the run.

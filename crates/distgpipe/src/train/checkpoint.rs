@@ -36,6 +36,7 @@
 //! # }
 //! ```
 
+mod disk_watch;
 mod folder;
 
 pub use folder::{newest_in, Checkpoints, Created};

@@ -1,8 +1,8 @@
 //! When to print a line of progress, and how much time is left.
 
-use distgpipe::comm::suspension;
 use distgpipe::engine::boot_time;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
 
 /// A line is printed at least this often.
 const AT_LEAST_EVERY: Duration = Duration::from_secs(10);
@@ -11,26 +11,57 @@ const AT_MOST_EVERY: Duration = Duration::from_secs(1);
 /// A line is printed for every such share of the work.
 const SHARES: u64 = 20;
 
-/// A clock that stands still while this process is stopped or its machine sleeps.
+/// How often a thread looks at the time.
+const TICK: Duration = Duration::from_millis(100);
+/// A gap between two looks that is this long means that the process did not run.
+const GAP_MIN: Duration = Duration::from_secs(1);
+
+/// A clock that stands still while this process is stopped or its machine sleeps. A thread of its own looks at the time, because
+/// the others may wait for data or compute for as long as they like.
 #[derive(Clone, Debug)]
-pub struct RunningClock {
+pub struct RunningClock(Arc<Mutex<Ticks>>);
+
+#[derive(Debug)]
+struct Ticks {
+    last: Duration,
     /// How long this process did not run since the clock was started.
     missed: Duration,
-    /// The end of the last suspension that was counted, or of the last one before.
-    counted: Option<Instant>,
+}
+
+impl Ticks {
+    fn tick(&mut self, now: Duration) -> Duration {
+        let gap = now.saturating_sub(self.last);
+        if gap >= GAP_MIN {
+            self.missed += gap;
+        }
+        self.last = now;
+        now.saturating_sub(self.missed)
+    }
+}
+
+fn lock(ticks: &Mutex<Ticks>) -> MutexGuard<'_, Ticks> {
+    ticks.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl RunningClock {
     pub fn start() -> Self {
-        RunningClock { missed: Duration::ZERO, counted: suspension::last().map(|last| last.ended) }
+        let ticks = Arc::new(Mutex::new(Ticks { last: boot_time(), missed: Duration::ZERO }));
+        let watched: Weak<_> = Arc::downgrade(&ticks);
+        let body = move || {
+            while let Some(ticks) = watched.upgrade() {
+                lock(&ticks).tick(boot_time());
+                drop(ticks);
+                std::thread::sleep(TICK);
+            }
+        };
+        // Without the thread, every pause between two readings counts as missed, so only estimates suffer.
+        let _ = std::thread::Builder::new().name("running clock".to_owned()).spawn(body);
+        RunningClock(ticks)
     }
 
     pub fn now(&mut self) -> Duration {
-        if let Some(last) = suspension::last().filter(|last| self.counted != Some(last.ended)) {
-            self.counted = Some(last.ended);
-            self.missed += last.duration;
-        }
-        boot_time().saturating_sub(self.missed)
+        // If this process was stopped, it may read the clock before the thread looks at it again.
+        lock(&self.0).tick(boot_time())
     }
 }
 
@@ -101,6 +132,16 @@ mod tests {
         );
         // A step of half a minute.
         assert_eq!(printed(3, 0, Duration::from_secs(30)), [1, 2, 3]);
+    }
+
+    #[test]
+    fn the_clock_stands_still_while_the_process_does_not_run() {
+        let seconds = Duration::from_secs_f64;
+        let mut ticks = Ticks { last: seconds(100.0), missed: Duration::ZERO };
+        assert_eq!(ticks.tick(seconds(100.5)), seconds(100.5));
+        // It is stopped for 12 s, and reads the clock before the thread does.
+        assert_eq!(ticks.tick(seconds(112.5)), seconds(100.5));
+        assert_eq!(ticks.tick(seconds(112.6)), seconds(100.6));
     }
 
     #[test]

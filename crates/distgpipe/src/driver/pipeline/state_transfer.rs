@@ -81,6 +81,7 @@ impl Pipeline {
             };
             wanted.entry(worker).or_default().push(spec);
         }
+        self.loaded = true;
         for (worker, specs) in wanted {
             let mut specs = specs.into_iter().peekable();
             while specs.peek().is_some() {

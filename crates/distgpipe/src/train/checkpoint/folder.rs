@@ -1,5 +1,6 @@
 //! A folder of checkpoints: writes them so that a kill at any moment leaves the previous one intact, and removes old ones.
 
+use super::disk_watch::DiskWatch;
 use super::{
     checksum, on_disk, own_rule, Checkpoint, CheckpointError, FileDigest, Manifest, CHECKSUM, FORMAT, MANIFEST, MODEL,
     OPTIMIZER,
@@ -239,16 +240,17 @@ impl Checkpoints {
         }
         pipeline.reset_codecs()?;
         let partial = self.directory.join(format!(".{}{PARTIAL}", name_of(progress.step)));
-        remove_if_there(&partial)?;
-        let written = write_checkpoint(&partial, pipeline, progress, settings)
-            .and_then(|()| self.publish(&partial, progress.step));
+        let watch = DiskWatch::start(&self.directory, pipeline.notify());
+        watch.disk(|| remove_if_there(&partial))?;
+        let written = write_checkpoint(&partial, pipeline, progress, settings, &watch)
+            .and_then(|()| watch.disk(|| self.publish(&partial, progress.step)));
         if written.is_err() {
             // The disk may be full: its space is needed now. The error that counts is the first one.
-            let _ = fs::remove_dir_all(&partial);
+            let _ = watch.disk(|| fs::remove_dir_all(&partial));
         }
         let path = written?;
         self.empty.store(false, Ordering::Relaxed);
-        self.prune(progress.step)?;
+        watch.disk(|| self.prune(progress.step))?;
         Ok(path)
     }
 
@@ -300,30 +302,33 @@ fn write_checkpoint(
     pipeline: &mut Pipeline,
     progress: &Progress,
     settings: &serde_json::Value,
+    watch: &DiskWatch,
 ) -> Result<(), CheckpointError> {
-    DirBuilder::new().mode(0o700).create(folder).map_err(on_disk("creating", folder))?;
-    write_tensors(folder, pipeline)?;
-    let manifest = manifest(folder, pipeline, progress, settings)?;
-    write_manifest(&folder.join(MANIFEST), &manifest)?;
-    sync_directory(folder)
+    watch.disk(|| DirBuilder::new().mode(0o700).create(folder)).map_err(on_disk("creating", folder))?;
+    write_tensors(folder, pipeline, watch)?;
+    watch.disk(|| {
+        let manifest = manifest(folder, pipeline, progress, settings)?;
+        write_manifest(&folder.join(MANIFEST), &manifest)?;
+        sync_directory(folder)
+    })
 }
 
-/// Writes the model's and the optimizer's tensors.
-fn write_tensors(folder: &Path, pipeline: &mut Pipeline) -> Result<(), CheckpointError> {
+/// Writes the model's and the optimizer's tensors. The time for which the workers send them is not the disk's.
+fn write_tensors(folder: &Path, pipeline: &mut Pipeline, watch: &DiskWatch) -> Result<(), CheckpointError> {
     let specs = pipeline.state_specs();
     let parameters: BTreeSet<&str> =
         specs.iter().filter(|spec| spec.role == Role::Parameter).map(|spec| &spec.name[..]).collect();
-    let mut model = writer(&folder.join(MODEL), &specs)?;
+    let mut model = watch.disk(|| writer(&folder.join(MODEL), &specs))?;
     pipeline.state_each(|name, tensor| {
         if parameters.contains(name) && !is_finite(&tensor).map_err(StepError::from)? {
             return Err(CheckpointError::NotFinite { name: name.to_owned() });
         }
-        Ok(model.write(&tensor)?)
+        Ok(watch.disk(|| model.write(&tensor))?)
     })?;
-    model.finish()?;
-    let mut optimizer = writer(&folder.join(OPTIMIZER), &pipeline.optimizer_specs())?;
-    pipeline.optimizer_each(|_, tensor| optimizer.write(&tensor).map_err(CheckpointError::from))?;
-    Ok(optimizer.finish()?)
+    watch.disk(|| model.finish())?;
+    let mut optimizer = watch.disk(|| writer(&folder.join(OPTIMIZER), &pipeline.optimizer_specs()))?;
+    pipeline.optimizer_each(|_, tensor| watch.disk(|| optimizer.write(&tensor)).map_err(CheckpointError::from))?;
+    Ok(watch.disk(|| optimizer.finish())?)
 }
 
 /// The manifest of a checkpoint whose other files are written.

@@ -18,6 +18,8 @@ const REJOIN_PAUSE: Duration = Duration::from_millis(500);
 
 /// The state that a run goes back to.
 pub(super) enum RollbackPoint {
+    /// That of new workers. Nothing has been loaded and no step done, so no worker has to send it.
+    Start(Progress),
     Memory(Snapshot),
     /// A checkpoint's folder, and the progress in it.
     Disk(PathBuf, Progress),
@@ -27,13 +29,14 @@ impl RollbackPoint {
     pub fn progress(&self) -> &Progress {
         match self {
             RollbackPoint::Memory(snapshot) => &snapshot.progress,
-            RollbackPoint::Disk(_, progress) => progress,
+            RollbackPoint::Start(progress) | RollbackPoint::Disk(_, progress) => progress,
         }
     }
 
     /// Loads the state into a pipeline that has just been restarted.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), TrainError> {
         match self {
+            RollbackPoint::Start(_) => Ok(()),
             RollbackPoint::Memory(snapshot) => Ok(snapshot.load(pipeline)?),
             RollbackPoint::Disk(path, _) => Ok(Checkpoint::open(path)?.load(pipeline)?),
         }
@@ -98,7 +101,10 @@ impl Trainer<'_> {
         if let Err(fault) = Snapshot::require_memory(self.pipeline) {
             return self.notify(observer, &Event::StateNotKept { fault: &fault });
         }
-        self.rollback = Some(RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?));
+        self.rollback = Some(match self.pipeline.has_initial_state() {
+            true => RollbackPoint::Start(self.progress.clone()),
+            false => RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?),
+        });
         let bytes = Snapshot::bytes(self.pipeline);
         self.notify(observer, &Event::StateKept { bytes })
     }
