@@ -9,7 +9,8 @@ use serving::{capture, losses, path, Serve, LIMIT, TRAIN};
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -237,6 +238,39 @@ fn a_second_client_hears_at_once_that_the_server_is_busy_and_a_killed_client_fre
     first.wait().expect("it ends");
     // The server waits for a lost client for a moment, and the next client with it.
     assert_eq!(server.train("next", &[]).len(), 4);
+}
+
+/// A suspended client is silent, as one behind a network that is down: nobody may take its place while it may come back.
+#[test]
+fn a_client_that_is_silent_for_longer_than_the_limit_keeps_its_place_and_loses_nothing() {
+    let mut server = Serve::start("serve-silent", &["--peer-timeout", "1"]);
+    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "300" } else { a }).collect();
+    let train = |server: &Serve, name: &str| {
+        let log = server.folder.join(name);
+        let run = [&long[..], &["--epochs", "1000", "--server", "box", "--log", path(&log)]].concat();
+        (server.command(&run).spawn().expect("it runs"), log)
+    };
+    let ended = |(run, log): (Child, PathBuf)| {
+        let output = run.wait_with_output().expect("it ends");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        losses(&log)
+    };
+    let quiet = train(&server, "quiet");
+    let expected = ended(quiet);
+    server.wait_for_ends(1);
+    let silent = train(&server, "silent");
+    server.wait_for_lines("partition 1 of 3", 2);
+    let signal = |signal: &str| {
+        let process = silent.0.id().to_string();
+        assert!(Command::new("kill").args([signal, &process]).status().expect("kill").success());
+    };
+    signal("-STOP");
+    // The job's process gives the connection up after 1 s, the relay 5 s later, and a run that gives way does so after 2 s more.
+    std::thread::sleep(Duration::from_secs(9));
+    let other = server.client(&[&TRAIN[..], &["--server", "box"]].concat(), None);
+    signal("-CONT");
+    assert_eq!(other.status.code(), Some(3), "{}", String::from_utf8_lossy(&other.stderr));
+    assert_eq!(ended(silent), expected);
 }
 
 /// A client that came within milliseconds of the last one's end once heard that the server was busy.

@@ -243,6 +243,15 @@ fn a_job_that_names_another_host_is_not_connected_to_it() {
     assert_eq!(roles, [Role::Driver]);
 }
 
+/// The tensors of a file, with their bytes.
+fn tensor_bytes(path: &Path) -> Vec<(String, Vec<u8>)> {
+    let bytes = |tensor: &distgpipe::tch::Tensor| {
+        let values = Vec::<f32>::try_from(tensor.flatten(0, -1)).expect("floats");
+        values.into_iter().flat_map(f32::to_le_bytes).collect()
+    };
+    tensors(path).into_iter().map(|(name, tensor)| (name, bytes(&tensor))).collect()
+}
+
 /// The crash of a job's process is its own: the client starts another, and computes what it would have computed.
 #[test]
 fn a_job_whose_process_crashes_is_started_again_by_its_client() {
@@ -276,15 +285,33 @@ fn a_job_whose_process_crashes_is_started_again_by_its_client() {
     let said = ended(disturbed);
     assert!(said.contains("going on after step"), "{said}");
     server.wait_for("crashed with signal 4");
-    let bits = |path: &Path| -> Vec<(String, Vec<u8>)> {
-        let tensors = tensors(path).into_iter();
-        let bytes = |tensor: &distgpipe::tch::Tensor| {
-            let values = Vec::<f32>::try_from(tensor.flatten(0, -1)).expect("floats");
-            values.into_iter().flat_map(f32::to_le_bytes).collect()
-        };
-        tensors.map(|(name, tensor)| (name, bytes(&tensor))).collect()
+    assert!(tensor_bytes(&weights) == tensor_bytes(&expected), "other weights:\n{said}");
+}
+
+/// A run with a server has restarts by default, without checkpoints too: the client keeps the state of the last epoch.
+#[test]
+fn without_checkpoints_the_client_keeps_the_state_for_a_job_that_crashes() {
+    let mut server = Serve::start("serve-crash-in-memory", &[]);
+    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "600" } else { a }).collect();
+    let train = |server: &mut Serve, name: &str, crash: bool| {
+        let weights = server.folder.join(name).with_extension("safetensors");
+        let run = [&long[..], &["--server", "box", "--epochs", "1000", "--save", path(&weights)]].concat();
+        let mut run = server.command(&run).spawn().expect("it was built");
+        let mut said = BufReader::new(run.stderr.take().expect("piped")).lines().map(|line| line.expect("text"));
+        let mut all: Vec<String> = Vec::new();
+        if crash {
+            all.extend(said.by_ref().take_while(|line| !line.starts_with("epoch 2/")));
+            signal(server.process_of_run(1), "-ILL");
+        }
+        all.extend(said);
+        assert!(run.wait().expect("it ends").success(), "{all:#?}");
+        (tensor_bytes(&weights), all.join("\n"))
     };
-    assert!(bits(&weights) == bits(&expected), "other weights:\n{said}");
+    let (expected, _) = train(&mut server, "quiet", false);
+    let (weights, said) = train(&mut server, "disturbed", true);
+    assert!(said.contains("the state to restart from is kept in memory"), "{said}");
+    assert!(said.contains("all workers are there; going on after step"), "{said}");
+    assert!(weights == expected, "other weights:\n{said}");
 }
 
 /// A worker process with this token, and where it listens.

@@ -24,13 +24,23 @@ pub(super) struct RelayLimits {
     pub silence: Duration,
 }
 
-/// Returns when both directions have ended. Calls `client_ended` as soon as the client's has: whether the client has ended it,
-/// rather than lost it.
+/// How a client's connection ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ClientEnd {
+    /// The client ended it: the run is over.
+    Cleanly,
+    /// The client's host closed or reset it without a word of the client: the client was killed, or something on the way cut it.
+    Broken,
+    /// Nothing came any more: the network is down, or the client or its host is suspended.
+    Silent,
+}
+
+/// Returns when both directions have ended. Calls `client_ended` as soon as the client's has.
 pub(super) fn relay(
     client: ByteStream,
     worker: ByteStream,
     limits: &RelayLimits,
-    client_ended: impl FnOnce(bool) + Send + 'static,
+    client_ended: impl FnOnce(ClientEnd) + Send + 'static,
 ) -> Result<(), Fault> {
     let cloned = |stream: &ByteStream| stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e));
     client.set_up()?;
@@ -38,9 +48,12 @@ pub(super) fn relay(
     let (from_client, to_worker) = (cloned(&client)?, cloned(&worker)?);
     let (from_worker, to_client) = (cloned(&worker)?, cloned(&client)?);
     let (upstream_limits, downstream_limits) = (limits.clone(), limits.clone());
+    // Set before this function closes the client's connection, because the process has given it up.
+    let given_up = Arc::new(AtomicBool::new(false));
+    let is_given_up = Arc::clone(&given_up);
     let upstream = engine::spawn("from a client", move || {
-        let cleanly = pump(from_client, to_worker, &upstream_limits);
-        client_ended(cleanly);
+        let end = pump(from_client, to_worker, &upstream_limits);
+        client_ended(if is_given_up.load(Ordering::Acquire) { ClientEnd::Silent } else { end });
     })?;
     let downstream = engine::spawn("to a client", move || pump(from_worker, to_client, &downstream_limits))?;
     let mut one_ended: Option<Instant> = None;
@@ -54,6 +67,7 @@ pub(super) fn relay(
                 false => !stopped && since.elapsed() >= HALF_CLOSED_LIMIT,
             };
             if over {
+                given_up.store(downstream.is_finished() && !stopped, Ordering::Release);
                 let _ = client.shutdown(Shutdown::Both);
                 let _ = worker.shutdown(Shutdown::Both);
             }
@@ -63,20 +77,26 @@ pub(super) fn relay(
     Ok(())
 }
 
-/// Passes bytes on until the end of the stream, and then ends the other one. Returns whether the peer has ended the stream.
-fn pump(mut from: ByteStream, mut to: ByteStream, limits: &RelayLimits) -> bool {
+/// Passes bytes on until the end of the stream, and then ends the other one. Returns how the stream ended.
+fn pump(mut from: ByteStream, mut to: ByteStream, limits: &RelayLimits) -> ClientEnd {
     let copied = copy(&mut from, &mut to, limits);
     let _ = to.shutdown(Shutdown::Write);
-    copied.is_ok()
+    match copied {
+        Ok(()) => ClientEnd::Cleanly,
+        Err(e) if waits(&e) => ClientEnd::Silent,
+        Err(_) => ClientEnd::Broken,
+    }
+}
+
+/// Whether a call on a socket has found nothing to do yet.
+fn waits(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
 fn copy(from: &mut ByteStream, to: &mut ByteStream, limits: &RelayLimits) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER_BYTES];
     let mut last = Instant::now();
-    let waits = |e: &io::Error, last: Instant| {
-        matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
-            && last.elapsed() < limits.silence
-    };
+    let waits = |e: &io::Error, last: Instant| waits(e) && last.elapsed() < limits.silence;
     loop {
         let mut rest = match from.read(&mut buffer) {
             Ok(0) => return Ok(()),

@@ -1,6 +1,6 @@
 //! The runs that a gateway has processes for.
 
-use super::relay::{relay, RelayLimits};
+use super::relay::{relay, ClientEnd, RelayLimits};
 use super::{GatewayEvent, Shared};
 use crate::comm::acceptor::ArrivedPeer;
 use crate::comm::handshake::{self, Token};
@@ -79,7 +79,7 @@ pub(super) struct Run {
 /// A connection of a run's driver, until the driver's direction of it ends: what its process still says is no use to it.
 struct DriverConnection {
     run: Arc<Run>,
-    cleanly: bool,
+    end: ClientEnd,
 }
 
 impl DriverConnection {
@@ -87,11 +87,11 @@ impl DriverConnection {
         let mut driver = lock(&run.driver);
         driver.connections += 1;
         driver.left = None;
-        DriverConnection { run: run.clone(), cleanly: false }
+        DriverConnection { run: run.clone(), end: ClientEnd::Broken }
     }
 
-    fn end(mut self, cleanly: bool) {
-        self.cleanly = cleanly;
+    fn end(mut self, end: ClientEnd) {
+        self.end = end;
     }
 }
 
@@ -100,7 +100,7 @@ impl Drop for DriverConnection {
         let mut driver = lock(&self.run.driver);
         driver.connections -= 1;
         // One that has connected again has not gone.
-        driver.left = (driver.connections == 0).then(|| DriverLeft { at: Instant::now(), cleanly: self.cleanly });
+        driver.left = (driver.connections == 0).then(|| DriverLeft { at: Instant::now(), end: self.end });
     }
 }
 
@@ -117,8 +117,20 @@ struct DriverPresence {
 #[derive(Clone, Copy)]
 struct DriverLeft {
     at: Instant,
-    /// Whether the driver has ended it, so that the run is over. A driver whose connection was cut may connect again.
-    cleanly: bool,
+    end: ClientEnd,
+}
+
+impl DriverLeft {
+    /// Whether the run gives way to a new one, unless the driver comes back meanwhile: at once if it is over, after a moment if a
+    /// driver that is there would have connected again by then. One behind a network that is down cannot, and keeps the place
+    /// until the process has waited for it long enough.
+    fn gives_way(&self) -> bool {
+        match self.end {
+            ClientEnd::Cleanly => true,
+            ClientEnd::Broken => self.at.elapsed() >= PLACE_LIMIT,
+            ClientEnd::Silent => false,
+        }
+    }
 }
 
 /// Where the process of a run listens.
@@ -166,11 +178,11 @@ impl Runs {
         }
         let mut predecessor = None;
         if all.len() >= jobs {
-            let gone =
-                |run: &Run| run.driver_left().is_some_and(|left| left.cleanly || left.at.elapsed() >= PLACE_LIMIT);
+            let gone = |run: &Run| run.driver_left().is_some_and(|left| left.gives_way());
             let Some(number) = all.values().find(|run| gone(run)).map(|run| run.number) else {
                 let texts: Vec<&str> = all.values().map(|run| run.text.as_str()).collect();
-                let lost = all.values().any(|run| run.driver_left().is_some());
+                let may_give_way = |left: DriverLeft| left.end != ClientEnd::Silent;
+                let lost = all.values().any(|run| run.driver_left().is_some_and(may_give_way));
                 let patience = if lost { PLACE_PATIENCE_LOST } else { PLACE_PATIENCE };
                 return Admission::Busy { reason: format!("busy with {}", texts.join(", and with ")), patience };
             };
@@ -312,7 +324,7 @@ pub(super) fn run_job(shared: &Arc<Shared>, run: &Arc<Run>, mut driver: ArrivedP
             // A thread that cannot be started drops the driver's connection, which orphans the run.
             let attached = engine::spawn("connection", move || attach(&shared, &of_run, driver));
             if attached.is_err() {
-                lock(&run.driver).left = Some(DriverLeft { at: Instant::now(), cleanly: false });
+                lock(&run.driver).left = Some(DriverLeft { at: Instant::now(), end: ClientEnd::Broken });
             }
         }
         Err(fault) => {
@@ -390,9 +402,9 @@ pub(super) fn attach(shared: &Arc<Shared>, run: &Arc<Run>, mut peer: ArrivedPeer
     let from = peer.from;
     let attached = dial_process(run, &peer.hello).and_then(|worker| {
         let client = peer.stream.try_clone().map_err(|e| Fault::io("duplicating a socket", e))?;
-        relay(client, worker, &run.limits(shared), move |cleanly| {
+        relay(client, worker, &run.limits(shared), move |end| {
             if let Some(driver) = driver {
-                driver.end(cleanly);
+                driver.end(end);
             }
         })
     });
