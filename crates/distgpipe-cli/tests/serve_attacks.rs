@@ -354,34 +354,41 @@ fn usage(process: u32) -> (usize, usize, u64) {
     (count("fd"), count("task"), pages * 4096 / 1_000_000)
 }
 
+/// A run without a step. Returns what its driver sends from the hello to the command that ends the run.
+fn frames_of_a_run(address: &str, token: &str) -> Vec<(Header, Vec<u8>)> {
+    let (near, captured) = capture(address.to_owned());
+    honest_run(&near, token);
+    let sent = frames(&captured.lock().expect("not poisoned"));
+    let kept = |kind| !matches!(kind, FrameKind::Goodbye | FrameKind::Ping);
+    let run: Vec<(Header, Vec<u8>)> = sent.into_iter().filter(|(header, _)| kept(header.kind)).collect();
+    assert!(run.iter().any(|(header, _)| header.kind == FrameKind::Command), "the driver ends the run");
+    run
+}
+
+fn honest_run(address: &str, token: &str) {
+    use distgpipe::prelude::*;
+    let workers = Workers::Remote { addresses: vec![address.to_owned()], token: token.parse().expect("a token") };
+    let builder = Pipeline::builder(Mlp::default().model().expect("a model")).balance([1, 2, 1]);
+    let builder = builder.place("client,server,client").device(Device::Cpu).threads(1);
+    drop(builder.workers(workers).build().expect("it starts"));
+}
+
 /// A driver that went on sending after the end of a run once left a thread, a descriptor and memory behind in the worker. 500 jobs,
 /// over four workers.
 #[test]
 fn messages_after_the_end_of_a_run_leave_nothing_behind() {
-    use distgpipe::prelude::*;
     let token = "18".repeat(32);
-    let honest = |address: String| {
-        let workers = Workers::Remote { addresses: vec![address], token: token.parse().expect("a token") };
-        let builder = Pipeline::builder(Mlp::default().model().expect("a model")).balance([1, 2, 1]);
-        let builder = builder.place("client,server,client").device(Device::Cpu).threads(1);
-        drop(builder.workers(workers).build().expect("it starts"));
-    };
     let workers: Vec<(Child, String)> = (0..4).map(|_| start_worker(&token)).collect();
-    let (address, captured) = capture(workers[0].1.clone());
-    honest(address);
-    let sent: Vec<(Header, Vec<u8>)> = frames(&captured.lock().expect("not poisoned"));
-    let kept = |kind| !matches!(kind, FrameKind::Goodbye | FrameKind::Ping);
-    let run: Vec<&(Header, Vec<u8>)> = sent.iter().filter(|(header, _)| kept(header.kind)).collect();
-    assert!(run.iter().any(|(header, _)| header.kind == FrameKind::Command), "the driver ends the run");
+    let run = frames_of_a_run(&workers[0].1, &token);
     std::thread::scope(|scope| {
         for (worker, to) in &workers {
-            let (run, honest) = (&run, &honest);
+            let (run, token) = (&run, &token);
             scope.spawn(move || {
-                honest(to.clone());
+                honest_run(to, token);
                 let before = usage(worker.id());
                 (0..125).for_each(|_| ping_after_goodbye(replay(to, run)));
                 ping_for_ever(replay(to, run));
-                honest(to.clone());
+                honest_run(to, token);
                 let deadline = Instant::now() + LIMIT;
                 while usage(worker.id()).0 > before.0 || usage(worker.id()).1 > before.1 {
                     assert!(Instant::now() < deadline, "{:?}, before {before:?}", usage(worker.id()));
@@ -395,8 +402,34 @@ fn messages_after_the_end_of_a_run_leave_nothing_behind() {
     workers.into_iter().for_each(|(worker, _)| end(worker));
 }
 
+/// The same with a server, whose jobs have processes of their own.
+#[test]
+fn jobs_whose_client_sends_after_their_end_leave_nothing_behind_in_the_server() {
+    const JOBS: usize = 20;
+    let mut server = Serve::start("serve-pings", &["--insecure"]);
+    let token = server.secret().to_owned();
+    let run = frames_of_a_run(&server.address, &token);
+    server.wait_for_ends(1);
+    let before = usage(server.child.id());
+    for job in 0..JOBS {
+        ping_after_goodbye(replay(&server.address, &run));
+        // The next one has the number of this run.
+        server.wait_for_ends(job + 2);
+    }
+    ping_for_ever(replay(&server.address, &run));
+    server.wait_for_ends(JOBS + 2);
+    honest_run(&server.address, &token);
+    let deadline = Instant::now() + LIMIT;
+    while usage(server.child.id()).0 > before.0 || usage(server.child.id()).1 > before.1 {
+        assert!(Instant::now() < deadline, "{:?}, before {before:?}", usage(server.child.id()));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let after = usage(server.child.id());
+    assert!(after.2 <= before.2 + 20, "{after:?}, before {before:?}");
+}
+
 /// Sends the frames of a driver, from the hello to the command that ends the run.
-fn replay(to: &str, run: &[&(Header, Vec<u8>)]) -> TcpStream {
+fn replay(to: &str, run: &[(Header, Vec<u8>)]) -> TcpStream {
     let mut stream = TcpStream::connect(to).expect("it listens");
     for (header, body) in run {
         // It has received nothing yet that it could acknowledge.
