@@ -1,9 +1,11 @@
 //! Files that flags name. Input is untrusted, so reading is bounded. Output is written atomically: a file is complete or absent.
 
 use crate::exit::usage;
+use crate::report::note;
 use anyhow::Context;
 use distgpipe::files::{self, check_reader, create_part, open_regular, open_stream};
 use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Reads a text file of at most `bytes_max` bytes, or a pipe, such as that of a process substitution. Errors start with `flag` and
@@ -39,6 +41,18 @@ pub fn read_bytes(flag: &str, path: &Path, bytes_max: u64) -> anyhow::Result<Vec
     }
     file.take(about.len()).read_to_end(&mut bytes).map_err(|e| wrong(e.to_string()))?;
     Ok(bytes)
+}
+
+/// Warns if other users can read a file with a secret. Pipes, such as those of process substitutions, have no such mode.
+pub fn warn_if_others_read(flag: &str, path: &Path) {
+    let Ok(about) = path.metadata() else { return };
+    let mode = about.mode() & 0o777;
+    if about.is_file() && mode & 0o077 != 0 {
+        let path = path.display();
+        note(&format!(
+            "warning: {flag} {path}: its mode {mode:o} gives other users access to a secret: run chmod 600 {path}"
+        ));
+    }
 }
 
 /// Checks before the work that files can be written into the directory that a flag names; it need not exist.

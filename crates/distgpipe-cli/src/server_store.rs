@@ -1,7 +1,7 @@
 //! The servers that this user has joined: one file per server, which the user alone can read.
 
 use crate::exit::{self, usage};
-use crate::files::{read_text, user_directory};
+use crate::files::{read_text, user_directory, warn_if_others_read};
 use anyhow::Context;
 use distgpipe::comm::server_identity::{write_private, JOIN_STRING_BYTES_MAX};
 use distgpipe::driver::worker_mode::SERVER_VARIABLE;
@@ -94,6 +94,7 @@ fn unknown(name: &str) -> anyhow::Error {
 /// The servers whose join strings are in a file, one per line.
 pub fn in_file(path: &Path) -> anyhow::Result<Vec<JoinString>> {
     let text = read_text("--server-file", path, 64 << 10)?;
+    warn_if_others_read("--server-file", path);
     parse_all(&text).map_err(|why| usage(format!("--server-file {}: {why}", path.display())))
 }
 

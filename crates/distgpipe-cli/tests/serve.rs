@@ -9,6 +9,7 @@ use serving::{capture, losses, path, Serve, LIMIT, TRAIN};
 use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -143,7 +144,6 @@ fn split_learning_over_a_server_equals_threads_and_the_secret_stays_where_it_is(
     // What the client keeps is there, and it alone can read it.
     let kept = server.folder.join("config/distgpipe/servers/box");
     assert!(contains(&std::fs::read(&kept).expect("kept"), &secret));
-    use std::os::unix::fs::PermissionsExt;
     let mode = |path: &Path| std::fs::metadata(path).expect("it exists").permissions().mode() & 0o777;
     assert_eq!((mode(&kept), mode(kept.parent().expect("a folder"))), (0o600, 0o700));
     let listed = server.client(&["join", "--list"], None);
@@ -177,8 +177,14 @@ fn join_strings_come_from_a_file_or_the_environment_and_wrong_ones_are_not_repea
     let server = Serve::start("serve-environment", &[]);
     let file = server.folder.join("join.txt");
     std::fs::write(&file, format!("{}\n", server.join_string)).expect("a file");
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).expect("it is this test's");
     let from_file = server.client(&[&TRAIN[..], &["--server-file", path(&file)]].concat(), None);
-    assert!(from_file.status.success(), "{}", String::from_utf8_lossy(&from_file.stderr));
+    let said = String::from_utf8_lossy(&from_file.stderr).into_owned();
+    assert!(from_file.status.success(), "{said}");
+    assert!(said.contains("its mode 644 gives other users access to a secret: run chmod 600"), "{said}");
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).expect("it is this test's");
+    let private = server.client(&[&TRAIN[..], &["--server-file", path(&file)]].concat(), None);
+    assert!(!String::from_utf8_lossy(&private.stderr).contains("chmod"), "{private:?}");
     let output = server.command(&TRAIN).env("DISTGPIPE_SERVER", &server.join_string).output().expect("it runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(String::from_utf8_lossy(&output.stdout).contains("client → server"));

@@ -79,13 +79,13 @@ fn create_part_with(path: &Path, mut options: OpenOptions) -> io::Result<(PathBu
     Ok((part, file))
 }
 
-/// Creates a file anew. What has the name already, a link for instance, is removed and not written to.
+/// Creates a file anew, for its owner alone. What has the name already, a link for instance, is removed and not written to.
 pub fn create_fresh(path: &Path) -> io::Result<File> {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
-    OpenOptions::new().write(true).create_new(true).open(path)
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
 }
 
 /// Creates a directory and those above it, as far as they do not exist, for its owner alone.

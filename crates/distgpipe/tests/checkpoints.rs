@@ -196,6 +196,19 @@ fn two(name: &str) -> (PathBuf, Checkpoints) {
     (folder, checkpoints)
 }
 
+#[test]
+fn nobody_but_the_owner_reads_checkpoints() {
+    use std::os::unix::fs::MetadataExt;
+    let (folder, checkpoints) = two("modes");
+    checkpoints.mark_best(5).unwrap();
+    let mode = |path: &Path| path.metadata().unwrap().mode() & 0o777;
+    let newest = folder.join("step-00000005");
+    assert_eq!((mode(&folder), mode(&newest)), (0o700, 0o700));
+    let files = newest.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let modes: Vec<u32> = files.chain([folder.join("best")]).map(|path| mode(&path)).collect();
+    assert_eq!(modes, [0o600; 4]);
+}
+
 /// It once ended every run of the folder, although only `--resume=best` needs it.
 #[test]
 fn a_corrupt_mark_of_the_best_checkpoint_is_removed_and_stops_no_other_run() {

@@ -1,6 +1,7 @@
 //! `distgpipe worker`: a process that runs partitions for drivers that have its token.
 
 use crate::exit::usage;
+use crate::files::warn_if_others_read;
 use crate::report;
 use crate::signals;
 use distgpipe::driver::worker_mode::{self, WorkerFlags, WorkerModeError, TOKEN_VARIABLE};
@@ -69,6 +70,9 @@ pub fn run(args: WorkerArgs) -> anyhow::Result<()> {
 
 /// The token from the file, or else from the environment.
 pub fn given_token(file: Option<&Path>) -> anyhow::Result<Option<Token>> {
+    if let Some(file) = file {
+        warn_if_others_read("--token-file", file);
+    }
     worker_mode::given_token(file).map_err(cli_error)
 }
 

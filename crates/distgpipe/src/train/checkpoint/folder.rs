@@ -362,7 +362,7 @@ fn write_manifest(path: &Path, manifest: &Manifest) -> Result<(), CheckpointErro
 
 fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, WeightsError> {
     let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
-    SafetensorsWriter::create(path, entries, &BTreeMap::new())
+    SafetensorsWriter::create_private(path, entries)
 }
 
 fn is_finite(tensor: &Tensor) -> Result<bool, Failure> {

@@ -2,7 +2,7 @@
 
 use super::{dtype, Entry, OpenFile, TensorSource, WeightsError};
 use crate::engine::{self, Layout};
-use crate::files::{create_part, description};
+use crate::files::{create_part, create_private_part, description};
 use distgpipe_core::weights::safetensors::{entries, header_bytes, layout, metadata, LENGTH_BYTES};
 use distgpipe_core::weights::TensorType;
 use std::collections::{BTreeMap, HashSet};
@@ -70,6 +70,20 @@ pub struct SafetensorsWriter {
 impl SafetensorsWriter {
     /// Starts a file with these tensors. `metadata` is added to its header.
     pub fn create(path: &Path, entries: Vec<Entry>, metadata: &BTreeMap<String, String>) -> Result<Self, WeightsError> {
+        Self::create_as(path, entries, metadata, create_part)
+    }
+
+    /// The same for a file that its owner alone can read.
+    pub fn create_private(path: &Path, entries: Vec<Entry>) -> Result<Self, WeightsError> {
+        Self::create_as(path, entries, &BTreeMap::new(), create_private_part)
+    }
+
+    fn create_as(
+        path: &Path,
+        entries: Vec<Entry>,
+        metadata: &BTreeMap<String, String>,
+        create_part: fn(&Path) -> std::io::Result<(PathBuf, File)>,
+    ) -> Result<Self, WeightsError> {
         let wrong = |expected: &str, got: String| WeightsError::UnexpectedTensor {
             file: path.to_owned(),
             expected: expected.to_owned(),
