@@ -4,7 +4,7 @@ use crate::args::TrainFlags;
 use crate::exit::usage;
 use crate::report::units::plural;
 use distgpipe::engine::{check_threads, default_threads, Devices, THREADS_MAX};
-use distgpipe::Workers;
+use distgpipe::{GraphMode, Workers};
 use std::fmt;
 
 /// The cores of this host that this process may use.
@@ -33,6 +33,8 @@ pub struct Compute {
     /// Workers on this host.
     local_workers: usize,
     remote: bool,
+    /// Whether workers on GPUs would use CUDA graphs if they were not replicas.
+    replicas_lack_graphs: bool,
 }
 
 impl Compute {
@@ -46,6 +48,7 @@ impl Compute {
             shared_by: flags.threads.is_none().then_some(workers_on_host),
             local_workers: workers.on_this_host(worker_count),
             remote,
+            replicas_lack_graphs: flags.replicas.unwrap_or(1) > 1 && flags.graphs.unwrap_or_default() != GraphMode::Off,
         })
     }
 
@@ -77,6 +80,9 @@ impl fmt::Display for Compute {
         if let Some(workers) = self.shared_by {
             let where_to = if self.remote { " per host at most" } else { "" };
             write!(f, " ({}, {}{where_to})", plural(cores(), "core"), plural(workers, "worker"))?;
+        }
+        if self.replicas_lack_graphs && self.devices.iter().any(|device| device.starts_with("cuda")) {
+            f.write_str("; without CUDA graphs, because replicas share gradients while backward passes run")?;
         }
         Ok(())
     }
@@ -160,5 +166,12 @@ mod tests {
             text(&TrainFlags { device: Some("cpu,cpu".parse().unwrap()), ..given }, &Workers::Threads, 2),
             "devices cpu, cpu, 3 threads per worker"
         );
+        let replicas = TrainFlags { replicas: Some(2), ..cpu };
+        let on_cpu = Compute::new(&replicas, &Workers::Threads, 2).unwrap();
+        assert!(!on_cpu.to_string().contains("graphs"));
+        let on_gpu = Compute { devices: vec!["cuda:0".to_owned()], ..on_cpu };
+        assert!(on_gpu
+            .to_string()
+            .ends_with("; without CUDA graphs, because replicas share gradients while backward passes run"));
     }
 }

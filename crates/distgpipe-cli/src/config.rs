@@ -284,6 +284,10 @@ fn build(builder: Builder) -> anyhow::Result<Pipeline> {
         BuildError::Balance(e) => usage(format!("--balance: {e}")),
         BuildError::AutoBalance(e) => no_cut("--auto-balance", *e),
         BuildError::Schedule(e) => usage(format!("--schedule: {e}")),
+        BuildError::GraphsOfReplicas { .. } => usage(
+            "--graphs on: replicas run without CUDA graphs, because they share gradients while backward passes run: use --graphs \
+             auto, or one replica",
+        ),
         BuildError::Plan(e) => usage(format!("--plan: {e}")),
         BuildError::CodecPolicy(e @ CodecPolicyError::Replicas { .. }) => usage(e.to_string()),
         BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),

@@ -49,6 +49,10 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--batch", "4", "--chunks", "8"], &["--batch 4", "use --batch 8 or more"]),
         (&["train", "--replicas", "0"], &["--replicas 0", "expected 1 to 256"]),
         (
+            &["train", "--replicas", "2", "--graphs", "on"],
+            &["--graphs on: replicas run without CUDA graphs", "--graphs auto"],
+        ),
+        (
             &["train", "--replicas", "3", "--batch", "11"],
             &[
                 "--batch 11",
@@ -524,7 +528,8 @@ fn a_worker_whose_driver_is_gone_ends_by_itself_and_does_not_crash() {
         let model =
             ["train", "--model", "mobilenet_v2", "--set", "image=32", "--partitions", "2", "--workers", address];
         let data = ["--data", "synthetic", "--samples", "16", "--batch", "8", "--no-evaluate"];
-        let mut driver = distgpipe(&[&model[..], &data, &["--epochs", "10000", "--lr", "0"]].concat());
+        let mut driver =
+            distgpipe(&[&model[..], &data, &["--epochs", "10000", "--lr", "0", "--restarts", "0"]].concat());
         let mut driver = driver.env("DISTGPIPE_TOKEN", &token).spawn().expect("it starts");
         let mut said = BufReader::new(driver.stderr.take().expect("piped"));
         // What it does, and then a line each epoch: many are to come when the driver is gone.

@@ -7,6 +7,7 @@ pub use pace::{Pace, RunningClock};
 use super::run::two_class_scores;
 use super::{carried, note, print_above, units};
 use distgpipe::driver::pipeline::{StepOutcome, WorkerStep};
+use distgpipe::failure::Failure;
 use distgpipe::train::{EpochSummary, Event, StepDone};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::collections::BTreeSet;
@@ -35,7 +36,12 @@ pub struct Progress {
     tested: usize,
     /// The edges and kinds of refusal by a codec that a warning was printed for.
     warned: BTreeSet<(String, String)>,
+    /// For how long the run had waited for lost workers when a line last said so, in seconds.
+    rejoining_told: Option<f64>,
 }
+
+/// How often a line says that the run still waits for lost workers, in seconds.
+const REJOINING_EVERY_S: f64 = 10.0;
 
 impl Progress {
     /// For a run of which `done` steps are done.
@@ -47,7 +53,7 @@ impl Progress {
         print_above(bar.clone());
         let mut clock = RunningClock::start();
         let pace = Pace::new(run.steps, done, clock.now());
-        Progress { bar, run, clock, pace, tested: 0, warned: BTreeSet::new() }
+        Progress { bar, run, clock, pace, tested: 0, warned: BTreeSet::new(), rejoining_told: None }
     }
 
     pub fn finish(&self) {
@@ -107,6 +113,20 @@ impl Progress {
         }
     }
 
+    /// The bar shows every attempt to start the workers again, lines come now and then.
+    fn rejoining(&mut self, failure: &Failure, seconds: f64, limit_s: f64) {
+        if let Some(bar) = &self.bar {
+            bar.set_message(format!("waiting for the workers, {seconds:.0} s"));
+        }
+        // A shorter wait than the last one is that of another loss.
+        if self.rejoining_told.is_none_or(|told| seconds < told || seconds >= told + REJOINING_EVERY_S) {
+            self.rejoining_told = Some(seconds);
+            note(&format!(
+                "waiting for the workers, {seconds:.0} s; the run fails after {limit_s:.0} s (--reconnect): {failure}"
+            ));
+        }
+    }
+
     /// Prints what there is to say about an event.
     pub fn on(&mut self, event: &Event<'_>) -> std::io::Result<()> {
         match event {
@@ -122,9 +142,7 @@ impl Progress {
             Event::WorkerLost { failure, restart, restarts, step } => note(&format!(
                 "warning: {failure}; starting the workers again and going back to step {step} (restart {restart} of {restarts})"
             )),
-            Event::Rejoining { failure, seconds, limit_s } => note(&format!(
-                "waiting for the workers, {seconds:.0} s; the run fails after {limit_s:.0} s (--reconnect): {failure}"
-            )),
+            Event::Rejoining { failure, seconds, limit_s } => self.rejoining(failure, *seconds, *limit_s),
             Event::Restarted { step, .. } => {
                 note(&format!("all workers are there; going on after step {step}"));
                 if let Some(bar) = &self.bar {

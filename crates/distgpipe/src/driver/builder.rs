@@ -17,7 +17,7 @@ use crate::model::loss::Loss;
 use crate::model::ties::TieError;
 use crate::model::Model;
 use crate::runtime::all_reduce::{Reduce, REDUCE_MPI};
-use crate::runtime::graphs::GraphOptions;
+use crate::runtime::graphs::{GraphMode, GraphOptions};
 use crate::runtime::optimizer::{NotFused, Optim};
 use crate::runtime::parameter_groups::{ParameterGroup, ParameterGroupError, ParameterGroups};
 use crate::runtime::trace::PhaseTiming;
@@ -77,6 +77,12 @@ pub enum BuildError {
     Replicas {
         /// The number asked for.
         got: usize,
+    },
+    /// [`GraphMode::On`] with replicas.
+    #[error("`GraphMode::On`: {replicas} replicas run without CUDA graphs, because they share gradients while backward passes run: use `GraphMode::Auto`")]
+    GraphsOfReplicas {
+        /// The number of replicas.
+        replicas: usize,
     },
     /// The workers or the codecs do not suit [`Builder::reduce`].
     #[error("`Builder::reduce`: {why}")]
@@ -512,6 +518,9 @@ impl Builder {
         self.threads.map(engine::check_threads).transpose()?;
         if !(1..=REPLICAS_MAX).contains(&self.job.replicas) {
             return Err(BuildError::Replicas { got: self.job.replicas });
+        }
+        if self.job.graphs.mode == GraphMode::On && self.job.replicas > 1 {
+            return Err(BuildError::GraphsOfReplicas { replicas: self.job.replicas });
         }
         if self.job.reduce == Reduce::Mpi {
             self.check_reduce_mpi().map_err(|why| BuildError::Reduce { why })?;

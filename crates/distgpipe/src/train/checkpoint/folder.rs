@@ -12,7 +12,7 @@ use crate::model::layer::{Role, TensorSpec};
 use crate::train::weights::{Entry, SafetensorsWriter, WeightsError};
 use crate::train::Progress;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
