@@ -225,6 +225,26 @@ mod tests {
         }
     }
 
+    /// Six of the recipes with the author's schedule and normalisation did not say so.
+    #[test]
+    fn recipes_with_the_same_settings_deviate_alike() {
+        let (mut schedules, mut colours) = (0, 0);
+        for name in names() {
+            let recipe = find(&name).unwrap();
+            let says = |part: &str| recipe.deviations.iter().any(|sentence| sentence.contains(part));
+            if recipe.run.lr_warm_up.as_ref().is_some_and(|warm_up| warm_up.to_string().ends_with("epochs")) {
+                assert!(says("changes the learning rate once per epoch"), "{name}");
+                schedules += 1;
+            }
+            if matches!(recipe.run.data, Some(DataName::Cifar10 | DataName::Cifar100)) && recipe.run.normalise.is_some()
+            {
+                assert!(says("Normalisation: not stated"), "{name}");
+                colours += 1;
+            }
+        }
+        assert!(schedules > 20 && colours > 20, "{schedules} {colours}");
+    }
+
     #[test]
     fn rows_refer_to_rows_that_exist() {
         let recipes = all().unwrap();

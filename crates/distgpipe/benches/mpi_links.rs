@@ -4,6 +4,7 @@
 
 use distgpipe::comm::abort::AbortFlag;
 use distgpipe::comm::link_codecs::LinkCodecs;
+use distgpipe::comm::mailbox::Demand;
 use distgpipe::comm::message::{Message, Tag};
 use distgpipe::comm::notice::Notify;
 use distgpipe::comm::protocol::Job;
@@ -121,7 +122,7 @@ fn tensor_of(bytes: usize) -> Tensor {
 
 fn play(mpi: &'static distgpipe::engine::mpi::Mpi, rank: usize) {
     let (arrived, arrivals) = mpsc::channel();
-    let links = MpiLinks::start(mpi, 1, vec![(1 - rank, link(rank, arrived))]).expect("links");
+    let links = MpiLinks::start(mpi, 1, vec![(1 - rank, link(rank, arrived))], Demand::always()).expect("links");
     let (outgoing, _) = links.outgoing(1 - rank).expect("a link");
     let mut end = End { rank, outgoing: Box::new(outgoing), arrivals, sent: 0 };
     for mib in SIZES_MIB {

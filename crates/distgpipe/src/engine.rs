@@ -2,6 +2,8 @@
 //! offer; and MPI. All `unsafe` code of the crate is here.
 
 mod autocast;
+#[cfg(feature = "mpi")]
+mod block_sums;
 mod clock;
 pub mod cuda;
 mod cuda_math;
@@ -23,6 +25,8 @@ mod threads;
 mod upload;
 
 pub use autocast::{Autocast, Precision};
+#[cfg(feature = "mpi")]
+pub(crate) use block_sums::{BlockSums, BLOCK_BYTES};
 pub use clock::{boot_time, utc_now};
 pub(crate) use clock::{cpu_time_of, thread_cpu_time};
 pub use cuda_math::{set_cuda_math, Tf32};

@@ -12,12 +12,12 @@ use distgpipe::failure::Fault;
 use distgpipe::model::layer::Role;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::runtime::accumulation::AccumulationStep;
-use distgpipe::runtime::trace::Phase;
+use distgpipe::runtime::trace::{Phase, Span};
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{
     Batch, BuildError, Context, Init, Layer, LayerTensors, Loss, Model, Optim, Pipeline, Precision, SampleShape,
 };
-use distgpipe::{ShapeError, SkipShapes, StepError, TensorSpec, Workers};
+use distgpipe::{Builder, ShapeError, SkipShapes, StepError, StepOutcome, TensorSpec, Workers};
 use one_device::{assert_identical, soundness, subjects, Subject, Tensors};
 use replicas::replicas;
 use std::sync::Arc;
@@ -249,40 +249,90 @@ fn a_run_resumes_with_another_number_of_replicas() {
     }
 }
 
+/// Replicas with layers large enough that each has a bucket of its own, and a batch for them.
+fn wide_replicas(count: usize) -> (Builder, Batch) {
+    let model = Mlp { hidden: vec![1200; 6], dropout: 0.0, ..Mlp::default() }.model().unwrap();
+    let builder = Pipeline::builder(model).device(distgpipe::engine::Device::Cpu).threads(1).replicas(count);
+    let x = Tensor::arange(256 * 64, (Kind::Float, Device::Cpu)).sin().view([256, 1, 8, 8]);
+    let batch = Batch::new(x, Tensor::arange(256, (Kind::Int64, Device::Cpu)).remainder(10));
+    (builder.micro_batches(2), batch)
+}
+
+/// The spans of the first worker.
+fn spans<'a>(outcome: &'a StepOutcome, phase: Phase, action: &'static str) -> impl Iterator<Item = &'a Span> {
+    outcome.spans().filter(move |span| span.worker == 0 && span.phase == phase && span.action.contains(action))
+}
+
+/// Whether a bucket was summed in the first half of the last micro-batch's backward pass.
+fn shares_early(outcome: &StepOutcome) -> bool {
+    // Six layers of 1.4 million weights each are buckets of their own.
+    assert!(spans(outcome, Phase::AllReduce, "").count() >= 5);
+    // The wait of the worker for the rest is a phase of its own.
+    assert_eq!(spans(outcome, Phase::GradientWait, "").count(), 1);
+    // The last layer's gradients are final after a sixth of the pass.
+    let last = spans(outcome, Phase::Backward, "0B").max_by_key(|span| span.end_ns).unwrap();
+    let middle = last.start_ns + (last.end_ns - last.start_ns) / 2;
+    let early = spans(outcome, Phase::AllReduce, "").any(|span| span.start_ns < middle);
+    early
+}
+
 /// The first buckets are summed while the backward pass still computes the gradients of earlier layers.
 #[test]
 fn gradients_are_shared_during_the_backward_pass() {
-    let model = Mlp { hidden: vec![1200; 6], dropout: 0.0, ..Mlp::default() }.model().unwrap();
-    let mut pipeline = Pipeline::builder(model)
-        .device(distgpipe::engine::Device::Cpu)
-        .threads(1)
-        .replicas(2)
-        .micro_batches(2)
-        .trace(true)
-        .build()
-        .unwrap();
-    let x = Tensor::arange(256 * 64, (Kind::Float, Device::Cpu)).sin().view([256, 1, 8, 8]);
-    let batch = Batch::new(x, Tensor::arange(256, (Kind::Int64, Device::Cpu)).remainder(10));
-    let mut overlapping = 0;
+    let (builder, batch) = wide_replicas(2);
+    let mut pipeline = builder.trace(true).build().unwrap();
     let mut losses = Vec::new();
     // A busy machine may run the thread of the all-reduce late, but not in every step.
+    let mut early = 0;
     for _ in 0..20 {
         let outcome = pipeline.train_step(&batch).unwrap();
         losses.push(outcome.loss);
-        let spans = |phase: Phase, action: &'static str| {
-            outcome.spans().filter(move |span| span.worker == 0 && span.phase == phase && span.action.contains(action))
-        };
-        // Six layers of 1.4 million weights each are buckets of their own.
-        assert!(spans(Phase::AllReduce, "").count() >= 5);
-        // The last layer's gradients are final after a sixth of the pass.
-        let last = spans(Phase::Backward, "0B").max_by_key(|span| span.end_ns).unwrap();
-        let middle = last.start_ns + (last.end_ns - last.start_ns) / 2;
-        overlapping += usize::from(spans(Phase::AllReduce, "").any(|span| span.start_ns < middle));
-        // The wait of the worker for the rest is a phase of its own.
-        assert_eq!(spans(Phase::GradientWait, "").count(), 1);
+        early += usize::from(shares_early(&outcome));
     }
     soundness::assert_pipeline_sound("shared early", &losses, &mut pipeline, &batch);
-    assert!(overlapping > 0, "no bucket was summed in the first half of the backward pass");
+    assert!(early > 0, "no bucket was summed in the first half of the backward pass");
+}
+
+/// The gradients of an update of several batches are final in its last batch, and shared during its backward pass.
+#[test]
+fn gradients_of_several_batches_are_shared_during_the_last_backward_pass() {
+    let (builder, batch) = wide_replicas(2);
+    let mut pipeline = builder.trace(true).build().unwrap();
+    let (mut losses, mut early) = (Vec::new(), 0);
+    for step in 0..20 {
+        let part = AccumulationStep { index: step % 2, of: 2 };
+        let outcome = pipeline.train_part(&batch, part).unwrap();
+        losses.push(outcome.loss);
+        match part.is_last() {
+            true => early += usize::from(shares_early(&outcome)),
+            false => assert_eq!(spans(&outcome, Phase::AllReduce, "").count(), 0, "they are not final yet"),
+        }
+    }
+    soundness::assert_pipeline_sound("shared early", &losses, &mut pipeline, &batch);
+    assert!(early > 0, "no bucket was summed in the first half of the last backward pass");
+}
+
+/// Each bucket is summed in a fixed order: whichever share comes late, the bits are those of a run in which none does. The sum of two
+/// numbers would not show an order.
+#[test]
+fn delays_in_the_ring_change_no_bit() {
+    let learned = |scenario: &str| {
+        let (builder, batch) = wide_replicas(3);
+        let mut pipeline = builder.place("w").optimizer(Optim::sgd(0.9)).faults(scenario).build().unwrap();
+        let part = |step: u64| AccumulationStep { index: step % 2, of: 2 };
+        let losses: Vec<f64> = (0..4).map(|step| pipeline.train_part(&batch, part(step)).unwrap().loss).collect();
+        soundness::assert_losses_sound(scenario, &losses);
+        (losses, pipeline.gradients(&batch).unwrap().1, pipeline.state().unwrap())
+    };
+    let undisturbed = learned("");
+    for seed in 0..3 {
+        let late = ["w/0>w/1", "w/1>w/2", "w/2>w/0"].map(|link| format!("{link}:delay=20@0")).join(";");
+        let disturbed = learned(&format!("seed={seed};{late}"));
+        let what = format!("delays of seed {seed}");
+        assert_eq!(disturbed.0, undisturbed.0, "{what}");
+        assert_identical(&what, &disturbed.1, &undisturbed.1);
+        assert_identical(&what, &disturbed.2, &undisturbed.2);
+    }
 }
 
 /// Each replica hands on `2 (R−1)/R` times the gradients and the floating buffers, and a number for each parameter.

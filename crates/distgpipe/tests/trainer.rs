@@ -2,7 +2,7 @@
 
 mod soundness;
 
-use distgpipe::data::{Digits, LastBatch, Loader, LoaderOptions, Split};
+use distgpipe::data::{DataError, Dataset, Digits, LastBatch, LoadPass, Loader, LoaderOptions, Split};
 use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::Tensor;
 use distgpipe::train::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
@@ -10,10 +10,11 @@ use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{
     Event, RunControl, RunEnd, RunSummary, SaveEvery, TestMetric, TrainError, TrainOptions, Trainer,
 };
-use distgpipe::{CodecPolicy, Pipeline};
+use distgpipe::{Batch, CodecPolicy, Pipeline, SampleShape};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{mpsc, Arc, Mutex};
+use std::time::Duration;
 
 fn loader(options: LoaderOptions) -> Loader {
     Loader::new(Arc::new(Digits::new(Split::Train, Default::default()).unwrap()), options).unwrap()
@@ -143,6 +144,65 @@ fn the_summary_agrees_with_the_events() {
             "{link:?}"
         );
     }
+}
+
+/// Digits of which each batch is loaded only when the step before it is done, and then takes a while.
+struct Slow {
+    digits: Digits,
+    rows: usize,
+    step_done: Mutex<mpsc::Receiver<()>>,
+}
+
+const SLOWNESS: Duration = Duration::from_millis(40);
+
+impl Dataset for Slow {
+    fn len(&self) -> usize {
+        self.rows
+    }
+    fn classes(&self) -> Option<usize> {
+        self.digits.classes()
+    }
+    fn input(&self) -> &[SampleShape] {
+        self.digits.input()
+    }
+    fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
+        self.step_done.lock().unwrap().recv().expect("the run goes on");
+        std::thread::sleep(SLOWNESS);
+        self.digits.batch(rows, pass)
+    }
+}
+
+/// The wait for the loader was in no figure of a batch: the published tables count it as data transfer.
+#[test]
+fn the_transfer_of_a_batch_includes_the_wait_for_the_loader() {
+    let (step_done, wait) = mpsc::channel();
+    let digits = Digits::new(Split::Train, Default::default()).unwrap();
+    let data = Slow { digits, rows: 600, step_done: Mutex::new(wait) };
+    let loader = Loader::new(data, LoaderOptions::training(100, 0)).unwrap();
+    let mut pipeline = pipeline(4);
+    step_done.send(()).unwrap();
+    let (mut losses, mut waited) = (Vec::new(), Vec::new());
+    let trainer = Trainer::new(&mut pipeline, loader, None, options(1, None)).unwrap();
+    let summary = trainer
+        .run(|event, _| {
+            if let Event::StepDone(done) = event {
+                losses.push(done.outcome.loss);
+                waited.push(done.loading_s);
+                step_done.send(()).unwrap();
+            }
+            Ok(())
+        })
+        .unwrap();
+    let batch = testing().epoch(0).next().unwrap().unwrap();
+    soundness::assert_pipeline_sound("a slow loader", &losses, &mut pipeline, &batch);
+    let measured = waited.split_off(2);
+    assert_eq!(measured.len(), 4);
+    let waited_s = measured.iter().sum::<f64>() / 4.0;
+    // The loader may begin before the trainer asks.
+    assert!(waited_s > 0.5 * SLOWNESS.as_secs_f64(), "{waited_s} s");
+    let times = summary.batch_times.expect("steps were measured");
+    let expected = waited_s + summary.workers[0].phases_s["loading"] / 4.0;
+    assert!((times.transfer_s - expected).abs() < 1e-6, "{times:?}, expected {expected} s of transfer");
 }
 
 #[test]

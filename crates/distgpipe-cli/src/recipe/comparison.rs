@@ -146,7 +146,7 @@ fn time(metric: Metric, ran: &FinishedRun<'_>) -> RunFigure {
     let (seconds, what) = match metric {
         Metric::BatchTime => (ran.flags.batch.unwrap_or(0) as f64 / rate, ""),
         // As the published tables count them.
-        Metric::TransferTime => (times.transfer_s, ", waiting for the loader and copying to the device"),
+        Metric::TransferTime => (times.transfer_s, ", with the wait for the loader"),
         _ => (times.backward_s, ", with the exchange of gradients and the optimizer"),
     };
     // The time of a whole batch includes the execution of kernels, that of a phase only if the worker waits for them.

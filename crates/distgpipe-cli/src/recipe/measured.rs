@@ -11,6 +11,7 @@ use crate::files::read_text;
 use crate::report::units;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -273,18 +274,30 @@ impl Measured {
         own.chain(others).filter_map(move |file| Some((file, file.row(recipe)?)))
     }
 
-    /// The throughput of one recipe divided by that of another, and where it is from: only if one run measured both.
-    pub fn speed_up<'a>(
-        &'a self,
-        table: &'a str,
-        recipe: &'a str,
-        baseline: &str,
-    ) -> Option<(Figure, &'a Measurements, &'a MeasuredRow)> {
-        self.rows(table, recipe).find_map(|(file, row)| {
-            let (ours, theirs) = (row.figure(Metric::Throughput)?, file.row(baseline)?.figure(Metric::Throughput)?);
-            let simulated = ours.simulated || theirs.simulated;
-            Some((Figure { mean: ours.mean / theirs.mean, deviation: None, simulated }, file, row))
-        })
+    /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them. The speeds of two files are
+    /// those of two machines, or of two runs of a shared one, and their ratio would say nothing.
+    pub fn speeds(&self, table: &str, recipes: &[&str]) -> Option<&Measurements> {
+        let has = |file: &Measurements, recipe: &str| file.row(recipe)?.figure(Metric::Throughput);
+        let rows = |file: &Measurements| recipes.iter().filter(|recipe| has(file, recipe).is_some()).count();
+        let own = self.table(table).filter(|own| rows(own) > 0);
+        let others = self.files.iter().filter(|file| rows(file) > 0);
+        own.or_else(|| others.max_by_key(|file| (rows(file), Reverse(&file.table))))
+    }
+
+    /// Why a row of a table has no runs, if it was tried.
+    pub fn skipped(&self, table: &str, recipe: &str) -> Option<&str> {
+        let rows = self.table(table)?.rows.iter();
+        rows.filter(|row| row.recipe.as_deref() == Some(recipe)).find_map(|row| row.skipped.as_deref())
+    }
+}
+
+impl Measurements {
+    /// The throughput of one recipe divided by that of another.
+    pub fn speed_up(&self, recipe: &str, baseline: &str) -> Option<(Figure, &MeasuredRow)> {
+        let row = self.row(recipe)?;
+        let (ours, theirs) = (row.figure(Metric::Throughput)?, self.row(baseline)?.figure(Metric::Throughput)?);
+        let simulated = ours.simulated || theirs.simulated;
+        Some((Figure { mean: ours.mean / theirs.mean, deviation: None, simulated }, row))
     }
 }
 
@@ -319,27 +332,36 @@ mod tests {
         assert_eq!(Figure::of(&[]), None);
     }
 
-    /// A speed-up across machines, or across runs of a shared machine, would say nothing.
+    fn file(table: &str, rows: Vec<MeasuredRow>) -> Measurements {
+        let (machine, version, command) = Default::default();
+        Measurements { table: table.to_owned(), machine, version, command, rows }
+    }
+
     #[test]
-    fn a_speed_up_needs_both_rows_in_one_file() {
-        let file = |table: &str, rows| Measurements {
-            table: table.to_owned(),
-            machine: String::new(),
-            version: String::new(),
-            command: String::new(),
-            rows,
-        };
+    fn the_speeds_of_a_table_are_those_of_one_file() {
         let measured = |files| Measured { place: String::new(), files };
-        let both = measured(vec![file("a", vec![row("x", 30.0), row("base", 20.0)])]);
-        let speed_up = |measured: &Measured| measured.speed_up("a", "x", "base").map(|(figure, ..)| figure);
-        assert_eq!(speed_up(&both).map(|figure| figure.text(Metric::SpeedUp)), Some("1.500×".to_owned()));
-        let apart = measured(vec![file("a", vec![row("x", 30.0)]), file("b", vec![row("base", 20.0)])]);
-        assert_eq!(speed_up(&apart), None);
-        assert_eq!(apart.rows("a", "base").map(|(file, _)| &file.table[..]).collect::<Vec<_>>(), ["b"]);
+        let (x, y, z) = (|| row("x", 30.0), || row("y", 20.0), || row("z", 10.0));
+        let speeds = |measured: &Measured| measured.speeds("own", &["x", "y"]).map(|file| file.table.clone());
+        assert_eq!(speeds(&measured(vec![file("a", vec![x(), y()]), file("own", vec![x()])])), Some("own".to_owned()));
+        assert_eq!(speeds(&measured(vec![file("a", vec![x(), z()]), file("b", vec![x(), y()])])), Some("b".to_owned()));
+        assert_eq!(speeds(&measured(vec![file("b", vec![x()]), file("a", vec![y()])])), Some("a".to_owned()));
+        let mut score = y();
+        score.runs[0].figures = BTreeMap::from([(Metric::Accuracy, 90.0)]);
+        let scores = || file("own", vec![score.clone()]);
+        assert_eq!(speeds(&measured(vec![scores(), file("a", vec![y()])])), Some("a".to_owned()));
+        assert_eq!(speeds(&measured(vec![scores(), file("a", vec![z()])])), None);
+    }
+
+    #[test]
+    fn a_speed_up_is_that_of_two_rows_of_a_file() {
+        let both = file("a", vec![row("x", 30.0), row("base", 20.0)]);
+        let speed_up = |file: &Measurements| file.speed_up("x", "base").map(|(figure, _)| figure.text(Metric::SpeedUp));
+        assert_eq!(speed_up(&both), Some("1.500×".to_owned()));
+        assert_eq!(speed_up(&file("a", vec![row("x", 30.0)])), None);
         let mut simulated = row("x", 30.0);
         simulated.runs[0].outcome = Outcome::Simulated;
-        let mixed = measured(vec![file("a", vec![simulated, row("base", 20.0)])]);
-        assert_eq!(speed_up(&mixed).map(|figure| figure.text(Metric::SpeedUp)), Some("1.500× (simulated)".to_owned()));
+        let mixed = file("a", vec![simulated, row("base", 20.0)]);
+        assert_eq!(speed_up(&mixed), Some("1.500× (simulated)".to_owned()));
     }
 
     /// The published memory of a client and a server is interesting because the two differ.

@@ -1,5 +1,6 @@
 //! What a recipe needs: GPUs, data, weights.
 
+use super::comparison::Metric;
 use super::Recipe;
 use crate::args::DataName;
 use crate::report::units::plural;
@@ -17,45 +18,55 @@ pub fn devices(recipe: &Recipe) -> usize {
     workers * run.replicas.unwrap_or(1)
 }
 
-/// What the published experiment needs, in words: `2 GPUs, RTE and RoBERTa-base's weights`.
-pub fn needs(recipe: &Recipe) -> String {
-    let mut all = vec![gpus(devices(recipe))];
-    all.extend(data_and_weights(recipe));
-    listed(all)
-}
-
-/// What a score needs. Speed does not matter to it, so the workers may share a device.
-pub fn score_needs(recipe: &Recipe) -> String {
-    match data_and_weights(recipe) {
-        all if all.is_empty() => needs(recipe),
-        all => listed(all),
+/// The least with which this program measures a figure of a row, in words. Neither the published GPUs nor the published weights are
+/// needed: a measurement without them says how it deviates.
+pub fn needs(recipe: &Recipe, metric: Metric) -> String {
+    match metric {
+        // Between threads there is no link.
+        Metric::Bandwidth => format!("workers in processes (`--workers processes`) on {}", shared_gpu(recipe)),
+        metric if metric.is_a_score() => score(recipe),
+        // Neither depends on what the rows contain.
+        _ if recipe.run.data.is_some_and(|data| data != DataName::Synthetic) => {
+            format!("{}; `--data synthetic` will do", gpu(recipe))
+        }
+        _ => gpu(recipe),
     }
 }
 
-/// What a speed needs. It does not depend on data and weights.
-pub fn speed_needs(recipe: &Recipe) -> String {
-    gpus(devices(recipe))
+/// A GPU, and how it does for several workers.
+fn gpu(recipe: &Recipe) -> String {
+    match (devices(recipe), recipe.run.replicas.unwrap_or(1)) {
+        (1, _) => "a GPU".to_owned(),
+        (workers, 1) => {
+            format!(
+                "a GPU that {workers} workers share (`--device cuda:0`) or that stands for {workers} (`--simulate`)"
+            )
+        }
+        (workers, _) => format!("a GPU that {workers} workers share (`--device cuda:0`)"),
+    }
 }
 
-fn data_and_weights(recipe: &Recipe) -> Vec<String> {
+fn shared_gpu(recipe: &Recipe) -> &'static str {
+    match devices(recipe) {
+        1 => "a GPU",
+        _ => "a GPU (`--device cuda:0`)",
+    }
+}
+
+fn score(recipe: &Recipe) -> String {
     let data = match recipe.run.data {
-        Some(DataName::Cifar10) => Some("CIFAR-10"),
-        Some(DataName::Cifar100) => Some("CIFAR-100"),
-        Some(DataName::Food101) => Some("Food-101"),
+        Some(DataName::Cifar10) => Some("CIFAR-10 (`distgpipe data get cifar10`)"),
+        Some(DataName::Cifar100) => Some("CIFAR-100 (`distgpipe data get cifar100`)"),
+        Some(DataName::Food101) => Some("Food-101 (`distgpipe data get food101`)"),
         Some(DataName::ImageFolder) => Some("ImageNet"),
-        Some(DataName::Rte) => Some("RTE"),
-        Some(DataName::Cola) => Some("CoLA"),
+        Some(DataName::Rte) => Some("RTE (`distgpipe data get rte`), a tokenizer"),
+        Some(DataName::Cola) => Some("CoLA (`distgpipe data get cola`), a tokenizer"),
         Some(DataName::Digits | DataName::Synthetic | DataName::Text | DataName::Tensors) | None => None,
     };
-    let weights = recipe.starts_from.as_ref().map(|weights| weights.split(" (").next().unwrap_or(weights).to_owned());
-    data.map(str::to_owned).into_iter().chain(weights).collect()
-}
-
-fn listed(mut all: Vec<String>) -> String {
-    match all.pop() {
-        Some(last) if !all.is_empty() => format!("{} and {last}", all.join(", ")),
-        last => last.unwrap_or_default(),
-    }
+    let shared = shared_gpu(recipe);
+    let needed = data.map_or_else(|| shared.to_owned(), |data| format!("{data} and {shared}"));
+    let weights = recipe.starts_from.as_ref().map(|weights| weights.split(" (").next().unwrap_or(weights));
+    weights.map_or(needed.clone(), |weights| format!("{needed}; {weights} for a score that compares"))
 }
 
 /// `a GPU`, `2 GPUs`.
@@ -71,21 +82,30 @@ mod tests {
     use super::*;
     use crate::recipe::find;
 
+    /// It said that rows need as many GPUs as were published, beside others that had been measured on one.
     #[test]
-    fn needs_follow_from_the_run() {
-        let said = |name| needs(&find(name).unwrap());
-        assert_eq!(said("unet-speed-baseline"), "a GPU");
-        assert_eq!(said("unet-speed-pipeline-8"), "8 GPUs");
-        assert_eq!(said("imagenet-resnet101-pipeline-1k"), "8 GPUs and ImageNet");
-        assert_eq!(said("rte-roberta-data-parallel-3"), "3 GPUs, RTE and RoBERTa-base's weights");
-        // Client and three servers.
+    fn needs_are_the_least_that_a_figure_takes() {
+        let said = |name, metric| needs(&find(name).unwrap(), metric);
+        let (speed, score) = (Metric::Throughput, Metric::Accuracy);
+        assert_eq!(said("unet-speed-baseline", speed), "a GPU");
         assert_eq!(
-            said("cifar10-mobilenet-pipeline-4-chunks-4"),
-            "4 GPUs, CIFAR-10 and MobileNetV2's ImageNet weights"
+            said("unet-speed-pipeline-8", speed),
+            "a GPU that 8 workers share (`--device cuda:0`) or that stands for 8 (`--simulate`)"
         );
-        // One figure of a row may need less than the whole row.
-        let recipe = find("rte-roberta-data-parallel-3").unwrap();
-        assert_eq!(score_needs(&recipe), "RTE and RoBERTa-base's weights");
-        assert_eq!(speed_needs(&recipe), "3 GPUs");
+        assert_eq!(
+            said("rte-roberta-data-parallel-3", speed),
+            "a GPU that 3 workers share (`--device cuda:0`); `--data synthetic` will do"
+        );
+        assert_eq!(
+            said("rte-roberta-data-parallel-3", score),
+            "RTE (`distgpipe data get rte`), a tokenizer and a GPU (`--device cuda:0`); RoBERTa-base's weights for a score that compares"
+        );
+        assert_eq!(said("imagenet-resnet101-pipeline-1k", Metric::Error), "ImageNet and a GPU (`--device cuda:0`)");
+        assert_eq!(
+            said("cifar10-sort16", Metric::Bandwidth),
+            "workers in processes (`--workers processes`) on a GPU (`--device cuda:0`)"
+        );
+        // Client and three servers.
+        assert_eq!(devices(&find("cifar10-mobilenet-pipeline-4-chunks-4").unwrap()), 4);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::comparison::Metric;
 use super::measured::{Figure, Measured, MeasuredRow, Measurements};
-use super::requirements::{needs, score_needs, speed_needs};
+use super::requirements::needs;
 use super::tables::{PublishedTable, TableRow};
 use super::{find, Recipe};
 use crate::config::{model, ExportedFlags};
@@ -81,7 +81,8 @@ impl Shown {
 impl<'a> TableView<'a> {
     /// Puts our figures beside the published ones.
     pub fn new(table: &'a PublishedTable, measured: &Measured) -> anyhow::Result<Self> {
-        let rows = table.rows.iter().map(|row| Measuring { table, measured, row }.figures());
+        let speeds = measured.speeds(&table.name, &table.recipes());
+        let rows = table.rows.iter().map(|row| Measuring { table, measured, speeds, row }.figures());
         let figures: Vec<Vec<Option<Ours<'_>>>> = rows.collect::<Result<_, _>>()?;
         let own = measured.table(&table.name);
         let extra: Vec<&MeasuredRow> =
@@ -102,7 +103,7 @@ impl<'a> TableView<'a> {
         for (row, figures) in table.rows.iter().zip(&figures) {
             rows.push(ViewRow {
                 cells: shown.cells(|i| row.cells[i].clone(), |i| Some(figures[i].as_ref()?.text.clone())),
-                not_measured: not_measured(table, row, figures)?,
+                not_measured: not_measured(table, measured, row, figures)?,
                 recipe: row.recipes().next().map(str::to_owned),
             });
         }
@@ -230,6 +231,7 @@ struct Ours<'a> {
 /// Why a row has no figure of ours, or not all of them. Parameters are counted, which is all there is to a row with a model.
 fn not_measured(
     table: &PublishedTable,
+    measured: &Measured,
     row: &TableRow,
     figures: &[Option<Ours<'_>>],
 ) -> anyhow::Result<Option<String>> {
@@ -238,21 +240,42 @@ fn not_measured(
     }
     let recipe = row.recipes().next().map(find).transpose()?;
     let (Some(recipe), None) = (recipe, &row.note) else { return Ok(Some(row.note.clone().unwrap_or_default())) };
-    if figures.iter().flatten().all(|figure| figure.from.is_none()) {
-        return Ok(Some(format!("not measured: needs {}", needs(&recipe))));
-    }
-    let mut missing = Vec::new();
+    // Needs, and the columns that have them.
+    let mut missing: Vec<(String, Vec<&str>)> = Vec::new();
     for ((column, cell), figure) in table.columns.iter().zip(&row.cells).zip(figures) {
-        let needed = match table.metric(column, Some(&recipe)) {
-            Some(metric) if metric.is_a_score() => score_needs(&recipe),
-            Some(Metric::Throughput) => speed_needs(&recipe),
-            _ => continue,
+        let of_column = row.recipe_of(column).map(find).transpose()?;
+        let metric = of_column.as_ref().and_then(|recipe| table.metric(column, Some(recipe)));
+        let (Some(of_column), Some(metric), None) = (of_column, metric, figure) else { continue };
+        let counts = match metric {
+            // It follows from the throughput, if it is relative to anything.
+            Metric::SpeedUp => false,
+            _ => cell.contains(|c: char| c.is_ascii_digit()),
         };
-        if figure.is_none() && cell.contains(|c: char| c.is_ascii_digit()) {
-            missing.push(format!("{column} needs {needed}"));
+        if counts {
+            let needed = needs(&of_column, metric);
+            match missing.iter_mut().find(|(known, _)| *known == needed) {
+                Some((_, columns)) => columns.push(column),
+                None => missing.push((needed, vec![column])),
+            }
         }
     }
-    Ok((!missing.is_empty()).then(|| format!("not measured: {}", missing.join("; "))))
+    let nothing = figures.iter().flatten().all(|figure| figure.from.is_none());
+    let skipped = row.recipes().find_map(|recipe| measured.skipped(&table.name, recipe)).filter(|_| nothing);
+    let why = match (skipped, &missing[..]) {
+        (Some(why), _) => why.to_owned(),
+        // Nothing to compare with was published.
+        (None, []) if nothing => format!("needs {}", needs(&recipe, Metric::Throughput)),
+        (None, []) => return Ok(None),
+        (None, [(needed, _)]) if nothing => format!("needs {needed}"),
+        (None, several) => {
+            let one = |(needed, columns): &(String, Vec<&str>)| {
+                let verb = if columns.len() == 1 { "needs" } else { "need" };
+                format!("{} {verb} {needed}", columns.join(" and "))
+            };
+            several.iter().map(one).collect::<Vec<_>>().join(". ")
+        }
+    };
+    Ok(Some(format!("not measured: {why}")))
 }
 
 /// The figure of a row that the published table does not have.
@@ -265,6 +288,8 @@ fn extra_figure(table: &PublishedTable, column: usize, row: &MeasuredRow) -> Opt
 struct Measuring<'a> {
     table: &'a PublishedTable,
     measured: &'a Measured,
+    /// The file of all speeds of the table.
+    speeds: Option<&'a Measurements>,
     row: &'a TableRow,
 }
 
@@ -288,15 +313,20 @@ impl<'a> Measuring<'a> {
                 return Ok(None);
             }
             let baseline = recipe.published.speed_up_to.as_ref().unwrap_or(&recipe.name);
-            let found = self.measured.speed_up(table, name, baseline);
-            return Ok(found.map(|(figure, file, row)| Ours { text: figure.text(metric), from: Some((file, row)) }));
+            let found = self.speeds.and_then(|file| Some((file, file.speed_up(name, baseline)?)));
+            let ours =
+                |(file, (figure, row)): (_, (Figure, _))| Ours { text: figure.text(metric), from: Some((file, row)) };
+            return Ok(found.map(ours));
         }
+        // Speeds beside speed-ups are those that give them.
+        let compared = self.table.figures.values().any(|&metric| metric == Metric::SpeedUp);
+        let only = self.speeds.filter(|_| metric == Metric::Throughput && compared);
         // One run may have the speed of a row, and another one its score.
-        let mut rows = self.measured.rows(table, name);
-        let found = rows.find_map(|(file, row)| Some(Ours { text: row.text(metric)?, from: Some((file, row)) }));
-        let mut rows = self.measured.rows(table, name);
+        let rows =
+            || self.measured.rows(table, name).filter(|(file, _)| only.is_none_or(|only| only.table == file.table));
+        let found = rows().find_map(|(file, row)| Some(Ours { text: row.text(metric)?, from: Some((file, row)) }));
         Ok(found.or_else(|| {
-            let from = rows.find(|(_, row)| row.is_out_of_memory())?;
+            let from = rows().find(|(_, row)| row.is_out_of_memory())?;
             Some(Ours { text: "out of memory".to_owned(), from: Some(from) })
         }))
     }
@@ -396,8 +426,65 @@ mod tests {
         let view = TableView::new(table, &measured).unwrap();
         let ours = |row: usize| [6, 8].map(|cell| &view.rows[row].cells[cell][..]);
         assert_eq!([ours(2), ours(3), ours(4)], [["20.00/s", "1.000×"], ["30.00/s", "1.500×"], ["40.00/s", "–"]]);
-        assert_eq!(view.rows[3].not_measured.as_deref(), Some("not measured: Top-1 error (%) needs ImageNet"));
+        assert_eq!(
+            view.rows[3].not_measured.as_deref(),
+            Some("not measured: Top-1 error (%) needs ImageNet and a GPU (`--device cuda:0`)")
+        );
         assert_eq!(view.rows[4].not_measured, None);
+    }
+
+    /// A table once showed a rate of one file beside the speed-up of another one.
+    #[test]
+    fn printed_rates_give_the_printed_speed_ups() {
+        let measured = Measured::committed().unwrap();
+        let number = |text: &str| {
+            let text = text.trim_end_matches(" (simulated)").trim_end_matches("/s").trim_end_matches('×');
+            text.split(" ± ").next().unwrap().parse::<f64>().unwrap()
+        };
+        let mut compared = 0;
+        for table in tables::all().unwrap() {
+            let column =
+                |wanted: Metric| table.columns.iter().position(|name| table.figures.get(name) == Some(&wanted));
+            let (Some(rate), Some(speed_up)) = (column(Metric::Throughput), column(Metric::SpeedUp)) else { continue };
+            let speeds = measured.speeds(&table.name, &table.recipes());
+            let figures = table.rows.iter().map(|row| Measuring { table, measured: &measured, speeds, row }.figures());
+            let figures: Vec<Vec<Option<Ours<'_>>>> = figures.collect::<Result<_, _>>().unwrap();
+            for (row, printed) in table.rows.iter().zip(&figures) {
+                let Some(printed_speed_up) = &printed[speed_up] else { continue };
+                let name = row.recipe_of(&table.columns[speed_up]).unwrap();
+                let baseline = find(name).unwrap().published.speed_up_to.unwrap_or(name.to_owned());
+                let of_baseline =
+                    table.rows.iter().position(|row| row.recipe_of(&table.columns[rate]) == Some(&baseline[..]));
+                let of_baseline = match of_baseline {
+                    Some(row) => figures[row][rate].as_ref().unwrap().text.clone(),
+                    // It is in the file, and not in the published table.
+                    None => speeds.unwrap().row(&baseline).unwrap().text(Metric::Throughput).unwrap(),
+                };
+                let expected = number(&printed[rate].as_ref().unwrap().text) / number(&of_baseline);
+                let got = number(&printed_speed_up.text);
+                assert!((got - expected).abs() < 0.001 + 0.001 * expected, "{}, {name}: {got} {expected}", table.name);
+                compared += 1;
+            }
+        }
+        assert!(compared > 20, "only {compared} speed-ups");
+    }
+
+    /// A table that was run has the reason of a row that could not be.
+    #[test]
+    fn a_row_that_was_skipped_says_why() {
+        let table = tables::find("unet-speed").unwrap();
+        let skipped = MeasuredRow {
+            recipe: Some("unet-speed-pipeline-1".to_owned()),
+            skipped: Some("it ran out of patience".to_owned()),
+            ..MeasuredRow::default()
+        };
+        let (machine, version, command) = Default::default();
+        let file = Measurements { table: table.name.clone(), machine, version, command, rows: vec![skipped] };
+        let view = TableView::new(table, &Measured::of(Path::new("mine"), file)).unwrap();
+        let why =
+            |name: &str| view.rows.iter().find(|row| row.recipe.as_deref() == Some(name)).unwrap().not_measured.clone();
+        assert_eq!(why("unet-speed-pipeline-1").unwrap(), "not measured: it ran out of patience");
+        assert_eq!(why("unet-speed-baseline").unwrap(), "not measured: needs a GPU");
     }
 
     /// No figure of ours appears without a file: with no files at all, only parameters are there.

@@ -265,7 +265,7 @@ impl RunReport {
             false => "",
         };
         format!(
-            "per batch, {} spends {} on data transfer (waiting for the loader, copying to the device), {} on forward and {} on backward \
+            "per batch, {} spends {} on data transfer (with the wait for the loader), {} on forward and {} on backward \
              passes (with recomputation, exchange of gradients and update){launches}\n",
             first.name,
             units::seconds(times.transfer_s),

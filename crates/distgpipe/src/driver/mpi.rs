@@ -252,7 +252,7 @@ impl MpiProgram {
         };
         let others = topology.members().filter(|&other| other != id && (other.0 == 0 || topology.linked(id, other)));
         let links = others.map(|other| (other.index(), worker.link(worker.remote(peer(other), Notify::default()))));
-        MpiLinks::start(self.mpi, run, links.collect())
+        MpiLinks::start(self.mpi, run, links.collect(), worker.mailbox.demand().clone())
     }
 
     /// On rank 0: tells the other ranks that the program is over, and ends MPI. If a rank does not end in time, all are
@@ -354,7 +354,7 @@ impl MpiRanks {
         discard(mpi, last)?;
         let run = last + 1;
         let links = remote.into_iter().map(|remote| (remote.worker().index(), local.link(remote)));
-        let links = MpiLinks::start(mpi, run, links.collect())?;
+        let links = MpiLinks::start(mpi, run, links.collect(), local.mailbox.demand().clone())?;
         for rank in 1..members {
             let job = Box::new(Job { worker: WorkerId::new(rank), ..local.job.clone() });
             let order = serde_json::to_vec(&Order::Run { build: BUILD.to_owned(), run, job });

@@ -24,6 +24,9 @@ use tch::{Kind, Tensor};
 /// A pause is this part of the time that was waited before it.
 const PAUSE_PART: u32 = 64;
 
+/// The same of a [long](Backoff::long) one.
+const LONG_PAUSE_PART: u32 = 4;
+
 /// The shortest and the longest pause.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(500)];
 
@@ -465,6 +468,11 @@ impl Backoff {
     /// For a wait that begins now.
     pub fn new() -> Self {
         Backoff(Instant::now())
+    }
+
+    /// The next pause of a thread that something else can wake, or whose peer may take long: a few for each wait.
+    pub fn long(&self) -> Duration {
+        (self.0.elapsed() / LONG_PAUSE_PART).clamp(PAUSES[0], PAUSES[1])
     }
 
     /// Pauses.

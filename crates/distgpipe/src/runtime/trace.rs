@@ -30,7 +30,7 @@ pub enum Phase {
     Send,
     /// Waiting for messages from other workers.
     ReceiveWait,
-    /// Waiting for input from the loader.
+    /// Receiving rows from the driver, and copying them to the device. The loader has finished the batch before.
     Loading,
     /// The optimizer's update and the batch-norm commit.
     Optimizer,

@@ -76,11 +76,11 @@ pub struct WorkerSummary {
     pub reserved_bytes: Option<u64>,
 }
 
-/// The seconds that the first worker spent on an average batch, as published tables count them. On a GPU, they are those of launches
-/// unless [`PhaseTiming::Exact`](crate::PhaseTiming::Exact) is set.
+/// The seconds that the trainer and the first worker spent on an average batch, as published tables count them. On a GPU, those of the
+/// worker are those of launches unless [`PhaseTiming::Exact`](crate::PhaseTiming::Exact) is set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct BatchTimes {
-    /// Waiting for the loader, and copying the batch to the device.
+    /// The trainer's wait for the loader, and the worker's wait for its rows and their copy to the device.
     pub transfer_s: f64,
     /// Forward passes.
     pub forward_s: f64,
@@ -203,7 +203,7 @@ pub struct RunSummary {
     pub seconds: f64,
     /// Seconds that the measured steps waited for their batches.
     pub loading_s: f64,
-    /// The first worker's time per batch; absent if no step was measured.
+    /// The time per batch; absent if no step was measured.
     pub batch_times: Option<BatchTimes>,
     /// One entry per worker, by worker number.
     pub workers: Vec<WorkerSummary>,

@@ -18,8 +18,9 @@
 //! | [`Tags::body`] | pieces and checksums of large bodies, in the order of their headers |
 //! | [`Tags::control`] | heartbeats and abort notices; an empty message says that the link is cut |
 //!
-//! MPI delivers what is sent, once and in order, so frames have no sequence numbers here. No call of MPI blocks; a rank that has
-//! stopped is found by its missing heartbeats. A tensor on a GPU goes through host memory, also where the library is CUDA-aware.
+//! MPI delivers what is sent, once and in order, so frames have no sequence numbers here. No call of MPI blocks, so threads poll: the
+//! receiver often while its stage waits for a message, and seldom while it computes. A rank that has stopped is found by its missing
+//! heartbeats. A tensor on a GPU goes through host memory, also where the library is CUDA-aware.
 
 mod checksum;
 mod heartbeats;
@@ -31,6 +32,7 @@ use super::tcp::join_until;
 use super::{tcp, LinkControl, LinkOptions, Outgoing};
 use crate::comm::abort::AbortFlag;
 use crate::comm::link_codecs::{Decoder, Encoder};
+use crate::comm::mailbox::Demand;
 use crate::comm::message::Message;
 use crate::comm::traffic::Counters;
 use crate::engine;
@@ -169,8 +171,13 @@ pub struct MpiLinks {
 }
 
 impl MpiLinks {
-    /// Starts the threads of the links to these ranks.
-    pub fn start(mpi: &'static Mpi, run: u64, options: Vec<(usize, LinkOptions)>) -> Result<Self, Fault> {
+    /// Starts the threads of the links to these ranks. `demand` is that of the stage of this process.
+    pub fn start(
+        mpi: &'static Mpi,
+        run: u64,
+        options: Vec<(usize, LinkOptions)>,
+        demand: Arc<Demand>,
+    ) -> Result<Self, Fault> {
         let tags = Tags::of(run);
         let mut own = MpiLinks {
             links: BTreeMap::new(),
@@ -221,7 +228,7 @@ impl MpiLinks {
         }
         let Some(first) = own.links.values().next().map(|end| end.link.clone()) else { return Ok(own) };
         let (closing, abandoned) = (own.closing.clone(), own.abandoned.clone());
-        let receiver = Receiver { mpi, tags, abort: first.abort.clone(), ends: receiving, closing, abandoned };
+        let receiver = Receiver { mpi, tags, abort: first.abort.clone(), ends: receiving, demand, closing, abandoned };
         let meter = meter.map_or(0, |meter| meter.number());
         let body = move || {
             engine::attach_thread(1, meter);

@@ -263,12 +263,13 @@ impl SummaryBuilder {
             worker.phases_s =
                 Phase::ALL.iter().map(|&phase| (phase.name(), phases.time_in(phase) as f64 / 1e9)).collect();
         }
-        let steps = self.measured.len() as f64;
+        let (steps, loading_s) = (self.measured.len() as f64, self.summary.loading_s);
         self.summary.batch_times = self.phases.first().filter(|_| steps > 0.0).map(|first| {
             let spent =
                 |phases: &[Phase]| phases.iter().map(|&phase| first.time_in(phase) as f64 / 1e9).sum::<f64>() / steps;
             BatchTimes {
-                transfer_s: spent(&[Phase::Loading]),
+                // The trainer has waited for the loader before the worker began its step.
+                transfer_s: loading_s / steps + spent(&[Phase::Loading]),
                 forward_s: spent(&[Phase::Forward]),
                 backward_s: spent(&[Phase::Recompute, Phase::Backward, Phase::GradientWait, Phase::Optimizer]),
             }

@@ -1,62 +1,43 @@
 //! The checksum of a large body: fast enough to keep up with memory, so that it costs little next to the copy that MPI makes.
 //!
-//! Two sums over lanes of 64-bit words, as in Fletcher's checksum: `a += word; b += a`, in four lanes. Every flipped bit and every
-//! pair of exchanged words changes it. It detects accidents, not forgery, as the checksum of a frame does.
+//! Two sums over lanes of 64-bit words; see [`BlockSums`]. Every flipped bit and every pair of exchanged words changes it. It detects
+//! accidents, not forgery, as the checksum of a frame does.
 
+use crate::engine::{BlockSums, BLOCK_BYTES};
 use distgpipe_core::wire::Header;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
-
-const LANES: usize = 4;
-
-/// The bytes that the lanes take at a time.
-const BLOCK: usize = 8 * LANES;
 
 /// The checksum of a body that is there piece by piece.
 pub(super) struct BodyChecksum {
     header: u64,
-    a: [u64; LANES],
-    b: [u64; LANES],
+    sums: BlockSums,
     bytes: u64,
 }
 
 impl BodyChecksum {
     /// For the body of a frame with this header.
     pub fn new(header: &Header) -> Self {
-        BodyChecksum { header: xxh3_64(&header.encode()), a: [0; LANES], b: [0; LANES], bytes: 0 }
+        BodyChecksum { header: xxh3_64(&header.encode()), sums: BlockSums::default(), bytes: 0 }
     }
 
-    /// Adds the next piece. All but the last must be multiples of 32 bytes.
+    /// Adds the next piece. All but the last must be whole blocks of the sums.
     pub fn update(&mut self, piece: &[u8]) {
-        debug_assert_eq!(self.bytes % BLOCK as u64, 0, "only the last piece may be ragged");
+        debug_assert_eq!(self.bytes % BLOCK_BYTES as u64, 0, "only the last piece may be ragged");
         self.bytes += piece.len() as u64;
-        let blocks = piece.chunks_exact(BLOCK);
-        let rest = blocks.remainder();
-        let (mut a, mut b) = (self.a, self.b);
-        for block in blocks {
-            add(&mut a, &mut b, block);
-        }
+        let (blocks, rest) = piece.as_chunks::<BLOCK_BYTES>();
+        self.sums.add(blocks);
         if !rest.is_empty() {
-            let mut padded = [0; BLOCK];
+            let mut padded = [0; BLOCK_BYTES];
             padded[..rest.len()].copy_from_slice(rest);
-            add(&mut a, &mut b, &padded);
+            self.sums.add(&[padded]);
         }
-        (self.a, self.b) = (a, b);
     }
 
     /// The checksum of all pieces.
     pub fn finish(&self) -> u64 {
-        let words = self.a.iter().chain(&self.b).chain([&self.bytes]);
+        let words = self.sums.a.iter().chain(&self.sums.b).chain([&self.bytes]);
         let bytes: Vec<u8> = words.flat_map(|word| word.to_le_bytes()).collect();
         xxh3_64_with_seed(&bytes, self.header)
-    }
-}
-
-#[inline(always)]
-fn add(a: &mut [u64; LANES], b: &mut [u64; LANES], block: &[u8]) {
-    for (lane, word) in block.chunks_exact(8).enumerate().take(LANES) {
-        let word = u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
-        a[lane] = a[lane].wrapping_add(word);
-        b[lane] = b[lane].wrapping_add(a[lane]);
     }
 }
 
@@ -74,7 +55,7 @@ mod tests {
     #[test]
     fn pieces_have_the_checksum_of_the_whole() {
         let body: Vec<u8> = (0..1000u32).map(|n| (n * n % 251) as u8).collect();
-        for at in [0, 32, 512, 992] {
+        for at in [0, 64, 512, 960] {
             assert_eq!(of(&[&body[..at], &body[at..]]), of(&[&body]), "{at}");
         }
     }
@@ -88,7 +69,7 @@ mod tests {
             flipped[bit / 8] ^= 1 << (bit % 8);
             assert_ne!(of(&[&flipped]), expected, "{bit}");
         }
-        for (one, other) in [(0, 8), (0, 32), (8, 72), (0, 160)] {
+        for (one, other) in [(0, 8), (0, 64), (8, 72), (0, 128)] {
             let mut exchanged = body.clone();
             for byte in 0..8 {
                 exchanged.swap(one + byte, other + byte);

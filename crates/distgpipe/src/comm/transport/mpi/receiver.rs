@@ -5,6 +5,7 @@ use super::{Link, Tags, INLINE_BYTES_MAX, PIECE_BYTES};
 use crate::comm::abort::AbortFlag;
 use crate::comm::arrivals::Receiving;
 use crate::comm::link_codecs::Decoder;
+use crate::comm::mailbox::Demand;
 use crate::comm::transport::tcp::{Assembler, Frame};
 use crate::comm::transport::{limits, Admit, Deliver, FINISH_FRAME};
 use crate::engine::mpi::{sleep_precisely, Backoff, Mpi, MpiMessage};
@@ -19,6 +20,9 @@ use xxhash_rust::xxh3::xxh3_64;
 /// What may arrive while a mailbox is full. Then the senders wait.
 const OVERFLOW_BYTES_MAX: u64 = 64 << 20;
 
+/// The pause between two looks for a message while the stage computes.
+const NOT_AWAITED: Duration = Duration::from_millis(2);
+
 /// The bytes of a checksum.
 const CHECKSUM_BYTES: usize = 8;
 
@@ -27,6 +31,7 @@ pub(super) struct Receiver {
     pub tags: Tags,
     pub abort: AbortFlag,
     pub ends: BTreeMap<usize, ReceivingEnd>,
+    pub demand: Arc<Demand>,
     pub closing: Arc<AtomicBool>,
     pub abandoned: Arc<AtomicBool>,
 }
@@ -34,6 +39,7 @@ pub(super) struct Receiver {
 impl Receiver {
     pub fn run(mut self) {
         sleep_precisely();
+        self.demand.wakes_this_thread();
         if let Err(fault) = self.pump() {
             if let Some(end) = self.ends.values().next() {
                 end.link.fail(fault);
@@ -58,7 +64,12 @@ impl Receiver {
                 continue;
             }
             let Some(message) = self.mpi.next(None, self.tags.header)? else {
-                wait.pause();
+                if self.demand.is_there() {
+                    wait.pause();
+                } else {
+                    std::thread::park_timeout(NOT_AWAITED);
+                    wait = Backoff::new();
+                }
                 continue;
             };
             match self.ends.get_mut(&message.from) {

@@ -11,7 +11,7 @@ use crate::comm::transport::{limits, Outgoing};
 use crate::engine::mpi::{sleep_precisely, Backoff, Outbound};
 use crate::failure::Fault;
 use distgpipe_core::wire::{Header, Kind};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -47,32 +47,33 @@ impl Sender {
 
     /// Sends what is queued, until all sending ends of the queue are dropped and everything is sent, or the run fails.
     fn pump(&mut self, queued: &Receiver<Message>) -> Result<(), Fault> {
-        let (mut wait, mut ended) = (Backoff::new(), false);
+        let (mut wait, mut ended, mut waiting) = (Backoff::new(), false, (0, 0));
         loop {
             self.link.abort.check()?;
             // MPI goes on with what is on its way only when it is called.
-            let settled = lock(&self.outbound).settle()?;
-            let next = match settled {
-                true if ended => return Ok(()),
-                true => queued.recv_timeout(POLL),
-                false => queued.try_recv().map_err(|empty| match empty {
-                    TryRecvError::Empty => RecvTimeoutError::Timeout,
-                    TryRecvError::Disconnected => RecvTimeoutError::Disconnected,
-                }),
+            let (settled, left) = {
+                let mut outbound = lock(&self.outbound);
+                (outbound.settle()?, outbound.waiting())
             };
-            match next {
+            if left != waiting {
+                (wait, waiting) = (Backoff::new(), left);
+            }
+            let pause = match settled {
+                true if ended => return Ok(()),
+                true => POLL,
+                false => wait.long(),
+            };
+            if ended {
+                std::thread::sleep(pause);
+                continue;
+            }
+            match queued.recv_timeout(pause) {
                 Ok(mut message) => {
                     message.take_over()?;
                     self.outgoing.send(message)?;
-                    wait = Backoff::new();
                 }
-                Err(RecvTimeoutError::Disconnected) if settled => return Ok(()),
-                Err(end) => {
-                    ended |= end == RecvTimeoutError::Disconnected;
-                    if !settled {
-                        wait.pause();
-                    }
-                }
+                Err(RecvTimeoutError::Disconnected) => ended = true,
+                Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
