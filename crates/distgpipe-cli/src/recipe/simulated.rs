@@ -1,8 +1,10 @@
 //! Predicts the throughput of a run on more GPUs than there are.
 //!
-//! One worker for each partition trains on the one device, with a single micro-batch in each step. So only one partition computes at
-//! a time, and its passes take as long as on a device of its own. The schedule of the recipe is simulated with these times; replicas
-//! run it side by side. Messages cost nothing, and loading is hidden by computation.
+//! One worker for each partition trains on the one device, with a single micro-batch in each step and without recomputation, which
+//! a worker would begin while the next one still computes. So only one partition runs a pass at a time, which takes as long as on a device
+//! of its own; a pass that is run again is taken to last as long as the first time. Only the update of a partition coincides with the
+//! backward pass of the one before it. The schedule of the recipe is simulated with these times; replicas run it side by side. Messages
+//! cost nothing, and loading is hidden by computation.
 
 use super::deviations::deviations;
 use super::row_process::{self, Ended, RunOutput};
@@ -30,7 +32,7 @@ pub struct PartitionCosts {
     /// Layers of the partitions.
     pub balance: Vec<usize>,
     pub forward_s: Vec<f64>,
-    /// Forward passes that are run again; all 0 if none are.
+    /// Forward passes that are run again, which are taken to last as long as the first time; all 0 if none are.
     pub recompute_s: Vec<f64>,
     pub backward_s: Vec<f64>,
     /// The optimizer, once a step.
@@ -65,7 +67,7 @@ pub fn predict(
         Ok(output) => output,
         Err(why) => return Ok(Err(why)),
     };
-    let Some(costs) = PartitionCosts::measured(&output.run, rows(&run)) else {
+    let Some(costs) = PartitionCosts::measured(&output.run, &run) else {
         let warm_up = output.run.warm_up_steps;
         return Ok(Err(format!("the costs of its partitions need more than {warm_up} steps: raise --steps")));
     };
@@ -73,7 +75,8 @@ pub fn predict(
     let devices: Vec<String> = run.devices().iter().map(|device| device.resolved().to_string()).collect();
     deviations[0] = format!(
         "Simulated, not measured: the schedule was simulated for the number of GPUs in the row, with the times that each partition \
-         took for one micro-batch on {}, while no other partition computed. Links cost nothing, and loading is hidden.",
+         took for one micro-batch on {}, while no other partition ran a pass; a pass that is run again counts as the first one did. Links \
+         cost nothing, and loading is hidden.",
         devices.join(", ")
     );
     Ok(Ok(Predicted {
@@ -144,10 +147,7 @@ fn measuring(run: &TrainFlags, given: &TrainFlags, chosen: Option<&[usize]>) -> 
         replicas: run.replicas.map(|_| 1),
         batch: Some(rows(run)),
         chunks: Some(1),
-        recompute: Some(match run.recompute.unwrap_or_default() {
-            Recompute::Never => Recompute::Never,
-            Recompute::ExceptLast | Recompute::Always => Recompute::Always,
-        }),
+        recompute: Some(Recompute::Never),
         phases: Some(PhaseTiming::Exact),
         steps: Some(given.steps.unwrap_or(STEPS)),
         no_evaluate: Some(true),
@@ -156,18 +156,22 @@ fn measuring(run: &TrainFlags, given: &TrainFlags, chosen: Option<&[usize]>) -> 
 }
 
 impl PartitionCosts {
-    /// The costs of a run whose workers have one partition each; `None` if it ended with its warm-up.
-    fn measured(run: &RunOutput, rows: usize) -> Option<Self> {
-        let steps = run.steps.checked_sub(run.warm_up_steps).filter(|&steps| steps > 0)? as f64;
-        let spent = |phase: Phase| {
-            let seconds = run.workers.iter().map(|worker| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0));
+    /// The costs of the partitions of `run`, by a run whose workers have one of them each; `None` if that ended with its warm-up.
+    fn measured(output: &RunOutput, run: &TrainFlags) -> Option<Self> {
+        let steps = output.steps.checked_sub(output.warm_up_steps).filter(|&steps| steps > 0)? as f64;
+        let spent = |phase: Phase| -> Vec<f64> {
+            let seconds = output.workers.iter().map(|worker| worker.phases_s.get(phase.name()).copied().unwrap_or(0.0));
             seconds.map(|seconds| seconds / steps).collect()
         };
+        let forward_s = spent(Phase::Forward);
         Some(PartitionCosts {
-            rows,
-            balance: run.balance.clone(),
-            forward_s: spent(Phase::Forward),
-            recompute_s: spent(Phase::Recompute),
+            rows: rows(run),
+            balance: output.balance.clone(),
+            recompute_s: match run.recompute.unwrap_or_default() {
+                Recompute::Never => vec![0.0; forward_s.len()],
+                Recompute::ExceptLast | Recompute::Always => forward_s.clone(),
+            },
+            forward_s,
             backward_s: spent(Phase::Backward),
             optimizer_s: spent(Phase::Optimizer),
         })
@@ -200,6 +204,7 @@ impl PartitionCosts {
 mod tests {
     use super::*;
     use crate::recipe::find;
+    use crate::recipe::row_process::WorkerOutput;
 
     fn costs(partitions: usize, pass_s: f64) -> PartitionCosts {
         let each = |seconds: f64| vec![seconds; partitions];
@@ -256,11 +261,37 @@ mod tests {
         let flags = recipe.with(&measuring(&run, &given, Some(&[20, 17])).unwrap()).unwrap();
         assert_eq!((flags.batch, flags.chunks, flags.steps), (Some(15), Some(1), Some(7)));
         assert_eq!((flags.balance.as_deref(), flags.place.as_deref()), (Some("20,17"), Some("p0,p1")));
-        assert_eq!((flags.auto_balance, flags.recompute), (None, Some(Recompute::Always)));
+        // A pass that is run again would coincide with one of the next partition.
+        assert_ne!(run.recompute, Some(Recompute::Never));
+        assert_eq!((flags.auto_balance, flags.recompute), (None, Some(Recompute::Never)));
         let client = find("cifar10-mobilenet-pipeline-2").unwrap();
         let run = client.with(&given).unwrap();
         let flags = client.with(&measuring(&run, &given, None).unwrap()).unwrap();
         assert_eq!((flags.cut.as_deref(), flags.place.as_deref()), (Some("first=1,last=1"), Some("p0,p1,p2")));
         assert_eq!((flags.batch, flags.recompute), (Some(16), Some(Recompute::Never)));
+    }
+
+    #[test]
+    fn passes_that_are_run_again_cost_as_much_as_the_first_time() {
+        let worker = |forward: f64| WorkerOutput {
+            phases_s: [("forward", forward), ("backward", 8.0), ("optimizer", 2.0)]
+                .map(|(n, s)| (n.to_owned(), s))
+                .into(),
+        };
+        let output = RunOutput {
+            command: String::new(),
+            balance: vec![1, 2],
+            steps: 6,
+            warm_up_steps: 2,
+            workers: vec![worker(4.0), worker(6.0)],
+        };
+        let run = |recompute| TrainFlags { batch: Some(8), recompute: Some(recompute), ..TrainFlags::default() };
+        for (recompute, recompute_s) in [(Recompute::Always, [1.0, 1.5]), (Recompute::Never, [0.0, 0.0])] {
+            let costs = PartitionCosts::measured(&output, &run(recompute)).unwrap();
+            assert_eq!((&costs.forward_s[..], &costs.recompute_s[..]), (&[1.0, 1.5][..], &recompute_s[..]));
+            assert_eq!((&costs.backward_s[..], &costs.optimizer_s[..]), (&[2.0, 2.0][..], &[0.5, 0.5][..]));
+        }
+        let ended = RunOutput { steps: 2, ..output };
+        assert_eq!(PartitionCosts::measured(&ended, &run(Recompute::Never)), None);
     }
 }
