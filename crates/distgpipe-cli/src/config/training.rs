@@ -2,10 +2,9 @@
 
 use crate::args::{DecayName, MetricName, OptimizerName, TrainFlags};
 use crate::exit::usage;
-use distgpipe::engine::Device;
 use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{Capture, TestMetric, TrainOptions};
-use distgpipe::{GraphMode, Loss, Optim, ParameterGroup, Workers};
+use distgpipe::{Loss, Optim, ParameterGroup, Workers};
 
 /// The default of `--restarts` in a run with checkpoints, and in one with workers on other hosts.
 const RESTARTS: u64 = 3;
@@ -24,16 +23,8 @@ pub(super) fn options(flags: &TrainFlags, replica_workers: usize, workers: &Work
         patience: flags.patience,
         // A run without checkpoints has to collect its state after each epoch.
         restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() || are_remote { RESTARTS } else { 0 }),
-        warm_up_steps: warm_up_steps(flags),
         ..TrainOptions::default()
     })
-}
-
-/// Steps that times and speeds leave out. On a GPU, the one after the others records graphs.
-fn warm_up_steps(flags: &TrainFlags) -> u64 {
-    let records = flags.devices().iter().any(|device| matches!(device.resolved(), Device::Cuda(_)))
-        && flags.graphs.unwrap_or_default() != GraphMode::Off;
-    TrainOptions::default().warm_up_steps + u64::from(records)
 }
 
 /// The optimizer and its learning rate.

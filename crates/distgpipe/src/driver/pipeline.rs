@@ -270,6 +270,11 @@ impl Pipeline {
         &self.devices
     }
 
+    /// Whether workers may record CUDA graphs in their first steps.
+    pub(crate) fn records_graphs(&self) -> bool {
+        self.job.graphs.mode.records_on(&self.devices)
+    }
+
     /// The GPUs on which the workers of this process need the inputs and the targets of a batch. Where the replicas do not share a GPU,
     /// the batch stays on the host, and each of them copies its rows.
     pub(crate) fn batch_devices(&self) -> BatchDevices {

@@ -17,7 +17,7 @@
 
 use crate::comm::protocol::StepCommand;
 use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool};
-use crate::engine::{self, SeedTable, TensorList};
+use crate::engine::{self, Device, SeedTable, TensorList};
 use crate::failure::Fault;
 use crate::runtime::deferred_batch_norm::CollectedStatistics;
 use crate::runtime::micro_batch_pass::{Forward, ForwardOutput, GradientParcel, InFlight, Kept, LossTarget, Score};
@@ -35,6 +35,9 @@ use tch::Tensor;
 /// Steps of one size before passes are recorded.
 const WARM_UP_STEPS: usize = 2;
 
+/// The steps until graphs are recorded, the recording included: they are slower than those after them.
+pub(crate) const STEPS_UNTIL_RECORDED: u64 = WARM_UP_STEPS as u64 + 1;
+
 /// The most lanes of a worker.
 pub const LANES_MAX: usize = 8;
 
@@ -49,6 +52,13 @@ pub enum GraphMode {
     On,
     /// Never.
     Off,
+}
+
+impl GraphMode {
+    /// Whether any worker with one of these devices may record graphs. What [`Device::Auto`] is, the worker's host decides.
+    pub(crate) fn records_on(self, devices: &[Device]) -> bool {
+        self != GraphMode::Off && devices.iter().any(|&device| device != Device::Cpu)
+    }
 }
 
 impl FromStr for GraphMode {
@@ -677,6 +687,15 @@ mod tests {
             assert_eq!(serde_json::to_string(&mode).unwrap(), format!("\"{mode}\""));
         }
         assert!("yes".parse::<GraphMode>().is_err());
+    }
+
+    #[test]
+    fn graphs_may_be_recorded_where_a_worker_may_have_a_gpu() {
+        let records = |mode: GraphMode| {
+            [vec![Device::Cpu], vec![Device::Cpu, Device::Cuda(0)], vec![Device::Auto]].map(|all| mode.records_on(&all))
+        };
+        assert_eq!(records(GraphMode::Auto), [false, true, true]);
+        assert_eq!(records(GraphMode::Off), [false; 3]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! How long and how to train.
 
 use crate::runtime::accumulation::Accumulation;
+use crate::runtime::graphs::STEPS_UNTIL_RECORDED;
 use crate::train::best::TestMetric;
 use crate::train::learning_rate::RateSchedule;
 
@@ -20,7 +21,8 @@ pub struct TrainOptions {
     pub rate_schedule: RateSchedule,
     /// Batches per update of the parameters. The last update of an epoch may have fewer.
     pub accumulate: u64,
-    /// Steps at the start of the run that times and speeds leave out, because libtorch still plans its kernels and memory.
+    /// Steps at the start of the run that times and speeds leave out, because libtorch still plans its kernels and memory. If workers
+    /// record CUDA graphs, at least the steps until they have done so are left out; see [`Builder::graphs`](crate::Builder::graphs).
     pub warm_up_steps: u64,
     /// The step of which the observer receives everything that crossed the links.
     pub capture: Capture,
@@ -57,6 +59,12 @@ impl Default for TrainOptions {
 }
 
 impl TrainOptions {
+    /// Steps that times and speeds leave out, if workers record CUDA graphs or not.
+    pub(super) fn unmeasured(&self, records_graphs: bool) -> u64 {
+        let until_recorded = if records_graphs { STEPS_UNTIL_RECORDED } else { 0 };
+        self.warm_up_steps.max(until_recorded)
+    }
+
     /// Training steps of a whole run with epochs of so many batches: whole updates.
     pub(super) fn steps(&self, epoch_batches: u64) -> u64 {
         let updates = Accumulation { every: self.accumulate, epoch_steps: epoch_batches, steps: 0 };
@@ -85,4 +93,18 @@ pub enum SaveEvery {
     Epoch,
     /// Every N steps, at the next finished update.
     Steps(u64),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The library left out two steps, and the slow third one, which records, was part of the means.
+    #[test]
+    fn the_step_that_records_graphs_is_not_measured() {
+        let options = TrainOptions::default();
+        assert_eq!((options.unmeasured(false), options.unmeasured(true)), (2, 3));
+        let longer = TrainOptions { warm_up_steps: 10, ..options };
+        assert_eq!((longer.unmeasured(false), longer.unmeasured(true)), (10, 10));
+    }
 }

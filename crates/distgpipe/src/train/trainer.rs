@@ -279,7 +279,11 @@ impl<'a> Trainer<'a> {
             }
         }
         let left = self.steps.saturating_sub(self.progress.step);
-        let mut summary = SummaryBuilder::new(self.pipeline, self.resumed_at, self.options.warm_up_steps.min(left));
+        let mut summary = SummaryBuilder::new(
+            self.pipeline,
+            self.resumed_at,
+            self.options.unmeasured(self.pipeline.records_graphs()).min(left),
+        );
         let end = loop {
             match self.train(&mut summary, observer) {
                 Ok(end) => break end,
