@@ -106,6 +106,72 @@ fn a_rank_that_errs_before_it_has_summed_its_gradients_is_named_and_ends_all() {
     assert!(start.elapsed() < BOUND, "took {:?}", start.elapsed());
 }
 
+/// The others wait for it inside MPI_Iallreduce: gradients are most of what these ranks do.
+#[test]
+fn a_rank_that_is_stopped_while_mpi_sums_gradients_is_named_and_ends_all() {
+    let train = [
+        "train",
+        "--set",
+        "hidden=[1500,1500]",
+        "--replicas",
+        "3",
+        "--chunks",
+        "1",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+    ];
+    let sum = ["--reduce", "mpi", "--epochs", "1000", "--no-evaluate", "--peer-timeout", "5"];
+    let run = Running::start(mpirun(3, &[&train[..], &sum].concat()), "epoch 1/");
+    signal(run.rank(1), "-STOP");
+    let (status, said) = run.ended();
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains("error: lost the connection to w0/1: nothing arrived for 5.0 s"), "{said}");
+}
+
+/// The command's standard output as JSON.
+fn json(mut command: Command) -> serde_json::Value {
+    let output = command.output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+#[test]
+fn ranks_evaluate_and_predict_as_threads_do() {
+    let folder = folder("inference");
+    let weights = folder.join("model.safetensors");
+    let weights = weights.to_str().expect("UTF-8");
+    let mut train = Command::new(BINARY);
+    train.args(TRAIN).args(["--epochs", "1", "--no-evaluate", "--save", weights]);
+    let (status, said) = ended(train);
+    assert_eq!(status, Some(0), "{said}");
+    let image = folder.join("digit.png");
+    let file = std::io::BufWriter::new(std::fs::File::create(&image).expect("created"));
+    let mut encoder = png::Encoder::new(file, 8, 8);
+    encoder.set_color(png::ColorType::Grayscale);
+    let pixels: Vec<u8> = (0..64).map(|i| i * 4).collect();
+    encoder.write_header().and_then(|mut writer| writer.write_image_data(&pixels)).expect("written");
+    let common =
+        ["--weights", weights, "--partitions", "2", "--chunks", "2", "--device", "cpu", "--threads", "1", "--json"];
+    for command in [vec!["evaluate"], vec!["predict", image.to_str().expect("UTF-8")]] {
+        let arguments = [&command[..], &common].concat();
+        let mut threads = Command::new(BINARY);
+        threads.args(&arguments);
+        let figures = |said: serde_json::Value| match command[0] {
+            "evaluate" => vec![said["rows"].clone(), said["loss"].clone(), said["accuracy"].clone()],
+            _ => vec![said[0]["classes"].clone()],
+        };
+        let (threads, ranks) = (figures(json(threads)), figures(json(mpirun(2, &arguments))));
+        assert!(threads.iter().all(|figure| !figure.is_null()), "{command:?}: {threads:?}");
+        assert_eq!(ranks, threads, "{command:?}");
+        // A number that does not fit is refused as in training.
+        let (status, said) = ended(mpirun(3, &arguments));
+        assert_eq!(status, Some(2), "{said}");
+        assert!(said.contains("expected 2 MPI ranks"), "{said}");
+    }
+}
+
 #[test]
 fn a_number_of_ranks_that_does_not_fit_is_refused_with_the_one_that_does() {
     let (status, said) = ended(mpirun(3, &TRAIN));
