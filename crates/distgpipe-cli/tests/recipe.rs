@@ -127,7 +127,43 @@ fn a_table_is_run_with_all_seeds_and_printed_from_the_file() {
     // Another command prints the same from the file.
     assert_eq!(fine(&["recipe", "table", "time-mobilenet", "--runs", place]), printed);
     let said = refused(&arguments);
-    assert!(said.contains("time-mobilenet.json of an earlier run"), "{said}");
+    assert!(said.contains("time-mobilenet.json of an earlier run: add --add to run the rows that it lacks"), "{said}");
+}
+
+/// A table whose run was interrupted is finished, and one of few seeds gets more. What was measured stays as it is.
+#[test]
+fn rows_and_seeds_are_added_to_the_file_of_a_table() {
+    let out = directory("table-added");
+    let (path, place) = (out.join("time-mobilenet.json"), out.to_str().expect("a plain path"));
+    let table = ["recipe", "run", "--table", "time-mobilenet", "--out", place];
+    let file = || -> Value { serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap() };
+    fine(&[&table[..], &["--rows", "sgd-2"], &TINY].concat());
+    let first = file();
+    assert_eq!((first["rows"].as_array().unwrap().len(), &first["rows"][0]["added"]), (1, &Value::Null));
+    // As if it had been measured elsewhere.
+    let elsewhere =
+        std::fs::read_to_string(&path).unwrap().replace(first["machine"].as_str().unwrap(), "another machine");
+    std::fs::write(&path, elsewhere).unwrap();
+
+    let printed = fine(&[&table[..], &["--rows", "sgd-3", "--add"], &TINY].concat());
+    let second = file();
+    assert_eq!(second["rows"][0], first["rows"][0], "what was there stays");
+    let added = &second["rows"][1];
+    assert_eq!(added["recipe"], "time-mobilenet-sgd-3");
+    assert_eq!((&added["added"]["machine"], &second["machine"]), (&first["machine"], &"another machine".into()));
+    assert!(added["added"]["command"].as_str().unwrap().contains("--rows sgd-3 --add"), "{added}");
+    for machine in ["another machine", first["machine"].as_str().unwrap()] {
+        assert!(printed.contains(&format!("time-mobilenet.json; {machine}; made by ")), "{machine}: {printed}");
+    }
+
+    // Nothing is left to do for these rows, and another seed is a run of all seeds.
+    fine(&[&table[..], &["--rows", "sgd-3", "--add"], &TINY].concat());
+    assert_eq!(file(), second);
+    fine(&[&table[..], &["--rows", "sgd-3", "--seeds", "1", "--add"], &TINY].concat());
+    let third = file();
+    let seeds: Vec<u64> =
+        third["rows"][1]["runs"].as_array().unwrap().iter().map(|run| run["seed"].as_u64().unwrap()).collect();
+    assert_eq!((seeds, &third["rows"][0]), (vec![0, 1], &first["rows"][0]));
 }
 
 /// One device stands for two. The row that the speed-up is relative to is run too, although no word names it.
@@ -146,6 +182,9 @@ fn a_row_that_needs_more_devices_is_simulated_and_marked() {
         let costs: Vec<f64> = serde_json::from_value(run["costs"][cost].clone()).unwrap();
         assert!(costs.len() == 2 && costs.iter().all(|&seconds| seconds > 0.0), "{cost}: {costs:?}");
     }
+    // Measured one after the other: the partition would recompute while the next one computes.
+    assert_eq!(run["costs"]["recompute_s"], run["costs"]["forward_s"]);
+    assert!(run["command"].as_str().unwrap().contains("--recompute never"), "{run}");
     // At most as fast as the slower partition with all four micro-batches, of which three are recomputed.
     let of = |cost: &str, partition: usize| run["costs"][cost][partition].as_f64().unwrap();
     let slower = [0, 1].map(|p| 4.0 * of("forward_s", p) + 3.0 * of("recompute_s", p) + 4.0 * of("backward_s", p));

@@ -112,6 +112,9 @@ struct RunArgs {
     /// Directory for the figures of --table, in the file TABLE.json [default: runs/recipes]
     #[arg(long, value_name = "DIR", requires = "table", help_heading = "Tables")]
     out: Option<PathBuf>,
+    /// Keep the file of an earlier run of --table, and run the rows and seeds that it lacks. Rows that are added say where they ran
+    #[arg(long, requires = "table", help_heading = "Tables")]
+    add: bool,
     /// Give up a row of --table whose run takes longer than this many seconds [default: no limit]
     #[arg(long, value_name = "SECONDS", requires = "table", help_heading = "Tables")]
     row_limit: Option<f64>,
@@ -131,6 +134,7 @@ impl RunArgs {
             ("--rows", !self.rows.is_empty()),
             ("--seeds", !self.seeds.is_empty()),
             ("--out", self.out.is_some()),
+            ("--add", self.add),
             ("--row-limit", self.row_limit.is_some()),
             ("--simulate", self.simulate),
         ];
@@ -286,6 +290,7 @@ fn run_table(table: &PublishedTable, args: &RunArgs) -> anyhow::Result<()> {
         flags: &flags,
         row_limit: row_limit.transpose()?,
         simulate: args.simulate,
+        add: args.add,
         command: format!("distgpipe {}", command.join(" ")),
     };
     let (path, measurements) = run.run()?;
@@ -443,6 +448,7 @@ mod tests {
             assert_eq!(said, format!("{}: it belongs to a table: use --table instead of a recipe", flags[0]));
         }
         assert!(parsed(&["rte-sort8", "--simulate"]).check_without_table().is_err());
+        assert!(parsed(&["rte-sort8", "--add"]).check_without_table().is_err());
         parsed(&["rte-sort8", "--batch", "8"]).check_without_table().unwrap();
         assert_eq!(parsed(&["--table", "rte", "--seeds", "0,2,1"]).seeds().unwrap(), [0, 2, 1]);
         let said = parsed(&["--table", "rte", "--seeds", "0,2,0"]).seeds().unwrap_err().to_string();

@@ -54,6 +54,21 @@ pub struct MeasuredRow {
     /// Why there are no runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
+    /// What ran this row later than the rest of the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub added: Option<Origin>,
+}
+
+/// Where figures are from.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// The machine that computed.
+    pub machine: String,
+    /// The version of distgpipe.
+    pub version: String,
+    /// The command.
+    pub command: String,
 }
 
 /// One run of a row.
@@ -203,6 +218,29 @@ impl Measurements {
         self.rows.iter().find(|row| row.recipe.as_deref() == Some(recipe) && !row.runs.is_empty())
     }
 
+    /// The machine and the command of a row.
+    pub fn origin<'a>(&'a self, row: &'a MeasuredRow) -> (&'a str, &'a str) {
+        row.added.as_ref().map_or((&self.machine, &self.command), |added| (&added.machine, &added.command))
+    }
+
+    /// The file of a table, if there is one at this path.
+    pub fn existing(flag: &str, path: &Path, table: &str) -> anyhow::Result<Option<Self>> {
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = read_text(flag, path, FILE_BYTES_MAX)?;
+        let parsed = Self::parse(table, &text).map_err(|e| usage(format!("{flag} {}: {e:#}", path.display())));
+        parsed.map(Some)
+    }
+
+    /// Puts a row in the place of that of the same recipe, or behind all others.
+    pub fn put(&mut self, row: MeasuredRow) {
+        match self.rows.iter_mut().find(|old| old.recipe.is_some() && old.recipe == row.recipe) {
+            Some(old) => *old = row,
+            None => self.rows.push(row),
+        }
+    }
+
     fn parse(name: &str, text: &str) -> anyhow::Result<Self> {
         let parsed: Self = serde_json::from_str(text).with_context(|| format!("{name}.json"))?;
         if parsed.table != name {
@@ -292,10 +330,13 @@ impl Measured {
 }
 
 impl Measurements {
-    /// The throughput of one recipe divided by that of another.
+    /// The throughput of one recipe divided by that of another, if one machine measured both.
     pub fn speed_up(&self, recipe: &str, baseline: &str) -> Option<(Figure, &MeasuredRow)> {
-        let row = self.row(recipe)?;
-        let (ours, theirs) = (row.figure(Metric::Throughput)?, self.row(baseline)?.figure(Metric::Throughput)?);
+        let (row, base) = (self.row(recipe)?, self.row(baseline)?);
+        let (ours, theirs) = (row.figure(Metric::Throughput)?, base.figure(Metric::Throughput)?);
+        if self.origin(row).0 != self.origin(base).0 {
+            return None;
+        }
         let simulated = ours.simulated || theirs.simulated;
         Some((Figure { mean: ours.mean / theirs.mean, deviation: None, simulated }, row))
     }
@@ -362,6 +403,14 @@ mod tests {
         simulated.runs[0].outcome = Outcome::Simulated;
         let mixed = file("a", vec![simulated, row("base", 20.0)]);
         assert_eq!(speed_up(&mixed), Some("1.500× (simulated)".to_owned()));
+        let added =
+            |machine: &str| Origin { machine: machine.to_owned(), version: String::new(), command: String::new() };
+        let later = |machine: &str| {
+            let later = MeasuredRow { added: Some(added(machine)), ..row("x", 30.0) };
+            file("a", vec![later, row("base", 20.0)])
+        };
+        assert_eq!(speed_up(&later("another one")), None);
+        assert_eq!(speed_up(&later("")), Some("1.500×".to_owned()));
     }
 
     /// The published memory of a client and a server is interesting because the two differ.

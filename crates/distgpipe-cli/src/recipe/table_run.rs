@@ -1,7 +1,7 @@
 //! Runs the rows of a published table one after the other.
 
 use super::comparison::Metric;
-use super::measured::{MeasuredRow, MeasuredRun, Measurements, Outcome};
+use super::measured::{MeasuredRow, MeasuredRun, Measurements, Origin, Outcome};
 use super::requirements::{devices, gpus};
 use super::row_process::{self, Ended};
 use super::simulated::{predict, Predicted};
@@ -33,6 +33,8 @@ pub struct TableRun<'a> {
     pub row_limit: Option<Duration>,
     /// Whether rows that need more devices than there are get a simulated figure.
     pub simulate: bool,
+    /// Whether an earlier file is kept, and gets the rows that it lacks.
+    pub add: bool,
     /// The command, for the file.
     pub command: String,
 }
@@ -42,9 +44,10 @@ impl TableRun<'_> {
     pub fn run(&self) -> anyhow::Result<(PathBuf, Measurements)> {
         self.check()?;
         let path = self.out.join(format!("{}.json", self.table.name));
-        if path.exists() {
+        let earlier = Measurements::existing("--out", &path, &self.table.name)?;
+        if earlier.is_some() && !self.add {
             return Err(usage(format!(
-                "--out {}: it has {}.json of an earlier run: move it, or name another directory",
+                "--out {}: it has {}.json of an earlier run: add --add to run the rows that it lacks, move it, or name another directory",
                 self.out.display(),
                 self.table.name
             )));
@@ -53,19 +56,30 @@ impl TableRun<'_> {
         std::fs::create_dir_all(self.out).with_context(|| format!("--out {}", self.out.display()))?;
         let file = NewFile::at("--out", &path)?;
         let gpus = (0..).take_while(|&index| Device::Cuda(index).open().is_ok()).count();
-        let mut measured = Measurements {
-            table: self.table.name.clone(),
-            machine: machine(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            command: self.command.clone(),
-            rows: Vec::new(),
+        let origin =
+            Origin { machine: machine(), version: env!("CARGO_PKG_VERSION").to_owned(), command: self.command.clone() };
+        // What is added to a file says itself where it is from.
+        let (mut measured, added) = match earlier {
+            Some(earlier) => (earlier, Some(origin)),
+            None => {
+                let (table, Origin { machine, version, command }) = (self.table.name.clone(), origin);
+                (Measurements { table, machine, version, command, rows: Vec::new() }, None)
+            }
         };
         for recipe in &recipes {
-            let row = self.row(recipe, gpus)?;
+            let Some(seeds) = self.seeds_to_run(&measured, recipe) else {
+                report::note(&format!("{}: the file has it", recipe.name));
+                continue;
+            };
+            let row = self.row(recipe, gpus, &seeds)?;
             if let Some(why) = &row.skipped {
                 report::note(&format!("{}: skipped: {why}", recipe.name));
+                // A reason is worth less than figures.
+                if measured.row(&recipe.name).is_some() {
+                    continue;
+                }
             }
-            measured.rows.push(row);
+            measured.put(MeasuredRow { added: added.clone(), ..row });
             // A table of skipped rows is not worth a file.
             if measured.rows.iter().any(|row| !row.runs.is_empty()) {
                 file.write((serde_json::to_string_pretty(&measured)? + "\n").as_bytes())?;
@@ -76,6 +90,19 @@ impl TableRun<'_> {
             return Err(usage(format!("--table {}: no row can run here; the first: {why}", self.table.name)));
         }
         Ok((path, measured))
+    }
+
+    /// The seeds to run a row with; none if the file has all of them, or knows that the row does not fit into memory. A row is one run
+    /// of all its seeds, so one that lacks a seed is run again with those that it has.
+    fn seeds_to_run(&self, measured: &Measurements, recipe: &Recipe) -> Option<Vec<u64>> {
+        let Some(row) = measured.row(&recipe.name) else { return Some(self.seeds.to_vec()) };
+        let mut seeds: Vec<u64> = row.runs.iter().map(|run| run.seed).collect();
+        let lacks: Vec<u64> = self.seeds.iter().copied().filter(|seed| !seeds.contains(seed)).collect();
+        if lacks.is_empty() || row.is_out_of_memory() {
+            return None;
+        }
+        seeds.extend(lacks);
+        Some(seeds)
     }
 
     /// Flags whose files the rows would overwrite, and the seed.
@@ -118,7 +145,7 @@ impl TableRun<'_> {
     }
 
     /// Runs a row with every seed, unless the machine lacks something.
-    fn row(&self, recipe: &Recipe, gpus_here: usize) -> anyhow::Result<MeasuredRow> {
+    fn row(&self, recipe: &Recipe, gpus_here: usize, seeds: &[u64]) -> anyhow::Result<MeasuredRow> {
         let mut flags = TrainFlags { json: None, config: None, ..self.flags.clone() };
         let wanted = devices(recipe);
         let available = flags.device.as_ref().map_or(gpus_here, |devices| devices.iter().count());
@@ -139,7 +166,7 @@ impl TableRun<'_> {
             // Partitions take turns on one device.
             flags.device = flags.devices().iter().next().map(Into::into);
         }
-        self.seeded(recipe, |seed| {
+        seeded(recipe, seeds, |seed| {
             let flags = TrainFlags { seed: Some(seed), ..flags.clone() };
             Ok(match simulated {
                 true => match predict(recipe, &flags, self.row_limit)? {
@@ -158,38 +185,38 @@ impl TableRun<'_> {
             })
         })
     }
+}
 
-    /// The row of a recipe, made with every seed.
-    fn seeded(
-        &self,
-        recipe: &Recipe,
-        mut run: impl FnMut(u64) -> anyhow::Result<Ended<(MeasuredRun, Vec<String>)>>,
-    ) -> anyhow::Result<MeasuredRow> {
-        let mut row = MeasuredRow::of(recipe);
-        for &seed in self.seeds {
-            report::note(&format!("{}, seed {seed}:", recipe.name));
-            match run(seed)? {
-                Ended::Complete((run, deviations)) => {
-                    row.runs.push(run);
-                    row.deviations = deviations;
-                }
-                Ended::OutOfMemory => {
-                    report::note(&format!("{}, seed {seed}: out of memory", recipe.name));
-                    let outcome = Outcome::OutOfMemory;
-                    row.runs.push(MeasuredRun { outcome, ..MeasuredRun::new(seed, None, BTreeMap::new()) });
-                    // Another seed needs as much.
-                    break;
-                }
-                // Partial figures would look like those of all seeds.
-                Ended::Failed(why) => {
-                    row.runs.clear();
-                    row.skipped = Some(why);
-                    break;
-                }
+/// The row of a recipe, made with every seed.
+fn seeded(
+    recipe: &Recipe,
+    seeds: &[u64],
+    mut run: impl FnMut(u64) -> anyhow::Result<Ended<(MeasuredRun, Vec<String>)>>,
+) -> anyhow::Result<MeasuredRow> {
+    let mut row = MeasuredRow::of(recipe);
+    for &seed in seeds {
+        report::note(&format!("{}, seed {seed}:", recipe.name));
+        match run(seed)? {
+            Ended::Complete((run, deviations)) => {
+                row.runs.push(run);
+                row.deviations = deviations;
+            }
+            Ended::OutOfMemory => {
+                report::note(&format!("{}, seed {seed}: out of memory", recipe.name));
+                let outcome = Outcome::OutOfMemory;
+                row.runs.push(MeasuredRun { outcome, ..MeasuredRun::new(seed, None, BTreeMap::new()) });
+                // Another seed needs as much.
+                break;
+            }
+            // Partial figures would look like those of all seeds.
+            Ended::Failed(why) => {
+                row.runs.clear();
+                row.skipped = Some(why);
+                break;
             }
         }
-        Ok(row)
     }
+    Ok(row)
 }
 
 /// A simulated figure and what differs.

@@ -351,11 +351,16 @@ fn sources<'a>(
     figures: impl Iterator<Item = &'a Ours<'a>>,
     extra: &[&'a MeasuredRow],
 ) -> Vec<Source> {
+    // Rows that were added to a file later are from another machine, or at least another command.
     let mut files: Vec<(&Measurements, Vec<&MeasuredRow>)> = Vec::new();
     let own = measured.table(&table.name);
     let extra = own.into_iter().flat_map(|own| extra.iter().map(move |row| (own, *row)));
     for (file, row) in figures.filter_map(|figure| figure.from).chain(extra) {
-        match files.iter_mut().find(|(known, _)| known.table == file.table) {
+        let origin = file.origin(row);
+        let same = |(known, rows): &&mut (&Measurements, Vec<&MeasuredRow>)| {
+            known.table == file.table && rows.first().is_none_or(|first| known.origin(first) == origin)
+        };
+        match files.iter_mut().find(same) {
             Some((_, rows)) if rows.iter().any(|known| std::ptr::eq(*known, row)) => {}
             Some((_, rows)) => rows.push(row),
             None => files.push((file, vec![row])),
@@ -377,13 +382,10 @@ fn sources<'a>(
                 names.clear();
             }
         }
-        Source {
-            table: file.table.clone(),
-            file: format!("{}/{}.json", measured.place, file.table),
-            machine: file.machine.clone(),
-            command: file.command.clone(),
-            deviations,
-        }
+        let (machine, command) = rows.first().map_or((&file.machine[..], &file.command[..]), |row| file.origin(row));
+        let (machine, command) = (machine.to_owned(), command.to_owned());
+        let table = file.table.clone();
+        Source { file: format!("{}/{table}.json", measured.place), table, machine, command, deviations }
     };
     files.into_iter().map(source).collect()
 }
