@@ -12,7 +12,7 @@ RUST_MINOR_MIN := 89
 # seed, and PROPTEST_CASES for more of them.
 export PROPTEST_RNG_SEED ?= 1
 
-.PHONY: help tools setup demo test test-isa test-kernels mpi test-mpi test-export examples fuzz-smoke bench golden lint clean
+.PHONY: help tools setup demo test test-isa test-kernels mpi test-mpi test-export examples fuzz-smoke bench bench-mpi golden lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -74,6 +74,10 @@ bench: setup .venv/made ## measure against PyTorch and others in one run; see be
 	cargo build --locked --release --bin distgpipe
 	.venv/bin/python bench/run.py
 
+bench-mpi: mpi ## measure the MPI transport against plain MPI in C, and steps against TCP; see bench/README.md
+	cargo build --locked --release -p distgpipe --features mpi --bench mpi_links
+	$(PYTHON) bench/mpi.py --rounds $(or $(ROUNDS),5)
+
 golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' from their formulas
 	$(PYTHON) scripts/golden_codecs.py
 	$(PYTHON) scripts/golden_zstd.py
@@ -93,9 +97,13 @@ golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' 
 test-export: .venv/made ## the tests of the Python package that exports models
 	.venv/bin/python -m unittest discover --start-directory python/tests
 
-lint: setup ## formatting, clippy and rustdoc, warnings denied
+lint: setup ## formatting, clippy and rustdoc, warnings denied; MPI=1: the code for MPI, too
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+ifneq ($(filter-out 0,$(MPI)),)
+	scripts/mpi-packages.sh
+	cargo clippy --locked -p distgpipe -p distgpipe-cli --all-targets --features distgpipe/mpi,distgpipe-cli/mpi -- -D warnings
+endif
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps
 
 clean: ## remove what was built; libtorch and its link stay

@@ -4,18 +4,22 @@
   messages   large tensors between two of four ranks, over our transport (crates/distgpipe/benches/mpi_links.rs) and with plain MPI
              calls in C (bench/mpi_messages.c): windows of messages, as osu_bw measures throughput, and ping-pong, which measures
              latency. Ours verifies checksums, and hands each message from thread to thread.
-  steps      training steps of MobileNetV2 in two partitions: two ranks, and two processes over TCP.
+  steps      training steps of MobileNetV2 in two and in four partitions: as many ranks, and as many processes over TCP, with the time
+             of the processor that the whole run took.
 
 Measurements run in rounds, each going through the whole list, so that an outside disturbance affects all of them alike. Ratios compare
 medians over all rounds.
 
 usage: bench/mpi.py [--rounds 5] [--steps 6] [--name NAME]
-needs: Open MPI, `make mpi`, and `cargo build --locked --release -p distgpipe --features mpi --bench mpi_links`
+needs: what `make bench-mpi` builds before it calls this: Open MPI, `make mpi`, and
+       `cargo build --locked --release -p distgpipe --features mpi --bench mpi_links`
 """
 import argparse
 import datetime
 import json
 import os
+import resource
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -28,9 +32,11 @@ TARGET = HERE.parent / "target" / "release"
 # Not bound to cores, as the processes over TCP are not.
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n"]
 TRAIN = (
-    "train --model mobilenet_v2 --set dropout=0.0 --balance 9,11 --chunks 4 --schedule 1f1b --data synthetic --epochs 1 --batch 32 "
+    "train --model mobilenet_v2 --set dropout=0.0 --chunks 4 --schedule 1f1b --data synthetic --epochs 1 --batch 32 "
     "--optimizer sgd --momentum 0 --lr 0.005 --threads 1 --device cpu --no-evaluate"
 ).split()
+# Partitions of about the same time, by their number.
+BALANCES = {2: "9,11", 4: "3,4,6,7"}
 WARM_UP = 1
 
 
@@ -48,6 +54,26 @@ def bench_binary():
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
+def steps(name, workers, count, folder):
+    """A run over MPI or TCP: the seconds of each step after the warm-up, and of the processor over the whole run."""
+    log = folder / "log"
+    shutil.rmtree(log, ignore_errors=True)
+    prefix, more = ([*MPIRUN, str(workers)], []) if name == "MPI" else ([], ["--workers", "processes"])
+    total = count + WARM_UP
+    size = ["--balance", BALANCES[workers], "--samples", str(32 * total), "--steps", str(total), "--log", str(log)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    output([*prefix, TARGET / "distgpipe", *TRAIN, *size, *more])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    lines = map(json.loads, (log / "steps.jsonl").read_text().splitlines())
+    spent = {field: getattr(after, field) - getattr(before, field) for field in ("ru_utime", "ru_stime", "ru_nvcsw", "ru_nivcsw")}
+    return {
+        "workers": workers,
+        "step_s": [line["seconds"] for line in lines if line["kind"] == "step"][WARM_UP:],
+        "cpu_s": spent["ru_utime"] + spent["ru_stime"],
+        "switches": spent["ru_nvcsw"] + spent["ru_nivcsw"],
+    }
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
@@ -63,14 +89,11 @@ def main():
             for name, program in programs.items():
                 for line in output([*MPIRUN, "4", program]).splitlines():
                     raw.append({"measured": "messages", "round": number, "with": name, **json.loads(line)})
-            steps = options.steps + WARM_UP
-            for name, prefix, more in (("MPI", [*MPIRUN, "2"], []), ("TCP", [], ["--workers", "processes"])):
-                log = Path(folder) / f"{name}-{number}"
-                command = [*TRAIN, "--samples", str(32 * steps), "--steps", str(steps), "--log", str(log), *more]
-                output([*prefix, TARGET / "distgpipe", *command])
-                lines = map(json.loads, (log / "steps.jsonl").read_text().splitlines())
-                seconds = [line["seconds"] for line in lines if line["kind"] == "step"][WARM_UP:]
-                raw.append({"measured": "steps", "round": number, "with": name, "step_s": seconds})
+            raw += [
+                {"measured": "steps", "round": number, "with": name, **steps(name, workers, options.steps, Path(folder))}
+                for workers in BALANCES
+                for name in ("MPI", "TCP")
+            ]
     folder = HERE / "runs" / options.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
@@ -84,8 +107,9 @@ def report(raw, options):
         found = (line for line in raw if (line["with"], line.get("pattern"), line.get("mib")) == wanted)
         return statistics.median(line["bytes_per_s"] for line in found)
 
-    def step(name):
-        return statistics.median(s for line in raw if line["measured"] == "steps" and line["with"] == name for s in line["step_s"])
+    def median(name, workers, of):
+        runs = (line for line in raw if line["measured"] == "steps" and (line["with"], line["workers"]) == (name, workers))
+        return statistics.median(value for line in runs for value in of(line))
 
     version = output(["mpirun", "--version"]).splitlines()[0]
     lines = [
@@ -112,13 +136,22 @@ def report(raw, options):
     for mib in sizes:
         there, ours = rates(plain, "ping-pong", mib), rates("distgpipe", "ping-pong", mib)
         lines.append(f"| {mib} MiB | {there / 1e9:.2f} GB/s | {ours / 1e9:.2f} GB/s | {ours / there:.2f} |")
-    mpi, tcp = step("MPI"), step("TCP")
     lines += [
         "", "## Training steps", "",
-        f"`distgpipe {' '.join(TRAIN)}`, two workers. Medians over all steps of all rounds, after {WARM_UP} step of each.", "",
-        "| two ranks over MPI | two processes over TCP | ratio |", "| --- | --- | --- |",
-        f"| {mpi * 1e3:.0f} ms | {tcp * 1e3:.0f} ms | {mpi / tcp:.2f} |", "",
+        f"`distgpipe {' '.join(TRAIN)}`, one partition for each worker. Medians over all steps of all rounds, after {WARM_UP} step of",
+        "each. The time of the processor is that of all processes over a whole run, their start included.", "",
+        "| workers | step, ranks over MPI | step, processes over TCP | ratio | processor, MPI | processor, TCP | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    for workers in BALANCES:
+        (mpi, tcp), (mpi_cpu, tcp_cpu) = (
+            [median(name, workers, of) for name in ("MPI", "TCP")]
+            for of in (lambda line: line["step_s"], lambda line: [line["cpu_s"]])
+        )
+        cells = [f"{mpi * 1e3:.0f} ms", f"{tcp * 1e3:.0f} ms", f"{mpi / tcp:.2f}"]
+        cells += [f"{mpi_cpu:.1f} s", f"{tcp_cpu:.1f} s", f"{mpi_cpu / tcp_cpu:.2f}"]
+        lines.append(f"| {workers} | {' | '.join(cells)} |")
+    lines.append("")
     return "\n".join(lines)
 
 
