@@ -94,8 +94,10 @@ golden: .venv/made ## compute the golden figures anew with PyTorch, the codecs' 
 	.venv/bin/python scripts/golden_pth.py
 	.venv/bin/python scripts/golden_tokens.py
 
-test-export: .venv/made ## the tests of the Python package that exports models
-	.venv/bin/python -m unittest discover --start-directory python/tests
+# The programs as `make test` has built them, so that nothing is built twice.
+test-export: setup target/tools/export/made ## the exporter's tests, and exported models against PyTorch, bit by bit
+	cargo build --locked --workspace --bin distgpipe --example exported_model
+	target/tools/export/bin/python -m unittest discover --start-directory python/tests
 
 lint: setup ## formatting, clippy and rustdoc, warnings denied; MPI=1: the code for MPI, too
 	cargo fmt --all --check
@@ -113,6 +115,12 @@ clean: ## remove what was built; libtorch and its link stay
 # NVIDIA's compiler at run time, as it comes with a CUDA build of PyTorch 2.11.
 target/tools/nvrtc/made:
 	$(PYTHON) -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target target/tools/nvrtc nvidia-cuda-nvrtc==13.0.88
+	@touch $@
+
+# PyTorch for those tests: 2 GB to download and 5 GB on disk, in a minute; the index has no smaller build of this version.
+target/tools/export/made: python/tests/requirements.txt
+	$(PYTHON) -m venv --clear target/tools/export
+	target/tools/export/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --requirement python/tests/requirements.txt
 	@touch $@
 
 # PyTorch for the golden figures and for the peers; nothing else needs it.

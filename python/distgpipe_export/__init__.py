@@ -6,6 +6,7 @@ From Python: distgpipe_export.export(model, inputs, "my.pt2").
 """
 
 import copy
+import pathlib
 import warnings
 
 import torch
@@ -16,21 +17,27 @@ VERSION = "2.11."
 SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
 
 
+# The operators that distgpipe runs without `--allow-op`, as in crates/distgpipe-core/src/pt2/operators.rs.
+OPERATORS = frozenset((pathlib.Path(__file__).parent / "operators.txt").read_text().split())
+
+
 class ExportError(Exception):
     """The module cannot be exported; the text says why and what to do."""
 
 
-def export(model, inputs, path=None):
+def export(model, inputs, path=None, allowed=()):
     """Exports `model` for training, with a batch of any size, and writes it to `path`.
 
-    `inputs` is a tuple of example tensors of at least two rows. Raises ExportError if the module cannot be exported, or
-    if the export does not compute what the module computes. Returns the exported program.
+    `inputs` is a tuple of example tensors of at least two rows. `allowed` names operators outside of the list, such as
+    "erfinv.default", that distgpipe will be told to allow. Raises ExportError if the module cannot be exported, if distgpipe
+    would refuse the export, or if the export does not compute what the module computes. Returns the exported program.
     """
     if not torch.__version__.startswith(VERSION):
         raise ExportError(f"expected PyTorch {VERSION}x, got {torch.__version__}: pip install torch==2.11.0")
     if any(x.shape[:1] != inputs[0].shape[:1] or x.shape[0] < 2 for x in inputs):
         raise ExportError("expected inputs with the same number of rows, at least two, in their first dimension")
     model = copy.deepcopy(model).train()
+    check_modules(model)
     check_forward(model, inputs)
     batch = tuple({0: torch.export.Dim("batch", min=2)} for _ in inputs)
     with warnings.catch_warnings():
@@ -40,9 +47,10 @@ def export(model, inputs, path=None):
         except Exception as error:  # torch.export raises errors of many kinds
             raise ExportError(f"torch.export cannot export the module: {explained(error)}") from error
         check_shapes(program)
+        check_operators(program, allowed)
         compare(model, program, inputs)
-    for module in program.graph_module.modules():  # subgraphs, such as those of no_grad, are modules of their own
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+    for graph_module in graph_modules(program):
+        for node in graph_module.graph.nodes:
             node.meta.pop("stack_trace", None)
     program.example_inputs = None  # they may be private data, and nothing needs them
     if path is not None:
@@ -55,6 +63,27 @@ def takes_arguments(model):
     import inspect
 
     return any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
+
+
+def graph_modules(program):
+    """The graph of the program and its subgraphs, such as those of no_grad."""
+    return [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+
+
+def check_modules(model):
+    """Fails if a module keeps what distgpipe does not: other statistics than a batch norm's, or parameters of another type."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.modules.batchnorm._NormBase) or not module.track_running_stats:
+            continue
+        if isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
+            raise ExportError(f"{name} is an instance norm with running statistics, and distgpipe keeps those of batch norms only: "
+                              "set track_running_stats=False")
+        if module.momentum is None:
+            raise ExportError(f"{name} has momentum=None, whose average depends on the number of batches seen: give it a number, such as 0.1")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ExportError(f"{name} is of {parameter.dtype}, and distgpipe trains parameters of torch.float32: export "
+                              "model.float(), and train with --precision bf16")
 
 
 def check_forward(model, inputs):
@@ -82,12 +111,41 @@ def check_shapes(program):
     """Fails if a shape depends on the values of a tensor."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
-            place = [path for path, _ in node.meta.get("nn_module_stack", {}).values()][-1:] or [""]
-            raise ExportError(f"the shape of {node.name} in {place[0] or 'the module itself'} depends on the values of a tensor; "
-                              "compute it with torch.where or masks")
+    for graph_module in graph_modules(program):
+        for node in graph_module.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
+                raise ExportError(f"the shape of {node.name} in {place(node)} depends on the values of a tensor; "
+                                  "compute it with torch.where or masks")
+
+
+def place(node):
+    """The module of the user's that a node belongs to."""
+    return ([path for path, _ in node.meta.get("nn_module_stack", {}).values()] or [""])[-1] or "the module itself"
+
+
+def check_operators(program, allowed):
+    """Fails if the graph has what distgpipe refuses: subgraphs other than those of no_grad, and operators outside of its list."""
+    for graph_module in graph_modules(program):
+        for node in graph_module.graph.nodes:
+            target = node.target
+            if isinstance(target, torch._ops.HigherOrderOperator) and target.name() != "wrap_with_set_grad_enabled":
+                autocast = target.name() == "wrap_with_autocast"
+                remedy = "leave torch.autocast out, and train with --precision bf16" if autocast else "use operators alone"
+                raise ExportError(f"{place(node)} uses {target.name()}, which distgpipe does not run: {remedy}")
+            if not isinstance(target, torch._ops.OpOverload) or not computes(node):
+                continue
+            name = str(target).removeprefix("aten.")
+            if name not in OPERATORS and name not in allowed:
+                remedy = ("use operators of PyTorch" if target.namespace != "aten" else "use another one, or allow it with "
+                          f"--allow-op {name}, in the exporter and in distgpipe, if it computes new tensors from tensors and numbers")
+                raise ExportError(f"{place(node)} uses the operator {target}, which is not on distgpipe's list: {remedy}")
+
+
+def computes(node):
+    """Whether a node computes tensors, rather than sizes or assertions."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value))
 
 
 def compare(model, program, inputs):
@@ -99,7 +157,8 @@ def compare(model, program, inputs):
         for name in sorted(expected.keys() | got.keys()):
             same(name, expected.get(name), got.get(name))
     own, exported = copy.deepcopy(model).eval(), copy.deepcopy(program)
-    switch_to_evaluation(exported.graph_module)
+    for graph_module in graph_modules(exported):
+        switch_to_evaluation(graph_module)
     with torch.no_grad():
         same("the output in evaluation", own(*inputs), exported.module()(*inputs), 1e-5)
 
@@ -157,11 +216,12 @@ def switch_to_evaluation(graph_module):
 def explained(error):
     """The first line of torch.export's error, with what to do about the common ones."""
     text, first = str(error).strip(), first_line(error)
+    # The text of an error about values may speak of specialized sizes too.
     hints = {
-        "specialized": "a shape depends on the size of the batch; keep the first dimension as it is",
-        "Constraints violated": "a shape depends on the size of the batch; keep the first dimension as it is",
         "data-dependent": "a branch or shape depends on the values of a tensor; compute it with torch.where or masks",
         "data dependent": "a branch or shape depends on the values of a tensor; compute it with torch.where or masks",
+        "specialized": "a shape depends on the size of the batch; keep the first dimension as it is",
+        "Constraints violated": "a shape depends on the size of the batch; keep the first dimension as it is",
     }
     hint = next((hint for sign, hint in hints.items() if sign in text), None)
     return first if hint is None else f"{first} ({hint})"

@@ -70,6 +70,8 @@ def main():
     parser.add_argument("--input", action="append", required=True, metavar="SHAPE",
                         help="sizes of one sample, such as 3,224,224 or 128:int64<1000; once per input")
     parser.add_argument("--output", metavar="FILE.pt2", help="the file to write [default: the name of the file, or of the model]")
+    parser.add_argument("--allow-op", action="append", default=[], metavar="NAME",
+                        help="an operator outside of distgpipe's list that distgpipe will be told to allow, such as erfinv.default")
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights, where making the model draws them [default: 0]")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
@@ -81,7 +83,7 @@ def main():
         if not pathlib.Path(output).absolute().parent.is_dir():
             raise ExportError(f"--output {output}: no such directory")
         model = load(arguments.model)
-        export(model, tuple(example(text) for text in arguments.input), output)
+        export(model, tuple(example(text) for text in arguments.input), output, arguments.allow_op)
     except ExportError as error:
         sys.exit(f"error: {error}")
     count = sum(p.numel() for p in model.parameters())

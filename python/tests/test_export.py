@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import struct
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from distgpipe_export import ExportError, export  # noqa: E402
+from distgpipe_export import OPERATORS, ExportError, export  # noqa: E402
 
 
 class Halved(torch.autograd.Function):
@@ -109,6 +110,33 @@ class Export(unittest.TestCase):
         model.register_buffer("calls", torch.zeros(1))
         model.register_forward_pre_hook(lambda module, _: module.calls.add_(1) and None)
         self.refused(model, "forward changes the buffer calls")
+
+    def test_what_distgpipe_would_refuse_is_refused_before_anything_is_written(self):
+        class Cast(nn.Module):
+            def forward(self, x):
+                with torch.autocast("cpu"):
+                    return torch.mm(x, x.t())[:, :1] + x
+
+        rows = nn.Sequential(nn.Linear(3, 3), nn.Unflatten(1, (1, 3)))
+        for model, words in [
+            (nn.Sequential(nn.Linear(3, 3), Cast()), "1 uses wrap_with_autocast, which distgpipe does not run: leave torch.autocast out"),
+            (nn.Linear(3, 3).bfloat16(), "weight is of torch.bfloat16"),
+            (nn.Linear(3, 3).double(), "weight is of torch.float64"),
+            (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None)), "1 has momentum=None"),
+            (nn.Sequential(*rows, nn.InstanceNorm1d(1, track_running_stats=True)), "2 is an instance norm with running statistics"),
+            (wrapped(lambda linear, x: torch.erfinv(linear(x).tanh())), "uses the operator aten.erfinv.default"),
+        ]:
+            with self.subTest(words=words):
+                self.refused(model, words)
+
+    def test_an_operator_that_is_allowed_is_exported(self):
+        model = wrapped(lambda linear, x: torch.erfinv(linear(x).tanh() * 0.5))
+        export(model, (torch.randn(4, 3),), allowed=["erfinv.default"])
+
+    def test_the_list_of_operators_is_distgpipes(self):
+        source = pathlib.Path(__file__).resolve().parent.parent.parent / "crates/distgpipe-core/src/pt2/operators.rs"
+        lists = re.findall(r"^const [A-Z_]+: &\[&str\] = &\[(.*?)\];$", source.read_text(), re.DOTALL | re.MULTILINE)
+        self.assertEqual(sorted(re.findall(r'"(.+?)"', "".join(lists))), sorted(OPERATORS))
 
     def test_inputs_that_forward_does_not_take_are_refused(self):
         self.refused(nn.Embedding(3, 3), "forward fails with inputs of [4, 3] of torch.float32")

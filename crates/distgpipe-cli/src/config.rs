@@ -20,7 +20,7 @@ mod training;
 mod workers;
 
 pub use inference::InferenceConfig;
-pub use model::{listed, model, model_of, ExportedFlags};
+pub use model::{is_exported, listed, model, model_of, ExportedFlags};
 pub use plan::read_plan;
 
 use crate::args::TrainFlags;

@@ -2,6 +2,7 @@
 //! flags of the checkpoint to resume from.
 
 use super::TrainFlags;
+use crate::config::is_exported;
 use crate::exit::usage;
 
 /// Flags that exclude others. Where the overriding source gives one of the first list, the flags of the second list are dropped
@@ -41,8 +42,16 @@ const EXCLUDED_BY_CHANGE: [(&str, &[&str]); 3] = [
 ];
 
 impl TrainFlags {
-    /// These flags, overridden by those that `other` gives. Model settings are merged by key.
+    /// These flags, overridden by those that `other` gives. Model settings are merged by key, unless `other` names an exported
+    /// model instead.
     pub fn overlaid(self, other: &Self) -> anyhow::Result<Self> {
+        let exported = other.model.as_deref().is_some_and(is_exported) && other.model != self.model;
+        if exported {
+            return self
+                .without_model()
+                .overlaid(&TrainFlags { model: None, ..other.clone() })
+                .map(|flags| TrainFlags { model: other.model.clone(), ..flags });
+        }
         let key = |setting: &str| setting.split('=').next().unwrap_or_default().trim().to_owned();
         let changed: Vec<String> = other.set.iter().map(|setting| key(setting)).collect();
         let mut set: Vec<String> =
@@ -63,6 +72,15 @@ impl TrainFlags {
         let mut flags: TrainFlags = table.try_into()?;
         flags.set = set;
         Ok(flags)
+    }
+
+    /// These flags without what belongs to their model: its settings, which an exported model does not have, and its numbers of
+    /// layers. The number of partitions stays.
+    fn without_model(mut self) -> Self {
+        let partitions = self.balance.take().map(|balance| balance.split(',').count());
+        self.partitions = self.partitions.or(partitions);
+        (self.set, self.model, self.plan) = (Vec::new(), None, None);
+        self
     }
 
     /// These flags as TOML, which is text, and whose numbers are smaller than those of some flags.
@@ -116,5 +134,20 @@ mod tests {
         assert_eq!((flags.batch, flags.chunks, flags.balance.as_deref()), (Some(16), Some(2), Some("1,2")));
         assert_eq!(flags.set, ["hidden=[8,8]", "classes=7"]);
         assert_eq!(flags.schedule, Some(Schedule::GPipe));
+    }
+
+    #[test]
+    fn an_exported_model_replaces_a_built_in_one_with_its_settings() {
+        let recipe = || parse("model = 'mlp'\nbalance = [1, 2]\nplace = 'a,b'\nlr = 1\n[set]\nclasses = 5").unwrap();
+        let exported = TrainFlags { model: Some("mine.pt2".to_owned()), ..TrainFlags::default() };
+        let flags = recipe().overlaid(&exported).unwrap();
+        assert_eq!((&flags.model, flags.set, flags.balance), (&exported.model, Vec::new(), None));
+        assert_eq!((flags.partitions, flags.lr, flags.place.as_deref()), (Some(2), Some(1.0), Some("a,b")));
+        let given = TrainFlags { balance: Some("3,4".to_owned()), set: vec!["classes=3".to_owned()], ..exported };
+        let flags = recipe().overlaid(&given).unwrap();
+        assert_eq!((flags.balance.as_deref(), flags.partitions), (Some("3,4"), None));
+        assert_eq!(flags.set, ["classes=3"], "a setting that the user gives is refused, not dropped");
+        let other = TrainFlags { model: Some("vgg".to_owned()), ..TrainFlags::default() };
+        assert_eq!(recipe().overlaid(&other).unwrap().set, ["classes=5"]);
     }
 }

@@ -16,9 +16,14 @@ const MODEL_CONFIG_BYTES_MAX: u64 = 32 << 20;
 /// What the name of an exported model ends in.
 const EXPORTED: &str = ".pt2";
 
+/// Whether `--model` names a file of an exported model.
+pub fn is_exported(name: &str) -> bool {
+    name.ends_with(EXPORTED)
+}
+
 /// The name that the model of `--model` has in its spec: files have that of exported models.
 pub fn spec_name(name: &str) -> &str {
-    if name.ends_with(EXPORTED) {
+    if is_exported(name) {
         exported::NAME
     } else {
         name
@@ -61,7 +66,7 @@ impl ExportedFlags {
 /// Builds the model `name`, with settings of the form `key=value`, or opens it if it is a file. Errors about the name start
 /// with `flag`.
 pub fn model(flag: &str, name: &str, set: &[String], given: ExportedFlags) -> anyhow::Result<Model> {
-    if name.ends_with(EXPORTED) {
+    if is_exported(name) {
         if let Some(setting) = set.first() {
             return Err(usage(format!("--set {setting}: an exported model has no settings: change it in Python")));
         }

@@ -4,6 +4,7 @@
 use super::Recipe;
 use crate::args::TrainFlags;
 use crate::compute::cores;
+use crate::config::is_exported;
 use crate::report::units::plural;
 
 /// Flags that do not change the experiment, and flags with a sentence of their own.
@@ -75,11 +76,14 @@ fn hardware(recipe: &Recipe, run: &TrainFlags) -> String {
 /// The initial weights of both runs, where the published one presumably did not start from random weights.
 pub fn weights(recipe: &Recipe, run: &TrainFlags) -> Option<String> {
     let from = recipe.starts_from.as_ref()?;
-    Some(match &run.weights {
-        None => format!(
+    Some(match (&run.weights, &run.model) {
+        (None, Some(model)) if is_exported(model) => {
+            format!("Weights: published with {from}; this run starts from those in {model}.")
+        }
+        (None, _) => format!(
             "Weights: published with {from}; this run starts from random weights, because --weights is not given."
         ),
-        Some(path) => format!("Weights: published with {from}; this run starts from {}.", path.display()),
+        (Some(path), _) => format!("Weights: published with {from}; this run starts from {}.", path.display()),
     })
 }
 

@@ -38,7 +38,7 @@ pub struct Text {
 
 impl Text {
     /// Reads a file of text, or all `.txt` files of a directory in the order of their names. `tokenizer` is a
-    /// `tokenizer.json` of Hugging Face.
+    /// `tokenizer.json` of Hugging Face, a directory with that file, or one with `vocab.json` and `merges.txt`.
     ///
     /// # Errors
     /// If a file cannot be read, is not text in UTF-8, or has fewer than two rows of `length` tokens.
@@ -154,6 +154,47 @@ mod tests {
         for (count, length) in [(0, 4), (8, 4), (9, 0)] {
             assert!(Text::new(&tokens[..count], 100, length, Split::Train).is_none(), "{count} tokens of {length}");
         }
+    }
+
+    /// A tokenizer of Hugging Face with a byte-level vocabulary and three merges, and its directory without the JSON.
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn a_tokenizer_is_a_file_or_a_directory_and_its_tokens_are_packed() {
+        let folder = std::env::temp_dir().join(format!("distgpipe-text-tokens-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        // `Ġ` is a space in byte-level vocabularies.
+        let words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "b", "c", "Ġ", "ab", "abc", "Ġc"];
+        let vocabulary: serde_json::Map<_, _> =
+            words.iter().zip(0..).map(|(&w, id)| (w.to_owned(), id.into())).collect();
+        let merges = ["a b", "ab c", "Ġ c"];
+        let byte_level = serde_json::json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": byte_level, "post_processor": null, "decoder": null,
+            "model": { "type": "BPE", "vocab": vocabulary, "merges": merges },
+        });
+        let text = folder.join("text");
+        std::fs::write(&text, "abc c ab abc c ab abc c ab abc").unwrap();
+        let open = |path: &Path, split| Text::open(&text, Some(path), 2, split).unwrap();
+        // abc, Ġc, Ġ, ab, Ġ, abc, …
+        let expected = [10, 11, 8, 9, 8, 10, 11, 8, 9, 8, 10, 11, 8, 9, 8, 10];
+        let write = |name: &str, content: &str| std::fs::write(folder.join(name), content).unwrap();
+        let check = |path: &Path| {
+            let (train, test) = (open(path, Split::Train), open(path, Split::Test));
+            assert_eq!((train.len(), test.len(), train.vocabulary()), (6, 1, 12), "{}", path.display());
+            let batch = train.batch(&[0, 1, 2, 3, 4, 5], LoadPass::new(0, 0)).unwrap();
+            assert_eq!(numbers(&batch.inputs[0]), expected[..12]);
+            assert_eq!(numbers(&batch.target), expected[1..13]);
+            assert_eq!(numbers(&test.batch(&[0], LoadPass::new(0, 0)).unwrap().target), expected[13..15]);
+        };
+        write("vocab.json", &serde_json::Value::from(vocabulary).to_string());
+        write("merges.txt", &format!("#version: 0.2\n{}\n", merges.join("\n")));
+        check(&folder);
+        write("tokenizer.json", &json.to_string());
+        check(&folder.join("tokenizer.json"));
+        std::fs::remove_file(folder.join("merges.txt")).unwrap();
+        check(&folder);
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -46,9 +46,7 @@ impl Tokens {
                 got: length.to_string(),
             });
         }
-        let json = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
-        let tokenizer = if json.is_file() || !path.is_dir() { whole(&json)? } else { from_parts(path)? };
-        Tokens::new(tokenizer, length, path)
+        Tokens::new(read(path)?, length, path)
     }
 
     fn new(mut tokenizer: Tokenizer, length: usize, path: &Path) -> Result<Self, DataError> {
@@ -94,9 +92,9 @@ impl Tokens {
     }
 }
 
-/// The tokens of a text, without special ones, and the size of the vocabulary. `tokenizer` is a `tokenizer.json`.
+/// The tokens of a text, without special ones, and the size of the vocabulary. `tokenizer` is what [`Tokens::open`] takes.
 pub(super) fn encode_text(tokenizer: &Path, text: &str) -> Result<(Vec<u32>, usize), DataError> {
-    let mut opened = whole(tokenizer)?;
+    let mut opened = read(tokenizer)?;
     opened.with_padding(None);
     let untruncated = opened.with_truncation(None).map(|_| ());
     let encoding = untruncated.and_then(|()| opened.encode(text, false));
@@ -111,6 +109,16 @@ fn check_regular(path: &Path) -> Result<(), DataError> {
     match open_regular(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(unreadable(path, &error, remedy)),
         _ => Ok(()),
+    }
+}
+
+/// The tokenizer in a `tokenizer.json`, in a folder with that file, or in one with `vocab.json` and `merges.txt`.
+fn read(path: &Path) -> Result<Tokenizer, DataError> {
+    let json = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
+    if json.is_file() || !path.is_dir() {
+        whole(&json)
+    } else {
+        from_parts(path)
     }
 }
 
