@@ -177,6 +177,82 @@ fn its_layers_are_listed_and_balanced() {
 }
 
 #[test]
+fn its_layers_are_profiled() {
+    let (model, profile) = (exported(), directory("exported-profile").join("profile.json"));
+    assert!(ended(0, &["models", &model, "--profile", "--rows", "4"]).0.contains("backward"));
+    let profiled = command::json(&["models", &model, "--profile", "--rows", "4", "--json"]);
+    let layers = profiled["layers"].as_array().expect("a list");
+    assert_eq!(layers.len(), 8);
+    for layer in layers {
+        let seconds = ["forward_s", "backward_s"].map(|key| layer[key].as_f64().expect("a number"));
+        assert!(seconds.iter().all(|&seconds| seconds > 0.0), "{layer}");
+    }
+    assert_eq!(layers[2]["parameters"], 8 * 8 * 9 + 16, "a convolution and a batch norm");
+    std::fs::write(&profile, profiled.to_string()).unwrap();
+    let (found, _) = ended(0, &["balance", &model, "--costs", text(&profile), "--partitions", "3"]);
+    assert!(found.contains("--balance"), "{found}");
+}
+
+/// A recipe's settings belong to its model, and so do its numbers of layers.
+#[test]
+fn a_recipe_runs_with_a_model_from_pytorch() {
+    let model = exported();
+    let small =
+        ["--model", &model, "--data", "digits", "--limit", "64", "--batch", "32", "--chunks", "2", "--epochs", "1"];
+    for (name, more) in [("cifar10-sort8", &[][..]), ("unet-speed-pipeline-2", &["--loss", "cross-entropy"])] {
+        let (said, noted) = ended(0, &[&["recipe", "run", name], &small[..], more, &["--no-evaluate"]].concat());
+        let said = said + &noted;
+        assert!(said.contains("digits.pt2 instead of"), "{said}");
+        assert!(said.contains("Without the recipe's --set"), "{said}");
+        if name == "cifar10-sort8" {
+            assert!(said.contains("this run starts from those in") && said.contains("digits.pt2."), "{said}");
+        }
+    }
+    let setting = refused(2, &[&["recipe", "run", "cifar10-sort8"], &small[..], &["--set", "classes=10"]].concat());
+    assert!(setting.contains("an exported model has no settings"), "{setting}");
+}
+
+/// Replicas, and codecs, which round alike wherever the workers are.
+#[test]
+fn replicas_and_codecs_compute_alike_on_threads_and_processes() {
+    let (folder, model) = (directory("exported-replicas"), exported());
+    let run = ["--epochs", "2", "--no-evaluate", "--seed", "1", "--cut", "first=2,last=1", "--place", "a,b,a"];
+    for (name, more) in [("replicas", ["--replicas", "2"]), ("codec", ["--codec", "tile:4"])] {
+        let trained = ["threads", "processes"].map(|workers| {
+            let [path, log] = ["safetensors", "log"].map(|end| folder.join(format!("{name}-{workers}.{end}")));
+            let flags = ["--workers", workers, "--save", text(&path), "--log", text(&log)];
+            train(&model, &[&run[..], &more, &flags].concat());
+            let losses = command::logged(&log, "step").iter().map(|step| step["loss"].as_f64()).collect::<Vec<_>>();
+            (losses, state(&path))
+        });
+        assert!(
+            !trained[0].0.is_empty() && trained[0].0 == trained[1].0,
+            "{name}: losses {:?} and {:?}",
+            trained[0].0,
+            trained[1].0
+        );
+        assert!(trained[0].1 == trained[1].1, "{name}: other bits on processes than on threads");
+    }
+}
+
+/// Weights that an earlier run saved replace those of the archive.
+#[test]
+fn training_goes_on_from_weights_of_an_earlier_run() {
+    let (folder, model) = (directory("exported-weights"), exported());
+    let [first, second] = ["first", "second"].map(|name| folder.join(name));
+    let weights = folder.join("first.safetensors");
+    let losses = |log: &Path| -> Vec<f64> {
+        command::logged(log, "step").iter().map(|step| step["loss"].as_f64().expect("a loss")).collect()
+    };
+    let run = ["--no-evaluate", "--seed", "1", "--log"];
+    train(&model, &[&run[..], &[text(&first), "--epochs", "12", "--save", text(&weights)]].concat());
+    train(&model, &[&run[..], &[text(&second), "--epochs", "1", "--weights", text(&weights)]].concat());
+    let (before, after) = (losses(&first), losses(&second)[0]);
+    assert!(before[11] < before[0] * 0.9, "it learns: {before:?}");
+    assert!(after < before[10], "{after} after {before:?}");
+}
+
+#[test]
 fn what_cannot_be_used_is_refused_with_its_flag() {
     let (folder, model) = (directory("exported-refused"), exported());
     let content = std::fs::read(&model).unwrap();

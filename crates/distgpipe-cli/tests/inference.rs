@@ -77,6 +77,43 @@ fn images(root: &Path) {
     }
 }
 
+/// A model from PyTorch is no different: it trains on the images, is saved, evaluates and predicts.
+#[test]
+fn images_are_classified_by_a_model_from_pytorch() {
+    let root = directory("inference/exported");
+    images(&root);
+    let weights = root.join("model.safetensors");
+    let file = golden("pt2/mobilenet_v2.pt2");
+    let data = ["--model", text(&file), "--data", "image-folder", "--data-dir", text(&root)];
+    let run = ["--batch", "4", "--chunks", "2", "--epochs", "8", "--lr", "0.05", "--save", text(&weights), "--json"];
+    let trained = json(&[&["train"], &data[..], &run].concat());
+    let model = zoo::Exported::open(&file).expect("a model");
+    let source = ImageFiles::folder(&root, Split::Test).expect("images");
+    let test = ImageSet::for_input(source, &model.input, Split::Test, Layout::ChannelsLast).expect("a square image");
+    let expected = expected(model, &weights, &test);
+    let apart = expected.windows(2).all(|rows| rows[0].iter().zip(&rows[1]).any(|(a, b)| (a - b).abs() > 1e-4));
+    assert!(apart, "the model tells the images apart: {expected:?}");
+    let folders = ["cat", "dog"].map(|class| root.join("test").join(class));
+    let inputs = [text(&folders[0]), text(&folders[1])];
+    for more in [&[][..], &["--cut", "after=features.2", "--workers", "processes"]] {
+        let outcomes = json(&[&["predict", "--weights", text(&weights), "--json"], &CPU[..], more, &inputs].concat());
+        let outcomes = outcomes.as_array().expect("a list");
+        assert_eq!(outcomes.len(), expected.len());
+        for (outcome, expected) in outcomes.iter().zip(&expected) {
+            let shown = outcome["classes"].as_array().expect("classes");
+            assert!(!shown.is_empty());
+            for class in shown {
+                let number = class["number"].as_u64().expect("a number") as usize;
+                let got = class["probability"].as_f64().expect("a number") as f32;
+                assert!((got - expected[number]).abs() < 1e-5, "{more:?}: {outcome} instead of {expected:?}");
+            }
+        }
+    }
+    let scores = json(&[&["evaluate", "--weights", text(&weights), "--json"], &CPU[..]].concat());
+    let last = trained["epochs"].as_array().and_then(|epochs| epochs.last()).expect("epochs");
+    assert_eq!((&scores["rows"], &scores["accuracy"]), (&4.into(), &last["test_accuracy"]));
+}
+
 /// The preprocessing of the test images, names of classes, folders in order, and inputs that cannot be read.
 #[test]
 fn images_are_classified_as_the_test_loader_and_the_library_do() {

@@ -321,6 +321,31 @@ fn exported(folder: &Path) -> [String; 2] {
     [path(&plain).to_owned(), path(&other).to_owned()]
 }
 
+/// The same losses as without a server, with and without a codec, which rounds alike on both ends.
+#[test]
+fn a_server_trains_a_model_from_pytorch_like_threads() {
+    let server = Serve::start("serve-exported", &[]);
+    let [model, _] = exported(&server.folder);
+    let run = ["train", "--model", &model, "--cut", "first=2,last=1", "--limit", "64", "--batch", "16", "--seed", "1"];
+    let run = [&run[..], &["--chunks", "2", "--no-evaluate"]].concat();
+    let losses_of = |name: &str, more: &[&str]| {
+        let log = server.folder.join(name);
+        let output = server.client(&[&run[..], &["--log", path(&log)], more].concat(), None);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        losses(&log)
+    };
+    let place = ["--place", "client,server,client"];
+    let threads = losses_of("threads", &place);
+    assert_eq!(threads.len(), 4);
+    assert_eq!(losses_of("server", &["--server", "box"]), threads);
+    let tiles = losses_of("server-tiles", &["--server", "box", "--codec", "tile:4"]);
+    assert_ne!(tiles, threads, "the codec rounds");
+    assert_eq!(
+        losses_of("processes-tiles", &[&place[..], &["--workers", "processes", "--codec", "tile:4"]].concat()),
+        tiles
+    );
+}
+
 #[test]
 fn the_owner_of_a_server_chooses_the_models_and_operators_that_it_runs() {
     let run = [
