@@ -327,7 +327,7 @@ fn a_server_trains_a_model_from_pytorch_like_threads() {
     let server = Serve::start("serve-exported", &[]);
     let [model, _] = exported(&server.folder);
     let run = ["train", "--model", &model, "--cut", "first=2,last=1", "--limit", "64", "--batch", "16", "--seed", "1"];
-    let run = [&run[..], &["--chunks", "2", "--no-evaluate"]].concat();
+    let run = [&run[..], &["--chunks", "2", "--steps", "4", "--no-evaluate"]].concat();
     let losses_of = |name: &str, more: &[&str]| {
         let log = server.folder.join(name);
         let output = server.client(&[&run[..], &["--log", path(&log)], more].concat(), None);

@@ -12,11 +12,15 @@ use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::zoo::{self, Exported, ExportedOptions};
 use distgpipe::{Batch, Loss, Model, ModelSpec, Optim, Pipeline, Precision, Recompute, Schedule, StepError, Workers};
 use distgpipe_core::pt2::graph::{GraphParts, Number};
+use distgpipe_core::pt2::{archive as reader, operators, Pt2Error};
 use distgpipe_core::pt2::{Arg, Boundaries, Graph, Node, Size, ValueInfo};
 use distgpipe_core::weights::TensorType;
 use one_device::{assert_identical, Tensors};
+use proptest::prelude::*;
 use serde_json::Value;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 const ROWS: i64 = 5;
 
@@ -494,4 +498,118 @@ fn an_exported_model_trains_over_threads_from_the_weights_of_its_file() {
     let batch = batch(&model);
     let losses: Vec<f64> = (0..20).map(|_| pipeline.train_step(&batch).unwrap().loss).collect();
     assert!(losses[19] < losses[0] * 0.9, "{losses:?}");
+}
+
+/// An archive whose JSON can be changed so that its checksum still fits: without that, every change ends at the checksum.
+struct Mutable {
+    content: Vec<u8>,
+    json: Range<usize>,
+    checksums: Vec<usize>,
+}
+
+impl Mutable {
+    fn open(name: &str) -> Self {
+        let content = std::fs::read(archive(name)).unwrap();
+        let number = |at: usize, bytes: usize| {
+            content[at..at + bytes].iter().rev().fold(0_usize, |sum, &byte| sum << 8 | usize::from(byte))
+        };
+        let named = |entry: &usize| content[entry + 46..][..number(entry + 28, 2)].ends_with(b"models/model.json");
+        let entry = (0..content.len() - 46).filter(|&at| content[at..].starts_with(b"PK\x01\x02")).find(named).unwrap();
+        let header = number(entry + 42, 4);
+        let begin = header + 30 + number(header + 26, 2) + number(header + 28, 2);
+        let json = begin..begin + number(entry + 20, 4);
+        let checksum = &content[entry + 16..entry + 20];
+        let checksums: Vec<usize> = (0..content.len() - 4).filter(|&at| &content[at..at + 4] == checksum).collect();
+        let mutable = Mutable { json, checksums, content };
+        assert_eq!(mutable.with(&[]), mutable.content, "the checksum is that of the JSON");
+        mutable
+    }
+
+    /// The archive with bytes replaced, the places counted from the start of the JSON.
+    fn with(&self, changes: &[(usize, u8)]) -> Vec<u8> {
+        let mut content = self.content.clone();
+        changes.iter().for_each(|&(at, byte)| content[self.json.start + at] = byte);
+        let checksum = content[self.json.clone()].iter().fold(u32::MAX, |crc, &byte| {
+            (0..8).fold(crc ^ u32::from(byte), |crc, _| if crc & 1 == 1 { crc >> 1 ^ 0xEDB8_8320 } else { crc >> 1 })
+        });
+        self.checksums.iter().for_each(|&at| content[at..at + 4].copy_from_slice(&(!checksum).to_le_bytes()));
+        content
+    }
+}
+
+/// Reads an archive and prepares its operators for both divisions into layers. Whether there was a model.
+fn prepared(content: &[u8]) -> bool {
+    let read = |range: Range<u64>| Ok::<_, Pt2Error>(content[range.start as usize..range.end as usize].to_vec());
+    reader::graph(content.len() as u64, &mut { read }).is_ok_and(prepared_graph)
+}
+
+fn prepared_graph(graph: Graph) -> bool {
+    let models = [Boundaries::Modules, Boundaries::All].map(|layers| Exported { graph: graph.clone(), layers }.model());
+    let fine = models.iter().any(Result::is_ok);
+    models.into_iter().flatten().for_each(|model| drop(model.summary()));
+    fine
+}
+
+static SMALL_ARCHIVES: LazyLock<[Mutable; 2]> = LazyLock::new(|| ["digits", "lstm"].map(Mutable::open));
+
+#[test]
+fn the_archives_that_are_mutated_are_models_and_most_changes_pass_the_checksum() {
+    for mutable in &*SMALL_ARCHIVES {
+        assert!(prepared(&mutable.content));
+        // Spaces between the parts of the JSON are many, and none of our business.
+        let space = mutable.content[mutable.json.clone()].iter().position(|&byte| byte == b' ').unwrap();
+        assert!(prepared(&mutable.with(&[(space, b'\n')])));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(256), ..ProptestConfig::default() })]
+
+    /// From the bytes of a file to operators of libtorch that are ready to be called. Digits become other digits, so that
+    /// the JSON stays JSON, and every third byte anything.
+    #[test]
+    fn mutated_archives_never_panic_on_their_way_to_a_model(
+        which in 0..2_usize,
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..5),
+    ) {
+        let mutable = &SMALL_ARCHIVES[which];
+        let json = &mutable.content[mutable.json.clone()];
+        let digits: Vec<usize> = (0..json.len()).filter(|&at| json[at].is_ascii_digit()).collect();
+        let change = |(at, byte): (prop::sample::Index, u8)| match byte % 3 {
+            0 => (at.index(json.len()), byte),
+            _ => (digits[at.index(digits.len())], b'0' + byte % 10),
+        };
+        let changes: Vec<(usize, u8)> = changes.into_iter().map(change).collect();
+        prepared(&mutable.with(&changes));
+    }
+
+    /// A hostile driver sends a graph, in which operators have the arguments of others.
+    #[test]
+    fn mutated_graphs_never_panic_on_their_way_to_a_model(
+        which in 0..2_usize,
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0..4_u8), 1..4),
+    ) {
+        let content = &SMALL_ARCHIVES[which].content;
+        let read = |range: Range<u64>| Ok::<_, Pt2Error>(content[range.start as usize..range.end as usize].to_vec());
+        let mut parts: GraphParts = reader::graph(content.len() as u64, &mut { read }).unwrap().into();
+        let every: Vec<&str> = operators::all().collect();
+        for (node, other, kind) in changes {
+            let args: Vec<(String, Arg)> = parts.nodes.iter().flat_map(|node| node.args.clone()).collect();
+            let node = node.index(parts.nodes.len());
+            let node = &mut parts.nodes[node];
+            match (kind, node.args.is_empty()) {
+                (0, _) => node.op = (*other.get(&every)).to_owned(),
+                (1, _) => node.args.push(other.get(&args).clone()),
+                (2, false) => drop(node.args.remove(other.index(node.args.len()))),
+                (3, false) => {
+                    let at = other.index(node.args.len());
+                    node.args[at].1 = other.get(&args).1.clone();
+                }
+                _ => {}
+            }
+        }
+        if let Ok(graph) = Graph::try_from(parts) {
+            prepared_graph(graph);
+        }
+    }
 }
