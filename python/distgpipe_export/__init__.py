@@ -108,7 +108,7 @@ def check_forward(model, inputs):
 
 
 def check_shapes(program):
-    """Fails if a shape depends on the values of a tensor."""
+    """Fails if a shape or a number depends on the values of a tensor."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     for graph_module in graph_modules(program):
@@ -117,6 +117,9 @@ def check_shapes(program):
             if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
                 raise ExportError(f"the shape of {node.name} in {place(node)} depends on the values of a tensor; "
                                   "compute it with torch.where or masks")
+            if isinstance(value, (torch.SymInt, torch.SymFloat)) and free_unbacked_symbols(value):
+                raise ExportError(f"the number {node.name} in {place(node)} depends on the values of a tensor; keep it a tensor, "
+                                  "without .item()")
 
 
 def place(node):

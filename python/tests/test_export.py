@@ -129,6 +129,9 @@ class Export(unittest.TestCase):
             with self.subTest(words=words):
                 self.refused(model, words)
 
+    def test_a_number_that_depends_on_values_is_refused(self):
+        self.refused(wrapped(lambda linear, x: linear(x) * linear(x).sum().item()), "depends on the values of a tensor; keep it a tensor")
+
     def test_an_operator_that_is_allowed_is_exported(self):
         model = wrapped(lambda linear, x: torch.erfinv(linear(x).tanh() * 0.5))
         export(model, (torch.randn(4, 3),), allowed=["erfinv.default"])
