@@ -250,7 +250,6 @@ fn limits_hold_at_their_edges() {
     let limits = Limits {
         body_bytes_max: 1000,
         tensors_per_message_max: 3,
-        state_tensors_max: 5,
         text_bytes_max: 20,
         job_bytes_max: 30,
         handshake_bytes_max: 10,
@@ -284,12 +283,12 @@ fn limits_hold_at_their_edges() {
         let error = Header::decode(&bytes, &limits).unwrap_err();
         assert!(matches!(error, WireError::Limit { got: u64::MAX, .. }), "{kind}: {error}");
 
-        if kind.carries_tensors() {
-            let (max, limit) =
-                if kind == Kind::State { (5, "state_tensors_max") } else { (3, "tensors_per_message_max") };
-            let with_slots = |slots| Header { slots, slot: slots - 1, ..Header::new(kind) };
-            assert!(at_limit(with_slots(max), limit), "{kind}");
-            assert!(!at_limit(with_slots(max + 1), limit), "{kind}");
+        let with_slots = |slots| Header { slots, slot: slots - 1, ..Header::new(kind) };
+        if kind.carries_tensors() && kind != Kind::State {
+            assert!(at_limit(with_slots(3), "tensors_per_message_max"), "{kind}");
+            assert!(!at_limit(with_slots(4), "tensors_per_message_max"), "{kind}");
+        } else {
+            assert_eq!(with_slots(2).check(&limits), Err(WireError::Slots { kind, slots: 2 }));
         }
     }
 }

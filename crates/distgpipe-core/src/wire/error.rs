@@ -126,7 +126,6 @@ fn remedy(limit: &str) -> &'static str {
     match limit {
         "body_bytes_max" => "use more micro-batches, or cut the model where smaller tensors cross",
         "tensors_per_message_max" => "cut the model where fewer tensors cross",
-        "state_tensors_max" => "use more partitions",
         "handshake_bytes_max" => "check that the peer is distgpipe",
         "job_bytes_max" => {
             "use fewer micro-batches or partitions, so that the plan becomes smaller; the graph of an exported model counts too: \

@@ -12,10 +12,8 @@ use super::Kind;
 pub struct Limits {
     /// Bytes of one tensor, both encoded and decoded. So a small body cannot decode to a huge tensor.
     pub body_bytes_max: u64,
-    /// The number of tensors in one message between partitions.
+    /// The number of tensors in one message between partitions. A [`Kind::State`] message has one.
     pub tensors_per_message_max: u16,
-    /// The number of tensors in one [`Kind::State`] message: parameters and optimizer state of a partition.
-    pub state_tensors_max: u16,
     /// Bytes of the body of `Ready`, `Command`, `Report`, `Abort`, `Ping` and `Goodbye`.
     pub text_bytes_max: u64,
     /// Bytes of the body of a `Job`: model, partitions, plan, codecs, optimizer.
@@ -29,7 +27,6 @@ impl Default for Limits {
         Self {
             body_bytes_max: 1 << 30,
             tensors_per_message_max: 64,
-            state_tensors_max: 16_384,
             text_bytes_max: 1 << 20,
             job_bytes_max: 16 << 20,
             handshake_bytes_max: 4 << 10,
@@ -59,12 +56,7 @@ impl Limits {
     /// The largest number of frames in one message of this kind, and the name of the limit; `None` for the kinds that
     /// are always one frame.
     pub fn slots_of(&self, kind: Kind) -> Option<(u16, &'static str)> {
-        if kind == Kind::State {
-            Some((self.state_tensors_max, "state_tensors_max"))
-        } else if kind.carries_tensors() {
-            Some((self.tensors_per_message_max, "tensors_per_message_max"))
-        } else {
-            None
-        }
+        let several = kind.carries_tensors() && kind != Kind::State;
+        several.then_some((self.tensors_per_message_max, "tensors_per_message_max"))
     }
 }

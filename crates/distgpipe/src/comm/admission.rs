@@ -33,7 +33,7 @@ pub struct Delivery {
 }
 
 impl Delivery {
-    /// Checks a frame's header before its body is read: whether this peer may send such a frame.
+    /// Checks a frame's header before its body is read: whether this peer may send such a frame, and whether it may now.
     pub fn admit(&self, header: &Header) -> Result<(), Fault> {
         match header.kind {
             Kind::Ping | Kind::Abort | Kind::Goodbye => Ok(()),
@@ -41,14 +41,26 @@ impl Delivery {
                 let expected = format!("a gradient segment of at most {GRADIENT_SHARE_BYTES_MAX} bytes");
                 Err(Fault::protocol(expected, header.body_bytes.to_string()))
             }
-            kind => self.mailbox_of(kind, header.micro_batch, header.from, header.to).map(drop),
+            kind => self.mailbox_of(kind, header.micro_batch, header.from, header.to)?.check_budget(
+                self.worker(),
+                kind,
+                header.step,
+            ),
+        }
+    }
+
+    /// The worker in the other process.
+    fn worker(&self) -> WorkerId {
+        match self.peer {
+            Peer::Driver => WorkerId(0),
+            Peer::Worker(peer) => peer,
         }
     }
 
     /// Puts a message into the mailbox it is for, and never waits: the reader must hear heartbeats. Fails if this peer may not send it, or has sent it before.
     pub fn deliver(&self, message: Message) -> Result<(), Fault> {
         let Tag { kind, micro_batch, from, to, .. } = message.tag;
-        self.mailbox_of(kind, micro_batch, from, to)?.put_at_once(message)
+        self.mailbox_of(kind, micro_batch, from, to)?.put_at_once(self.worker(), message)
     }
 
     /// Whether every mailbox has room for another message. The peer's messages are acknowledged only then.
@@ -63,10 +75,7 @@ impl Delivery {
         let worker_of = |p: PartitionId| plan.placement().worker_of(p);
         let last = PartitionId::new(plan.partitions() - 1);
         let in_batch = (micro_batch as usize) < plan.micro_batches();
-        let peer = match self.peer {
-            Peer::Driver => WorkerId(0),
-            Peer::Worker(peer) => peer,
-        };
+        let peer = self.worker();
         let mailbox = match (kind, self.peer) {
             (Kind::Activation | Kind::Gradient, _) => partition(from).zip(partition(to)).and_then(|(from, to)| {
                 let activation = kind == Kind::Activation;

@@ -15,7 +15,8 @@ mod executor;
 mod on_device;
 mod shares;
 
-pub use decoder::Decoder;
+pub(crate) use decoder::receive;
+pub use decoder::{Decoder, FrameBody};
 pub(crate) use dtype::dtype_of;
 pub(crate) use encoder::EncodedBytes;
 pub use encoder::Encoder;
@@ -129,10 +130,11 @@ mod tests {
     use super::*;
     use crate::comm::message::{Message, Tag};
     use crate::comm::traffic::Counters;
+    use crate::failure::Fault;
     use distgpipe_core::codec::CodecId;
     use distgpipe_core::placement::Placement;
     use distgpipe_core::schedule::{Request, Schedule};
-    use distgpipe_core::wire::{Header, Kind};
+    use distgpipe_core::wire::{Header, Kind, Shape, TensorMeta};
     use tch::Tensor;
 
     fn link_codecs(codec: &str) -> LinkCodecs {
@@ -161,12 +163,34 @@ mod tests {
         encoded.unwrap()
     }
 
+    /// The body of a frame; `Nothing` if none may be read.
+    struct Sent<'a>(&'a [u8]);
+    struct Nothing;
+
+    impl FrameBody for Sent<'_> {
+        fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault> {
+            piece.copy_from_slice(&self.0[..piece.len()]);
+            self.0 = &self.0[piece.len()..];
+            Ok(())
+        }
+        fn verify(self) -> Result<(), Fault> {
+            assert!(self.0.is_empty());
+            Ok(())
+        }
+    }
+
+    impl FrameBody for Nothing {
+        fn read(&mut self, _: &mut [u8]) -> Result<(), Fault> {
+            panic!("nothing may be read")
+        }
+        fn verify(self) -> Result<(), Fault> {
+            panic!("nothing may be read")
+        }
+    }
+
     fn read(decoder: &mut Decoder, header: &Header, body: &[u8]) -> Result<Vec<f32>, String> {
         let meta = header.tensor.unwrap();
-        let tensor = decoder.read(header, &meta, |into| {
-            into.copy_from_slice(body);
-            Ok(())
-        });
+        let tensor = decoder.read(header, &meta, Sent(body));
         tensor.map(|t| Vec::<f32>::try_from(&t).unwrap()).map_err(|fault| fault.to_string())
     }
 
@@ -238,10 +262,77 @@ mod tests {
         let (mut header, _) = frame("uniform:8", Kind::Activation);
         header.body_bytes = 1 << 40;
         let meta = header.tensor.unwrap();
-        let refused = decoder.read(&header, &meta, |_| panic!("nothing may be read")).unwrap_err().to_string();
+        let refused = decoder.read(&header, &meta, Nothing).unwrap_err().to_string();
         assert!(refused.contains("12 bytes") && refused.contains("1099511627776"), "{refused}");
         header.body_bytes = 11;
-        assert!(decoder.read(&header, &meta, |_| panic!("nothing may be read")).is_err());
+        assert!(decoder.read(&header, &meta, Nothing).is_err());
+    }
+
+    /// A header of 136 bytes once made a client or a server allocate and clear all that it announced. The body is received piece by
+    /// piece, and a connection that ends after the first has cost no more than that.
+    #[test]
+    fn memory_grows_with_the_body_that_arrives_and_not_with_the_one_that_is_announced() {
+        /// Sends one piece.
+        struct Cut(usize);
+        impl FrameBody for Cut {
+            fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault> {
+                assert!(piece.len() <= 4 << 20, "{} bytes at once", piece.len());
+                piece.fill(1);
+                self.0 += 1;
+                if self.0 > 1 {
+                    Err(Fault::Lost)
+                } else {
+                    Ok(())
+                }
+            }
+            fn verify(self) -> Result<(), Fault> {
+                panic!("it is not complete")
+            }
+        }
+        let mut decoder = Decoder::new(link_codecs("bf16"), Counters::default());
+        let (mut header, _) = frame("bf16", Kind::Activation);
+        let meta = TensorMeta { shape: Shape::new(&[96 << 20]).unwrap(), ..header.tensor.unwrap() };
+        (header.tensor, header.body_bytes) = (Some(meta), 192 << 20);
+        assert!(matches!(decoder.read(&header, &meta, Cut(0)), Err(Fault::Lost)));
+        assert!(decoder.kept_bytes() <= 16 << 20, "{} bytes", decoder.kept_bytes());
+    }
+
+    /// Body and tensor together, whatever the codec. At the driver too, whose process has no limit of its own.
+    #[test]
+    fn what_a_peer_announces_is_compared_with_the_memory_of_this_host_first() {
+        for codec in ["raw", "bf16", "zstd(raw)", "topk:0.1"] {
+            let mut decoder = Decoder::new(link_codecs(codec), Counters::default());
+            let (mut header, _) = frame(codec, Kind::Activation);
+            let shape = Shape::new(&[1 << 30, 1 << 14]).unwrap();
+            let meta = TensorMeta { shape, ..header.tensor.unwrap() };
+            header.body_bytes = match codec {
+                "raw" => 1 << 46,
+                "bf16" => 1 << 45,
+                _ => 10,
+            };
+            header.tensor = Some(meta);
+            let refused = decoder.read(&header, &meta, Nothing).unwrap_err().to_string();
+            let figure = if codec == "bf16" { "105.6 TB" } else { "70.4 TB" };
+            let expected = format!("a tensor from a peer takes {figure} of memory");
+            assert!(refused.contains(&expected), "{codec}: {refused}");
+        }
+    }
+
+    /// A frame with a body of a hundred MiB once left a buffer of that size behind for the rest of the run.
+    #[test]
+    fn the_buffer_of_a_large_body_does_not_outlive_its_use() {
+        let mut decoder = Decoder::new(link_codecs("bf16"), Counters::default());
+        let values = 40 << 20;
+        let meta =
+            TensorMeta { shape: Shape::new(&[values]).unwrap(), ..frame("bf16", Kind::Activation).0.tensor.unwrap() };
+        let (mut header, body) =
+            (Header { to: 1, tensor: Some(meta), ..Header::new(Kind::Activation) }, vec![0; 2 * values]);
+        header.seal(&body);
+        read(&mut decoder, &header, &body).unwrap();
+        assert!(decoder.kept_bytes() >= 80 << 20);
+        let (header, body) = frame("bf16", Kind::Activation);
+        read(&mut decoder, &header, &body).unwrap();
+        assert!(decoder.kept_bytes() < 1 << 20);
     }
 
     /// A worker with a GPU and one without send the same bytes and get the same values, step by step. Without `DISTGPIPE_GPU_TESTS=1`

@@ -2,16 +2,26 @@
 //!
 //! Every worker has one mailbox, and so has the driver. Messages arrive in any order and are taken by tag, so the plan
 //! and not the network decides what a stage does next. A mailbox is bounded: `put` blocks while it is full. What arrives over a
-//! socket is put in at once, and acknowledged only while there is room, until the sender waits.
+//! socket is put in at once, and acknowledged only while there is room, until the sender waits. A peer that does not wait, or sends
+//! what no plan has it send so early, is found out by the [budget](Mailbox::check_budget) of each peer.
 
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::{Message, Tag};
 use crate::failure::Fault;
-use std::collections::HashMap;
+use distgpipe_core::wire::Kind;
+use distgpipe_core::WorkerId;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::Thread;
 use std::time::Instant;
+
+/// The numbers of steps, and those of commands, of which messages of one peer may wait. A step begins when the last one has been
+/// reported, for which its messages were taken; but a peer may begin before this end hears of it.
+const NUMBERS_MAX: usize = 2;
+
+/// Tensors of a state transfer from one peer that may wait. The driver asks for groups of 256, except for gradients.
+const STATES_MAX: usize = 16_384;
 
 /// Whether a thread waits for a message of a mailbox. A transport that must poll does so eagerly only then: while the stage
 /// computes, each look at the network takes time from it.
@@ -54,9 +64,67 @@ impl Demand {
 pub struct Mailbox {
     abort: AbortFlag,
     capacity: usize,
-    arrived: Mutex<HashMap<Tag, Message>>,
+    arrived: Mutex<Arrived>,
     changed: Condvar,
     demand: Arc<Demand>,
+}
+
+/// The messages that wait.
+#[derive(Debug, Default)]
+struct Arrived {
+    /// With the peer that has sent it, if it came from another process.
+    messages: HashMap<Tag, (Option<WorkerId>, Message)>,
+    of_peers: BTreeMap<WorkerId, Waiting>,
+}
+
+impl Arrived {
+    fn remove(&mut self, tag: &Tag) -> Option<Message> {
+        let (peer, message) = self.messages.remove(tag)?;
+        if let Some(waiting) = peer.and_then(|peer| self.of_peers.get_mut(&peer)) {
+            waiting.remove(tag);
+        }
+        Some(message)
+    }
+}
+
+/// What waits of one peer.
+#[derive(Debug, Default)]
+struct Waiting {
+    states: usize,
+    /// Messages other than states.
+    others: usize,
+    /// The number of messages of each step and each command.
+    numbers: BTreeMap<(bool, u64), usize>,
+}
+
+impl Waiting {
+    /// The step or the command that a message belongs to. The two are counted apart.
+    fn number(kind: Kind, step: u64) -> (bool, u64) {
+        (matches!(kind, Kind::Command | Kind::State | Kind::Ready | Kind::Report), step)
+    }
+
+    fn count(&mut self, kind: Kind) -> &mut usize {
+        match kind {
+            Kind::State => &mut self.states,
+            _ => &mut self.others,
+        }
+    }
+
+    fn add(&mut self, tag: &Tag) {
+        *self.count(tag.kind) += 1;
+        *self.numbers.entry(Self::number(tag.kind, tag.step)).or_default() += 1;
+    }
+
+    fn remove(&mut self, tag: &Tag) {
+        *self.count(tag.kind) -= 1;
+        let number = Self::number(tag.kind, tag.step);
+        if let Some(left) = self.numbers.get_mut(&number) {
+            *left -= 1;
+            if *left == 0 {
+                self.numbers.remove(&number);
+            }
+        }
+    }
 }
 
 impl Mailbox {
@@ -75,29 +143,57 @@ impl Mailbox {
     pub fn put(&self, mut message: Message) -> Result<(), Fault> {
         message.hand_over()?;
         let mut arrived = self.lock();
-        while arrived.len() >= self.capacity {
+        while arrived.messages.len() >= self.capacity {
             self.abort.check()?;
             arrived = self.changed.wait_timeout(arrived, POLL).unwrap_or_else(|e| e.into_inner()).0;
         }
-        self.insert(&mut arrived, message)
+        self.insert(&mut arrived, None, message)
     }
 
-    /// Adds a message whether there is room or not: the sender knows from its acknowledgements when to wait. Fails as
+    /// Adds a message of a peer whether there is room or not: the sender knows from its acknowledgements when to wait. Fails as
     /// [`put`](Self::put) does.
-    pub fn put_at_once(&self, mut message: Message) -> Result<(), Fault> {
+    pub fn put_at_once(&self, peer: WorkerId, mut message: Message) -> Result<(), Fault> {
         message.hand_over()?;
-        self.insert(&mut self.lock(), message)
+        self.insert(&mut self.lock(), Some(peer), message)
+    }
+
+    /// Whether another message of a peer may wait here. Acknowledgements ask a peer to wait; this bounds what one gains that does
+    /// not, whatever its messages decode to. No honest peer comes near: all of a step fits, and so do two.
+    pub fn check_budget(&self, peer: WorkerId, kind: Kind, step: u64) -> Result<(), Fault> {
+        let arrived = self.lock();
+        let Some(waiting) = arrived.of_peers.get(&peer) else { return Ok(()) };
+        let (count, max, what) = match kind {
+            Kind::State => (waiting.states, STATES_MAX, "tensors of a state transfer"),
+            _ => (waiting.others, 2 * self.capacity, "messages"),
+        };
+        if count >= max {
+            let got = format!("one more, {kind:?} {step}");
+            return Err(Fault::protocol(format!("at most {max} {what} that wait to be used"), got));
+        }
+        let number = Waiting::number(kind, step);
+        let of_class = || waiting.numbers.keys().filter(|(class, _)| *class == number.0);
+        if !waiting.numbers.contains_key(&number) && of_class().count() >= NUMBERS_MAX {
+            let known: Vec<String> = of_class().map(|(_, number)| number.to_string()).collect();
+            let (what, known) = (if number.0 { "commands" } else { "steps" }, known.join(" and "));
+            let expected = format!("messages of at most {NUMBERS_MAX} {what} that wait to be used");
+            return Err(Fault::protocol(expected, format!("{kind:?} {step}, while those of {known} wait")));
+        }
+        Ok(())
     }
 
     /// Whether [`put`](Self::put) would not wait.
     pub fn has_room(&self) -> bool {
-        self.lock().len() < self.capacity
+        self.lock().messages.len() < self.capacity
     }
 
-    fn insert(&self, arrived: &mut HashMap<Tag, Message>, message: Message) -> Result<(), Fault> {
+    fn insert(&self, arrived: &mut Arrived, peer: Option<WorkerId>, message: Message) -> Result<(), Fault> {
         let tag = message.tag;
-        if arrived.insert(tag, message).is_some() {
+        if arrived.messages.contains_key(&tag) {
             return Err(Fault::protocol("each message once", format!("{tag} twice")));
+        }
+        arrived.messages.insert(tag, (peer, message));
+        if let Some(peer) = peer {
+            arrived.of_peers.entry(peer).or_default().add(&tag);
         }
         self.changed.notify_all();
         Ok(())
@@ -150,7 +246,7 @@ impl Mailbox {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<Tag, Message>> {
+    fn lock(&self) -> MutexGuard<'_, Arrived> {
         self.arrived.lock().unwrap_or_else(|e| e.into_inner())
     }
 }
@@ -158,7 +254,6 @@ impl Mailbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use distgpipe_core::wire::Kind;
     use std::time::Duration;
 
     fn tag(step: u64) -> Tag {
@@ -204,5 +299,58 @@ mod tests {
         assert!(fault.is_err() && waited, "a wait is a demand");
         assert!(!mailbox.demand().is_there());
         assert!(Demand::always().is_there());
+    }
+
+    fn message(kind: Kind, step: u64, micro_batch: u32) -> Message {
+        Message::tensors(Tag { kind, step, micro_batch, from: 0, to: 1 }, Vec::new())
+    }
+
+    /// What a peer gets in, of messages that nobody takes, and why no more.
+    fn flood(mailbox: &Mailbox, messages: impl Iterator<Item = Message>) -> (usize, String) {
+        for (i, message) in messages.enumerate() {
+            let Tag { kind, step, .. } = message.tag;
+            if let Err(refused) = mailbox.check_budget(WorkerId(1), kind, step) {
+                return (i, refused.to_string());
+            }
+            mailbox.put_at_once(WorkerId(1), message).unwrap();
+        }
+        panic!("nothing was refused");
+    }
+
+    /// Tags of any step, and segments and tensors of any number, once piled up for as long as the memory lasted.
+    #[test]
+    fn a_peer_that_does_not_wait_gets_in_no_more_than_two_steps_have() {
+        let mailbox = || Mailbox::new(AbortFlag::default(), 10);
+        let (in_it, why) = flood(&mailbox(), (0..).map(|step| message(Kind::Activation, step, 0)));
+        assert_eq!(in_it, 2);
+        assert!(why.contains("at most 2 steps") && why.contains("Activation 2, while those of 0 and 1"), "{why}");
+        let (in_it, why) = flood(&mailbox(), (0..).map(|number| message(Kind::Command, number, 0)));
+        assert!(in_it == 2 && why.contains("at most 2 commands"), "{in_it}: {why}");
+        let (in_it, why) = flood(&mailbox(), (0..).map(|number| message(Kind::Share, 7, number)));
+        assert!(in_it == 20 && why.contains("at most 20 messages"), "{in_it}: {why}");
+        let (in_it, why) = flood(&mailbox(), (0..).map(|number| message(Kind::State, 7, number)));
+        assert!(in_it == STATES_MAX && why.contains("at most 16384 tensors of a state transfer"), "{in_it}: {why}");
+    }
+
+    /// What is taken makes room again, and what one peer has piled up is no other's fault.
+    #[test]
+    fn a_run_of_any_length_stays_within_the_budget() {
+        let mailbox = Mailbox::new(AbortFlag::default(), 10);
+        for step in 0..1000 {
+            for micro_batch in 0..4 {
+                for next in [step, step + 1] {
+                    mailbox.check_budget(WorkerId(1), Kind::Activation, next).unwrap();
+                }
+                mailbox.put_at_once(WorkerId(1), message(Kind::Activation, step, micro_batch)).unwrap();
+                mailbox.put_at_once(WorkerId(1), message(Kind::State, step, micro_batch)).unwrap();
+            }
+            for micro_batch in 0..4 {
+                for kind in [Kind::Activation, Kind::State] {
+                    mailbox.take(&message(kind, step, micro_batch).tag).unwrap();
+                }
+            }
+        }
+        flood(&mailbox, (0..).map(|step| message(Kind::Activation, step, 0)));
+        mailbox.check_budget(WorkerId(2), Kind::Activation, 7).unwrap();
     }
 }

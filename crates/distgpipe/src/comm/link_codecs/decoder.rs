@@ -12,9 +12,49 @@ use distgpipe_core::codec::{Codec, CodecId};
 use distgpipe_core::wire::{self, Header, Kind, TensorMeta};
 use tch::Tensor;
 
-/// Tensors from this size on are compared with the free memory before they are allocated. The comparison takes much less time
-/// than their transfer.
-const LARGE_BYTES: u128 = 16 << 20;
+/// The free memory is looked up each time when tensors of this size in sum have arrived, and for each that is as large. That takes
+/// much less time than their transfer.
+const LARGE_BYTES: u64 = 16 << 20;
+
+/// A body is received in pieces of this size, each into memory that is allocated when the one before has arrived: a header alone
+/// costs its sender as much as it costs this end. A multiple of the pieces that transports receive.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// A buffer beyond this size is freed as soon as a frame needs much less.
+const KEPT_BYTES_MAX: usize = 64 << 20;
+
+/// The body of a frame, as it comes from a connection.
+pub trait FrameBody {
+    /// Fills `piece` with the next bytes of the body. Every piece but the last is [`PIECE_BYTES`] long, or the piece is all of it.
+    fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault>;
+
+    /// Compares the body, all of which has been read, with its checksum.
+    fn verify(self) -> Result<(), Fault>;
+}
+
+/// Fills memory that has been allocated for the whole body.
+fn fill(mut body: impl FrameBody, into: &mut [u8]) -> Result<(), Fault> {
+    body.read(into)?;
+    body.verify()
+}
+
+/// Receives a body of this length. The buffer grows with what arrives.
+pub(crate) fn receive(mut body: impl FrameBody, bytes: u64, into: &mut Vec<u8>) -> Result<(), Fault> {
+    let too_long = || Fault::protocol("a body that fits into memory", format!("{bytes} bytes"));
+    let length = usize::try_from(bytes).map_err(|_| too_long())?;
+    into.truncate(length);
+    let mut at = 0;
+    while at < length {
+        let end = length.min(at + PIECE_BYTES);
+        if into.len() < end {
+            into.try_reserve(end - into.len()).map_err(|_| too_long())?;
+            into.resize(end, 0);
+        }
+        body.read(&mut into[at..end])?;
+        at = end;
+    }
+    body.verify()
+}
 
 /// Decodes the tensors that one direction of a link receives.
 pub struct Decoder {
@@ -23,17 +63,19 @@ pub struct Decoder {
     raw: Raw,
     counters: Counters,
     body: Vec<u8>,
+    /// Bytes that have arrived since the free memory was looked up.
+    unchecked_bytes: u64,
 }
 
 impl Decoder {
     /// A decoder that counts its tensors on `counters`.
     pub fn new(link_codecs: LinkCodecs, counters: Counters) -> Self {
-        Decoder { codecs: Some(CodecCache::new(link_codecs)), raw: Raw, counters, body: Vec::new() }
+        Decoder { codecs: Some(CodecCache::new(link_codecs)), raw: Raw, counters, body: Vec::new(), unchecked_bytes: 0 }
     }
 
     /// A decoder for the frames before the job, which are all raw.
     pub fn raw() -> Self {
-        Decoder { codecs: None, raw: Raw, counters: Counters::default(), body: Vec::new() }
+        Decoder { codecs: None, raw: Raw, counters: Counters::default(), body: Vec::new(), unchecked_bytes: 0 }
     }
 
     /// The device that a tensor of this kind is copied to next. State tensors stay on the CPU.
@@ -42,18 +84,17 @@ impl Decoder {
         self.codecs.as_ref().filter(|_| computed).map_or(tch::Device::Cpu, |codecs| codecs.link_codecs.device)
     }
 
-    /// Reads and decodes the tensor of a frame whose header has been checked. `fill` reads the body from the connection and compares
-    /// it with its checksum.
-    pub fn read(
-        &mut self,
-        header: &Header,
-        meta: &TensorMeta,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
-    ) -> Result<Tensor, Fault> {
+    /// Reads and decodes the tensor of a frame whose header has been checked. Compares what body and tensor take with the free memory
+    /// before anything is allocated for them.
+    pub fn read(&mut self, header: &Header, meta: &TensorMeta, body: impl FrameBody) -> Result<Tensor, Fault> {
+        let bytes = header.body_bytes;
+        if self.body.capacity() > KEPT_BYTES_MAX && bytes < self.body.capacity() as u64 / 8 {
+            self.body = Vec::new();
+        }
         if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
+            self.require_memory(bytes)?;
             let mut tensor = empty(meta, self.device(header.kind))?;
-            let bytes = bytes_of(&mut tensor)?;
-            fill(bytes)?;
+            fill(body, bytes_of(&mut tensor)?)?;
             return Ok(tensor);
         }
         let tag = Tag::of(header);
@@ -61,21 +102,41 @@ impl Decoder {
         let dims: Vec<usize> = meta.shape.dims().iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
         let codec = self.codec(&tag, meta.codec)?;
         let max = codec.encoded_bytes(meta.dtype, &dims) as u64;
-        if header.body_bytes > max || !codec.size_varies() && header.body_bytes != max {
+        if bytes > max || !codec.size_varies() && bytes != max {
             let at_most = if codec.size_varies() { "at most " } else { "" };
-            return Err(Fault::protocol(format!("{at_most}{max} bytes for {tag}"), header.body_bytes.to_string()));
+            return Err(Fault::protocol(format!("{at_most}{max} bytes for {tag}"), bytes.to_string()));
         }
         if self.decodes_on_device(&tag, meta)? {
-            let mut body = body_for(self.device(tag.kind), header.body_bytes)?;
-            fill(bytes_of(&mut body)?)?;
-            return self.decode_received(&tag, meta, &body);
+            self.require_memory(bytes)?;
+            let mut received = body_for(self.device(tag.kind), bytes)?;
+            fill(body, bytes_of(&mut received)?)?;
+            return self.decode_received(&tag, meta, &received);
         }
-        let mut body = std::mem::take(&mut self.body);
-        body.resize(usize::try_from(header.body_bytes).unwrap_or(usize::MAX), 0);
-        fill(&mut body)?;
-        let tensor = self.decode(&tag, meta, &body);
-        self.body = body;
-        tensor
+        let has = self.body.capacity() as u64;
+        self.require_memory(meta.decoded_bytes().saturating_add(bytes.saturating_sub(has)))?;
+        let mut received = std::mem::take(&mut self.body);
+        let decoded = receive(body, bytes, &mut received).and_then(|()| self.decode(&tag, meta, &received));
+        self.body = received;
+        decoded
+    }
+
+    /// The size of the buffer for bodies.
+    #[cfg(test)]
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.body.capacity()
+    }
+
+    /// Checks that this process can get so much memory for what a peer sends. A header of a few bytes may announce gigabytes, and so
+    /// may many small tensors.
+    fn require_memory(&mut self, needs_bytes: u64) -> Result<(), Fault> {
+        self.unchecked_bytes = self.unchecked_bytes.saturating_add(needs_bytes);
+        if self.unchecked_bytes < LARGE_BYTES {
+            return Ok(());
+        }
+        self.unchecked_bytes = 0;
+        // What comes before the next comparison has to fit too.
+        let needs_bytes = needs_bytes.max(LARGE_BYTES);
+        engine::require_memory("a tensor from a peer", needs_bytes.into(), "use smaller batches, or more micro-batches")
     }
 
     /// Decodes the tensor of a body that has arrived whole.
@@ -159,40 +220,16 @@ fn empty(meta: &TensorMeta, device: tch::Device) -> Result<Tensor, Fault> {
         _ => Layout::Contiguous,
     };
     let kind = kind_of(meta.dtype);
-    let elements = meta.shape.dims().iter().map(|&dim| u128::from(dim));
-    let needs_bytes = elements.fold(kind.elt_size_in_bytes() as u128, u128::saturating_mul);
-    // A header of a few bytes may announce a tensor of gigabytes.
-    if needs_bytes >= LARGE_BYTES {
-        engine::require_memory("a tensor from a peer", needs_bytes, "use smaller batches, or more micro-batches")?;
-    }
     engine::empty_near(device, &dims, kind, layout)
 }
 
 /// Host memory for a body that is decoded on `device`.
 fn body_for(device: tch::Device, bytes: u64) -> Result<Tensor, Fault> {
     let length = i64::try_from(bytes).unwrap_or(i64::MAX);
-    if u128::from(bytes) >= LARGE_BYTES {
-        engine::require_memory("a tensor from a peer", bytes.into(), "use smaller batches, or more micro-batches")?;
-    }
     engine::empty_near(device, &[length], tch::Kind::Uint8, Layout::Contiguous)
 }
 
 /// The bytes of a new tensor.
 fn bytes_of(tensor: &mut Tensor) -> Result<&mut [u8], Fault> {
     engine::bytes_mut(tensor).ok_or_else(|| Fault::internal("a dense tensor in host memory", "another"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use distgpipe_core::wire::{DType, Shape};
-
-    /// At the driver too, whose process has no limit of its own.
-    #[test]
-    fn a_tensor_that_a_peer_announces_is_not_allocated_if_this_host_has_not_the_memory() {
-        let shape = Shape::new(&[1 << 30, 1 << 14]).unwrap();
-        let meta = TensorMeta { dtype: DType::F32, layout: wire::Layout::Contiguous, shape, codec: CodecId::Raw };
-        let refused = empty(&meta, tch::Device::Cpu).unwrap_err().to_string();
-        assert!(refused.contains("a tensor from a peer takes"), "{refused}");
-    }
 }

@@ -4,13 +4,13 @@ use super::checksum::BodyChecksum;
 use super::{Link, Tags, INLINE_BYTES_MAX, PIECE_BYTES};
 use crate::comm::abort::AbortFlag;
 use crate::comm::arrivals::Receiving;
-use crate::comm::link_codecs::Decoder;
+use crate::comm::link_codecs::{receive, Decoder, FrameBody};
 use crate::comm::mailbox::Demand;
 use crate::comm::transport::tcp::{Assembler, Frame};
 use crate::comm::transport::{limits, Admit, Deliver, FINISH_FRAME};
 use crate::engine::mpi::{sleep_precisely, Backoff, Mpi, MpiMessage};
 use crate::failure::Fault;
-use distgpipe_core::wire::{Header, Kind, WireError, HEADER_BYTES};
+use distgpipe_core::wire::{BodyHasher, Header, Kind, WireError, HEADER_BYTES};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -144,17 +144,17 @@ impl ReceivingEnd {
             return Err(Fault::protocol("a frame", format!("{} bytes", bytes.len())));
         };
         let header = Header::decode(head, &limits())?;
-        let arriving = Arriving::new(&header, head, rest)?;
+        let arriving = Arriving::new(&link, &header, head, rest)?;
         (self.admit)(&header)?;
         let frame = match header.tensor {
             None => {
-                let mut body = vec![0; usize::try_from(header.body_bytes).unwrap_or(usize::MAX)];
-                arriving.receive(&link, &header, &mut body)?;
+                let mut body = Vec::new();
+                receive(arriving, header.body_bytes, &mut body)?;
                 Frame { header, body, tensor: None }
             }
             Some(meta) => {
-                let filled = self.decoder.read(&header, &meta, |body| arriving.receive(&link, &header, body));
-                Frame { header, body: Vec::new(), tensor: Some(filled?) }
+                let tensor = self.decoder.read(&header, &meta, arriving)?;
+                Frame { header, body: Vec::new(), tensor: Some(tensor) }
             }
         };
         if header.kind == Kind::Goodbye {
@@ -167,61 +167,88 @@ impl ReceivingEnd {
     }
 }
 
+/// The body of a frame.
+struct Arriving<'a> {
+    link: &'a Link,
+    from: BodyFrom<'a>,
+}
+
 /// Where the body of a frame is.
-enum Arriving<'a> {
-    /// It came with the header.
-    Inline(&'a [u8]),
+enum BodyFrom<'a> {
+    /// It came with the header. What is left of it, and its checksum.
+    Inline(&'a [u8], BodyHasher),
     /// It follows in pieces.
-    InPieces,
+    Pieces(PieceReceiver),
+}
+
+/// What has been received of a large body.
+struct PieceReceiver {
+    sum: BodyChecksum,
+    bytes: u64,
+    /// When the first piece had arrived, which may have waited for this thread.
+    started: Option<Instant>,
 }
 
 impl<'a> Arriving<'a> {
     /// For a frame whose first message is this header and what came after it.
-    fn new(header: &Header, head: &[u8; HEADER_BYTES], rest: &'a [u8]) -> Result<Self, Fault> {
+    fn new(link: &'a Link, header: &Header, head: &[u8; HEADER_BYTES], rest: &'a [u8]) -> Result<Self, Fault> {
         if header.body_bytes <= INLINE_BYTES_MAX as u64 {
-            return Ok(Arriving::Inline(rest));
+            if rest.len() as u64 != header.body_bytes {
+                return Err(WireError::BodyLength { expected: header.body_bytes, got: rest.len() as u64 }.into());
+            }
+            return Ok(Arriving { link, from: BodyFrom::Inline(rest, BodyHasher::new(header)) });
         }
         let expected = xxh3_64(head);
+        let received = PieceReceiver { sum: BodyChecksum::new(header), bytes: 0, started: None };
         match rest.try_into().map(u64::from_le_bytes) {
-            Ok(got) if got == expected => Ok(Arriving::InPieces),
+            Ok(got) if got == expected => Ok(Arriving { link, from: BodyFrom::Pieces(received) }),
             Ok(got) => Err(WireError::Checksum { expected, got }.into()),
             Err(_) => Err(Fault::protocol("a header and its checksum", format!("{} bytes more", rest.len()))),
         }
     }
-
-    /// Fills `body` and verifies it.
-    fn receive(self, link: &Link, header: &Header, body: &mut [u8]) -> Result<(), Fault> {
-        match self {
-            Arriving::Inline(bytes) if bytes.len() == body.len() => body.copy_from_slice(bytes),
-            Arriving::Inline(bytes) => {
-                return Err(WireError::BodyLength { expected: body.len() as u64, got: bytes.len() as u64 }.into());
-            }
-            Arriving::InPieces => return receive_pieces(link, header, body),
-        }
-        link.counters.arrivals().begin(Receiving::Decoding);
-        Ok(header.verify(body)?)
-    }
 }
 
-/// Receives a large body and the checksum after it.
-fn receive_pieces(link: &Link, header: &Header, body: &mut [u8]) -> Result<(), Fault> {
-    let (mut sum, mut started) = (BodyChecksum::new(header), None);
-    for piece in body.chunks_mut(PIECE_BYTES) {
-        next_piece(link, piece.len())?.receive(piece)?;
-        sum.update(piece);
-        started.get_or_insert_with(Instant::now);
+impl FrameBody for Arriving<'_> {
+    fn read(&mut self, into: &mut [u8]) -> Result<(), Fault> {
+        match &mut self.from {
+            BodyFrom::Inline(rest, hash) => {
+                let (piece, after) = rest.split_at_checked(into.len()).ok_or(Fault::Lost)?;
+                into.copy_from_slice(piece);
+                hash.update(piece);
+                *rest = after;
+            }
+            BodyFrom::Pieces(received) => {
+                for piece in into.chunks_mut(PIECE_BYTES) {
+                    next_piece(self.link, piece.len())?.receive(piece)?;
+                    received.sum.update(piece);
+                    received.bytes += piece.len() as u64;
+                    received.started.get_or_insert_with(Instant::now);
+                }
+            }
+        }
+        Ok(())
     }
-    // The first piece may have waited for this thread.
-    if let Some(took) = started.map(|start: Instant| start.elapsed()) {
-        link.counters.arrivals().count(body.len().saturating_sub(PIECE_BYTES) as u64, took);
-    }
-    let mut checksum = [0; CHECKSUM_BYTES];
-    next_piece(link, CHECKSUM_BYTES)?.receive(&mut checksum)?;
-    link.counters.arrivals().begin(Receiving::Decoding);
-    let (expected, got) = (u64::from_le_bytes(checksum), sum.finish());
-    match got == expected {
-        true => Ok(()),
-        false => Err(WireError::Checksum { expected, got }.into()),
+
+    fn verify(self) -> Result<(), Fault> {
+        let arrivals = self.link.counters.arrivals();
+        let received = match self.from {
+            BodyFrom::Inline(_, hash) => {
+                arrivals.begin(Receiving::Decoding);
+                return Ok(hash.verify()?);
+            }
+            BodyFrom::Pieces(received) => received,
+        };
+        if let Some(took) = received.started.map(|start| start.elapsed()) {
+            arrivals.count(received.bytes.saturating_sub(PIECE_BYTES as u64), took);
+        }
+        let mut checksum = [0; CHECKSUM_BYTES];
+        next_piece(self.link, CHECKSUM_BYTES)?.receive(&mut checksum)?;
+        arrivals.begin(Receiving::Decoding);
+        let (expected, got) = (u64::from_le_bytes(checksum), received.sum.finish());
+        match got == expected {
+            true => Ok(()),
+            false => Err(WireError::Checksum { expected, got }.into()),
+        }
     }
 }
 

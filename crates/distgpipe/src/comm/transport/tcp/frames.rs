@@ -2,7 +2,7 @@
 
 use super::deadline::{Deadline, Waiting};
 use super::incoming::FrameSource;
-use crate::comm::link_codecs::{Decoder, EncodedBytes, Encoder};
+use crate::comm::link_codecs::{receive, Decoder, EncodedBytes, Encoder, FrameBody};
 use crate::comm::message::{Message, Tag};
 use crate::comm::suspension::IdleTimer;
 use crate::failure::Fault;
@@ -70,34 +70,39 @@ pub(super) fn read_body(
     deadline: &Deadline<'_>,
     decoder: &mut Decoder,
 ) -> Result<Frame, Fault> {
+    let arriving = Arriving { hash: BodyHasher::new(&header), stream, deadline };
     let Some(meta) = header.tensor else {
-        let too_long = |_| Fault::protocol("a body that fits into memory", format!("{} bytes", header.body_bytes));
-        let length = usize::try_from(header.body_bytes).map_err(too_long)?;
-        let mut body = vec![0; length];
-        read_verified(stream, &header, &mut body, deadline)?;
+        let mut body = Vec::new();
+        receive(arriving, header.body_bytes, &mut body)?;
         return Ok(Frame { header, body, tensor: None });
     };
-    let tensor = decoder.read(&header, &meta, |body| read_verified(stream, &header, body, deadline))?;
+    let tensor = decoder.read(&header, &meta, arriving)?;
     Ok(Frame { header, body: Vec::new(), tensor: Some(tensor) })
 }
 
 /// A body is read in pieces of this size, so that the processor still has each in its cache for the checksum.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// Reads the body that belongs to a header, and compares it with its checksum.
-fn read_verified(
-    stream: &mut impl FrameSource,
-    header: &Header,
-    body: &mut [u8],
-    deadline: &Deadline<'_>,
-) -> Result<(), Fault> {
-    let mut hash = BodyHasher::new(header);
-    for piece in body.chunks_mut(PIECE_BYTES) {
-        read_exact(stream, piece, deadline)?;
-        hash.update(piece);
+/// The body of a frame on a socket.
+struct Arriving<'a, S> {
+    stream: &'a mut S,
+    hash: BodyHasher,
+    deadline: &'a Deadline<'a>,
+}
+
+impl<S: FrameSource> FrameBody for Arriving<'_, S> {
+    fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault> {
+        for piece in piece.chunks_mut(PIECE_BYTES) {
+            read_exact(self.stream, piece, self.deadline)?;
+            self.hash.update(piece);
+        }
+        Ok(())
     }
-    stream.end_frame();
-    Ok(hash.verify()?)
+
+    fn verify(self) -> Result<(), Fault> {
+        self.stream.end_frame();
+        Ok(self.hash.verify()?)
+    }
 }
 
 /// Reads the body of a frame that has arrived before, and discards it.

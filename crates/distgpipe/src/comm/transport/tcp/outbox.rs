@@ -5,7 +5,8 @@
 //! [`KEPT_BYTES_MAX`], the encoder waits, and so does the stage as soon as its queue is full.
 //!
 //! Acknowledgements also keep the receiver's memory bounded. Its reader never waits for room in a mailbox, because it must
-//! hear the heartbeats; instead it acknowledges nothing while a mailbox is full, until the sender waits.
+//! hear the heartbeats; instead it acknowledges nothing while a mailbox is full, until the sender waits. A sender that does not
+//! wait is not one of ours, and loses the connection.
 
 use super::frames::FrameBytes;
 use crate::comm::abort::{AbortFlag, POLL};
@@ -92,6 +93,8 @@ struct State {
     unacknowledged_bytes: u64,
     acknowledged: u64,
     acknowledged_at: Instant,
+    /// Bytes that have arrived after the last frame that this end may have acknowledged.
+    held_bytes: u64,
     /// Selects a bit of the next frame to flip, for tests.
     damage: Option<u64>,
 }
@@ -111,6 +114,7 @@ impl Outbox {
             unacknowledged_bytes: 0,
             acknowledged: 0,
             acknowledged_at: Instant::now(),
+            held_bytes: 0,
             damage: None,
         };
         Outbox { state: Mutex::new(state), changed: Condvar::new(), abort, has_room }
@@ -118,8 +122,8 @@ impl Outbox {
 
     /// The sequence number of the next frame, and what it may acknowledge. Only the encoder adds frames.
     pub fn next_numbers(&self) -> (u64, u64) {
-        let state = self.lock();
-        (state.window.next_new(), self.to_acknowledge(&state))
+        let mut state = self.lock();
+        (state.window.next_new(), self.to_acknowledge(&mut state))
     }
 
     /// Adds the next frame. Waits while too much is kept. Fails if the peer has ended the link.
@@ -162,7 +166,7 @@ impl Outbox {
             if let Some(socket) = state.socket.clone() {
                 let to_send = state.window.next_to_send();
                 let silent = state.peer_ended || state.complete && to_send.is_none();
-                let acknowledge = self.to_acknowledge(&state);
+                let acknowledge = self.to_acknowledge(&mut state);
                 let news = acknowledge > state.acknowledged
                     && (state.unacknowledged_bytes >= ACKNOWLEDGE_BYTES
                         || state.acknowledged_at.elapsed() >= heartbeat);
@@ -199,8 +203,22 @@ impl Outbox {
         let mut state = self.lock();
         state.received = number;
         state.unacknowledged_bytes = state.unacknowledged_bytes.saturating_add(bytes);
+        state.held_bytes = state.held_bytes.saturating_add(bytes);
         if state.unacknowledged_bytes >= ACKNOWLEDGE_BYTES {
             self.changed.notify_all();
+        }
+    }
+
+    /// Whether the peer may send another frame: it waits when so much of what it has sent is not acknowledged.
+    pub fn check_window(&self) -> Result<(), Fault> {
+        let mut state = self.lock();
+        self.to_acknowledge(&mut state);
+        match state.held_bytes {
+            held if held < KEPT_BYTES_MAX => Ok(()),
+            held => {
+                let expected = format!("at most {KEPT_BYTES_MAX} bytes without acknowledgement");
+                Err(Fault::protocol(expected, format!("another frame after {held}")))
+            }
         }
     }
 
@@ -261,8 +279,8 @@ impl Outbox {
         state.frames.drain(..dropped);
         state.socket = Some(Arc::new(socket));
         (state.broken_at, state.fault) = (None, None);
-        // What the last connection carried may not have arrived.
-        state.acknowledged = 0;
+        // What the last connection carried may not have arrived. The peer has learned what has arrived here.
+        (state.acknowledged, state.held_bytes) = (0, 0);
         self.changed.notify_all();
         Ok(())
     }
@@ -278,8 +296,9 @@ impl Outbox {
     }
 
     /// Up to where this end may acknowledge.
-    fn to_acknowledge(&self, state: &State) -> u64 {
+    fn to_acknowledge(&self, state: &mut State) -> u64 {
         if (self.has_room)() {
+            state.held_bytes = 0;
             state.received
         } else {
             state.acknowledged

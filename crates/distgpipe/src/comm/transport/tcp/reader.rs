@@ -94,6 +94,9 @@ impl Reader {
                 discard_body(&mut self.stream, &header, &deadline)?;
                 continue;
             }
+            if header.sequence > 0 && header.kind != Kind::Goodbye {
+                self.outbox.check_window()?;
+            }
             let frame = read_body(&mut self.stream, header, &deadline, &mut self.decoder)?;
             self.outbox.acknowledge(header.acknowledged).map_err(faulty_numbers)?;
             if header.sequence > 0 {
