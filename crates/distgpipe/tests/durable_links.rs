@@ -264,7 +264,7 @@ fn a_driver_that_resumes_another_run_is_refused_also_when_the_driver_is_gone() {
     let start = Instant::now();
     // The worker waits two seconds for the driver before it would take another.
     for epoch in 100.. {
-        let resume = Resume { epoch, next: 1, limit: PATIENT.connect() };
+        let resume = Resume { epoch, ..Resume::first(PATIENT.connect()) };
         let credentials = Credentials { run: [9; 16], token: TOKEN };
         let answer = handshake::dial_again(&worker.to_string(), Role::Driver, &credentials, resume).map(|_| ());
         assert!(matches!(answer, Err(Fault::Refused { .. } | Fault::Busy { .. })), "{answer:?}");

@@ -8,7 +8,7 @@
 //! Until the hello has shown the token, nothing else is read from the peer, and the whole hello must arrive in time: the
 //! [`acceptor`](crate::comm::acceptor) reads it.
 
-use crate::comm::abort::AbortFlag;
+use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::link_codecs::Decoder;
 use crate::comm::listener::connect_local;
 use crate::comm::server_identity::PublicKey;
@@ -99,11 +99,25 @@ pub fn send_text(stream: &mut ByteStream, kind: Kind, body: &[u8], limit: Durati
 }
 
 /// Sends one frame without a tensor, whose header it seals.
-pub fn send_frame(stream: &mut ByteStream, mut header: Header, body: &[u8], limit: Duration) -> Result<(), Fault> {
-    let abort = AbortFlag::default();
+pub fn send_frame(stream: &mut ByteStream, header: Header, body: &[u8], limit: Duration) -> Result<(), Fault> {
+    send_unless(stream, header, body, limit, &AbortFlag::default())
+}
+
+/// Sends a text, or gives up when the run fails.
+fn send_text_unless(stream: &mut ByteStream, kind: Kind, body: &[u8], resume: &Resume) -> Result<(), Fault> {
+    send_unless(stream, Header::new(kind), body, resume.limit, &resume.abort)
+}
+
+fn send_unless(
+    stream: &mut ByteStream,
+    mut header: Header,
+    body: &[u8],
+    limit: Duration,
+    abort: &AbortFlag,
+) -> Result<(), Fault> {
     header.seal(body);
     header.check(&limits())?;
-    write_frame(stream, &header, body, &Deadline::new(&abort, limit)).map_err(|fault| match fault {
+    write_frame(stream, &header, body, &Deadline::new(abort, limit)).map_err(|fault| match fault {
         Fault::NotReading { limit_s } => Fault::TimedOut { what: "the handshake".to_owned(), limit_s },
         other => other,
     })
@@ -112,8 +126,12 @@ pub fn send_frame(stream: &mut ByteStream, mut header: Header, body: &[u8], limi
 /// Reads one frame of one of these kinds. `limit` bounds the whole read, progress or not, because the peer may not have
 /// shown the token yet.
 pub fn receive(stream: &mut ByteStream, kinds: &[Kind], limit: Duration) -> Result<Frame, Fault> {
-    let abort = AbortFlag::default();
-    let deadline = Deadline::new(&abort, limit).with_total(limit);
+    receive_unless(stream, kinds, limit, &AbortFlag::default())
+}
+
+/// The same, and gives up when the run fails.
+fn receive_unless(stream: &mut ByteStream, kinds: &[Kind], limit: Duration, abort: &AbortFlag) -> Result<Frame, Fault> {
+    let deadline = Deadline::new(abort, limit).with_total(limit);
     read_frame(stream, &limits(), &deadline, &mut Decoder::raw(), |header| match kinds.contains(&header.kind) {
         true => Ok(()),
         false => {
@@ -135,7 +153,7 @@ pub fn dial_again(
     credentials: &Credentials,
     resume: Resume,
 ) -> Result<(ByteStream, u64), Fault> {
-    introduce(connect(address, Instant::now() + resume.limit)?.into(), role, credentials, resume)
+    introduce(connect(address, Instant::now() + resume.limit, &resume.abort)?.into(), role, credentials, resume)
 }
 
 /// Connects to a server at the first of its addresses that answers, and has both ends prove who they are.
@@ -143,7 +161,7 @@ pub fn dial_server(addresses: &[String], expected: &Expected<'_>, limit: Duratio
     let deadline = Instant::now() + limit;
     let mut failed = Fault::invalid_job("a join string", "it has no address");
     for address in addresses {
-        let socket = match connect(address, deadline) {
+        let socket = match connect(address, deadline, &AbortFlag::default()) {
             Ok(socket) => socket,
             Err(fault) => {
                 failed = fault;
@@ -179,57 +197,60 @@ pub fn dial_through(
     credentials: &Credentials,
     resume: Resume,
 ) -> Result<(ByteStream, u64), Fault> {
-    let limit = resume.limit;
     let mut stream = connect_local(gateway)?;
     stream.set_up()?;
-    send_text(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), limit)?;
-    send_text(&mut stream, Kind::Command, address.as_bytes(), limit)?;
-    welcomed(stream, limit)
+    send_text_unless(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), &resume)?;
+    send_text_unless(&mut stream, Kind::Command, address.as_bytes(), &resume)?;
+    welcomed(stream, &resume)
 }
 
 /// Opens a plain connection to an address.
 pub fn connect_to(address: &str, limit: Duration) -> Result<(TcpStream, SocketAddr), Fault> {
-    let socket = connect(address, Instant::now() + limit)?;
+    let socket = connect(address, Instant::now() + limit, &AbortFlag::default())?;
     let to = socket.peer_addr().map_err(|e| Fault::io(format!("connecting to {address}"), e))?;
     Ok((socket, to))
 }
 
 /// Connects to an address, and to the next one that its name resolves to if that fails. The deadline is that of all of them
-/// together.
-fn connect(address: &str, deadline: Instant) -> Result<TcpStream, Fault> {
-    let doing = || format!("connecting to {address}");
+/// together; gives up earlier when the run fails. Neither the system's resolver nor a connection attempt can be ended from
+/// outside, so they get a thread, which is left alone if it takes too long.
+fn connect(address: &str, deadline: Instant, abort: &AbortFlag) -> Result<TcpStream, Fault> {
+    let (sender, connected) = mpsc::sync_channel(1);
+    let (to, limit_s) = (address.to_owned(), deadline.saturating_duration_since(Instant::now()).as_secs_f64());
+    engine::spawn("connecting", move || {
+        let _ = sender.send(resolve_and_connect(&to, deadline));
+    })?;
+    loop {
+        abort.check()?;
+        match connected.recv_timeout(POLL) {
+            Ok(connected) => return connected,
+            Err(_) if Instant::now() < deadline => {}
+            Err(_) => return Err(Fault::TimedOut { what: format!("connecting to {address}"), limit_s }),
+        }
+    }
+}
+
+fn resolve_and_connect(address: &str, deadline: Instant) -> Result<TcpStream, Fault> {
+    let resolved: Vec<SocketAddr> = match address.parse() {
+        Ok(known) => vec![known],
+        Err(_) => {
+            let found = address.to_socket_addrs().map_err(|e| Fault::io(format!("looking up {address}"), e))?;
+            found.take(ADDRESSES_MAX).collect()
+        }
+    };
     let mut failed = Fault::invalid_job("a worker's address", format!("`{address}` resolves to no address"));
     // A host name may resolve to several addresses, of which the worker listens on some.
-    for resolved in resolve(address, deadline)? {
+    for resolved in resolved {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             break;
         }
         match TcpStream::connect_timeout(&resolved, left) {
             Ok(stream) => return Ok(stream),
-            Err(e) => failed = Fault::io(doing(), e),
+            Err(e) => failed = Fault::io(format!("connecting to {address}"), e),
         }
     }
     Err(failed)
-}
-
-/// The addresses that a name stands for. The system's resolver has no time-out of ours, so it gets a thread, which is left
-/// alone if it takes too long.
-fn resolve(address: &str, deadline: Instant) -> Result<Vec<SocketAddr>, Fault> {
-    if let Ok(known) = address.parse() {
-        return Ok(vec![known]);
-    }
-    let doing = format!("looking up {address}");
-    let (sender, found) = mpsc::sync_channel(1);
-    let name = address.to_owned();
-    engine::spawn("name resolution", move || {
-        let _ = sender.send(name.to_socket_addrs().map(|all| all.take(ADDRESSES_MAX).collect()));
-    })?;
-    let left = deadline.saturating_duration_since(Instant::now());
-    match found.recv_timeout(left) {
-        Ok(resolved) => resolved.map_err(|e| Fault::io(doing, e)),
-        Err(_) => Err(Fault::TimedOut { what: doing, limit_s: left.as_secs_f64() }),
-    }
 }
 
 /// The most addresses of one name that are tried.
@@ -244,8 +265,8 @@ pub fn introduce(
     resume: Resume,
 ) -> Result<(ByteStream, u64), Fault> {
     stream.set_up()?;
-    send_text(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), resume.limit)?;
-    welcomed(stream, resume.limit)
+    send_text_unless(&mut stream, Kind::Hello, &hello(role, credentials, &resume).encode(), &resume)?;
+    welcomed(stream, &resume)
 }
 
 fn hello(role: Role, credentials: &Credentials, resume: &Resume) -> Hello {
@@ -260,8 +281,8 @@ fn hello(role: Role, credentials: &Credentials, resume: &Resume) -> Hello {
 }
 
 /// Waits for the answer to a hello. Returns the first frame that the peer has not received too.
-fn welcomed(mut stream: ByteStream, limit: Duration) -> Result<(ByteStream, u64), Fault> {
-    let answer = receive(&mut stream, &[Kind::Welcome, Kind::Refuse], limit)?;
+fn welcomed(mut stream: ByteStream, resume: &Resume) -> Result<(ByteStream, u64), Fault> {
+    let answer = receive_unless(&mut stream, &[Kind::Welcome, Kind::Refuse], resume.limit, &resume.abort)?;
     let malformed = |e: MessageError| Fault::malformed("the answer to the hello", e);
     match answer.header.kind {
         Kind::Refuse => {

@@ -25,7 +25,16 @@ impl Default for Timeouts {
     }
 }
 
+/// The most seconds of [`Timeouts::connect_s`] and [`Timeouts::reconnect_s`] that a worker grants a job: it is in that run meanwhile.
+pub const JOIN_S_MAX: f64 = 600.0;
+
 impl Timeouts {
+    /// These time-outs as far as a worker grants them.
+    pub(crate) fn granted(self) -> Self {
+        let (connect_s, reconnect_s) = (self.connect_s.min(JOIN_S_MAX), self.reconnect_s.min(JOIN_S_MAX));
+        Timeouts { connect_s, reconnect_s, ..self }
+    }
+
     /// [`Self::stall_s`] as a duration.
     pub fn stall(&self) -> Duration {
         seconds(self.stall_s)

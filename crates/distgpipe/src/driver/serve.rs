@@ -332,6 +332,7 @@ impl Server {
             return Ok(Work::Measure(test));
         }
         let mut job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("the job", e))?;
+        job.timeouts = job.timeouts.granted();
         if let Some(limits) = &self.options.limits {
             limits.apply(&mut job)?;
         }
@@ -387,25 +388,22 @@ impl Server {
         for (peer, address) in dialed {
             let failed = |fault| Fault::Reported(Failure::new(topology.name(peer), "joining the run", fault));
             let dialer = self.peer_dialer(&address, Role::Worker(id), credentials).map_err(failed)?;
-            let (stream, _) = dialer(Resume::first(limit)).map_err(failed)?;
+            let (stream, dialer) = session.dial(dialer, limit, &mut awaited, report).map_err(failed)?;
             session.connect(stream, Peer::Worker(peer), Reconnect::Dial(dialer))?;
         }
         let deadline = Instant::now() + limit;
         while !awaited.is_empty() {
-            let abort = session.abort().clone();
-            let stop = || abort.failure().is_some() || Instant::now() >= deadline;
-            let Some((hello, stream)) = session.busy.admit_next(stop, report) else {
-                abort.check()?;
+            session.abort().check()?;
+            let next = session.answer_next(report);
+            let Some((hello, stream)) = next else {
+                if Instant::now() < deadline {
+                    continue;
+                }
                 let names: Vec<String> = awaited.iter().map(|&w| topology.name(w)).collect();
                 let what = format!("waiting for {} to connect", names.join(", "));
                 return Err(Fault::TimedOut { what, limit_s: limit.as_secs_f64() });
             };
-            match hello.role {
-                Role::Worker(worker) if awaited.contains(&worker) => {
-                    session.connect_awaited(&mut awaited, worker, stream)?
-                }
-                _ => session.resume(stream, &hello),
-            }
+            session.join_or_resume(&mut awaited, stream, &hello)?;
         }
         Ok(())
     }
@@ -472,6 +470,62 @@ impl<'a> Session<'a> {
         let restoring = Restoring { reconnect, waiting: self.worker.status.clone() };
         self.connections.insert(remote.worker(), self.worker.connect(stream, remote, restoring)?);
         Ok(())
+    }
+
+    /// Connects to another worker, on a thread of its own: those who connect to this one are answered meanwhile, and a driver that is
+    /// gone does not keep it.
+    fn dial(
+        &mut self,
+        dialer: Dial,
+        limit: Duration,
+        awaited: &mut Vec<WorkerId>,
+        report: &Report<'_>,
+    ) -> Result<(ByteStream, Dial), Fault> {
+        let resume = Resume { abort: self.abort().clone(), ..Resume::first(limit) };
+        let dialing = engine::spawn("connecting to a worker", move || (dialer(resume), dialer))?;
+        while !dialing.is_finished() {
+            if let Some((hello, stream)) = self.answer_next(report) {
+                self.join_or_resume(awaited, stream, &hello)?;
+            }
+        }
+        let panicked = |_| Fault::Panic("the panic message is on standard error".to_owned());
+        let (dialed, dialer) = dialing.join().map_err(panicked)?;
+        dialed.map(|(stream, _)| (stream, dialer))
+    }
+
+    /// The next member of the run that connects, if there is one within about [`POLL`]. The run fails if its driver is gone and
+    /// another one has come.
+    fn answer_next(&mut self, report: &Report<'_>) -> Option<(Hello, ByteStream)> {
+        let abort = self.worker.abort.clone();
+        let gone = self.is_abandoned();
+        let over = || {
+            let over = abort.failure().is_some();
+            if over {
+                std::thread::sleep(POLL / 5);
+            }
+            over
+        };
+        let next = self.busy.answer_next(POLL, over, gone, report);
+        if self.busy.has_successor() {
+            self.fail_for_successor();
+        }
+        next
+    }
+
+    /// Takes a worker that was awaited into the run, or resumes the link of another.
+    fn join_or_resume(&mut self, awaited: &mut Vec<WorkerId>, stream: ByteStream, hello: &Hello) -> Result<(), Fault> {
+        match hello.role {
+            Role::Worker(worker) if awaited.contains(&worker) => self.connect_awaited(awaited, worker, stream),
+            _ => {
+                self.resume(stream, hello);
+                Ok(())
+            }
+        }
+    }
+
+    fn fail_for_successor(&self) {
+        let reason = "the driver was gone, and another one has taken its place".to_owned();
+        self.abort().fail(Failure::new("the driver", "reconnecting", Fault::Refused { reason }));
     }
 
     /// Hands the connection of a peer that connects again to its link, or refuses it.
@@ -551,11 +605,7 @@ impl<'a> Session<'a> {
             };
             match self.busy.answer_next(POLL, over, self.is_abandoned(), report) {
                 Some((hello, stream)) => self.resume(stream, &hello),
-                None if self.busy.has_successor() => {
-                    let reason = "the driver was gone, and another one has taken its place".to_owned();
-                    let first = Failure::new("the driver", "reconnecting", Fault::Refused { reason });
-                    self.abort().fail(first);
-                }
+                None if self.busy.has_successor() => self.fail_for_successor(),
                 None => {}
             }
             self.notices.try_iter().for_each(|notice| report(&ServeEvent::Notice(&notice)));
@@ -744,6 +794,52 @@ mod tests {
             assert!(busy && start.elapsed() < Duration::from_secs(60), "{error}");
             std::thread::sleep(POLL);
         }
+    }
+
+    /// A worker that welcomes its driver, and is silent from then on, to whoever else connects too.
+    fn silent_worker() -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        std::thread::spawn(move || {
+            let mut held: Vec<ByteStream> = Vec::new();
+            for stream in listener.incoming().flatten() {
+                let mut stream = ByteStream::from(stream);
+                if held.is_empty() {
+                    handshake::receive(&mut stream, &[Kind::Hello], JOB_LIMIT).unwrap();
+                    handshake::welcome(&mut stream, 1, JOB_LIMIT).unwrap();
+                }
+                held.push(stream);
+            }
+        });
+        address
+    }
+
+    /// The time-outs of a job were once the driver's, and the worker waited for the other's answer without looking at its run: for
+    /// months, if the driver said so.
+    #[test]
+    fn a_worker_that_connects_to_another_is_free_again_when_its_driver_is_gone() {
+        let server = Serving::start();
+        let addresses = vec![server.address.clone(), silent_worker()];
+        let endless = Timeouts { stall_s: 0.5, connect_s: 1e7, reconnect_s: 1e7, ..Timeouts::default() };
+        let builder = Pipeline::builder(zoo::Mlp::default().model().unwrap()).place("client,one,two");
+        let workers = Workers::Remote { addresses, token: TOKEN };
+        let failed = builder.device(Device::Cpu).threads(1).workers(workers).timeouts(endless).build();
+        assert!(failed.is_err());
+        let start = Instant::now();
+        while let Err(refused) = server.introduce(server.connect(), 3) {
+            let busy = matches!(refused, Fault::Busy { .. });
+            assert!(busy && start.elapsed() < Duration::from_secs(60), "{refused}");
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Whatever the driver says, others get a worker back whose run cannot begin.
+    #[test]
+    fn a_worker_grants_a_job_ten_minutes_to_connect() {
+        let asked = Timeouts { connect_s: 1e7, reconnect_s: f64::INFINITY, stall_s: 1e7, silence_s: 3.0 };
+        let granted = Timeouts { connect_s: 600.0, reconnect_s: 600.0, ..asked };
+        assert_eq!(asked.granted(), granted);
+        assert_eq!(Timeouts::default().granted(), Timeouts::default());
     }
 
     /// It once waited until the first driver had sent its job, which may take a minute, and often gave up before.

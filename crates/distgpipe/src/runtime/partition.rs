@@ -1,5 +1,6 @@
 //! A partition on a worker: consecutive layers of the model with their tensors.
 
+use crate::comm::abort::AbortFlag;
 use crate::engine::{self, cuda, Autocast, Layout, Precision, Stream, TensorList};
 use crate::failure::Fault;
 use crate::model::layer::{Context, Layer, LayerTensors, PassMode, Role, SampleShape, TensorSpec};
@@ -37,7 +38,11 @@ impl BuiltLayer {
 /// The tensors that a worker has built, by name. A layer that [ties](crate::model::ties) one of them gets a leaf of its own on
 /// the same memory.
 #[derive(Default)]
-pub struct WorkerTensors(HashMap<String, Tensor>);
+pub struct WorkerTensors {
+    by_name: HashMap<String, Tensor>,
+    /// Ends the construction when the run fails.
+    abort: AbortFlag,
+}
 
 /// Consecutive layers with their tensors, and the edges to other partitions.
 pub struct Partition {
@@ -72,35 +77,43 @@ pub struct PartitionOptions<'a> {
     pub precision: Precision,
 }
 
-/// Checks that the tensors of a partition fit in memory. Those of a GPU are built one by one on the CPU, and libtorch
-/// reports where they do not fit there.
+/// Checks that the tensors of a partition fit in the memory of this host. Those of a GPU are built here one by one, so the largest
+/// has to fit; libtorch reports where they do not fit there.
 fn require_memory(model: &Model, id: PartitionId, options: &PartitionOptions<'_>) -> Result<(), Fault> {
-    if options.device != tch::Device::Cpu {
-        return Ok(());
-    }
     let bytes = |spec: &TensorSpec| {
         let elements = spec.dims.iter().map(|&dim| u128::try_from(dim).unwrap_or(0));
         elements.fold(spec.kind.elt_size_in_bytes() as u128, u128::saturating_mul)
     };
     let layers = options.balance.range(id).map(|index| model.layers[index].tensors());
-    let needs_bytes = layers.flatten().map(|spec| bytes(&spec)).fold(0, u128::saturating_add);
-    let what = format!("holding the tensors of partition {id}");
+    let sizes = layers.flatten().map(|spec| bytes(&spec));
+    let (needs_bytes, what) = match options.device {
+        tch::Device::Cpu => (sizes.fold(0, u128::saturating_add), "holding the tensors"),
+        _ => (sizes.max().unwrap_or(0), "building the largest tensor"),
+    };
+    let what = format!("{what} of partition {id}");
     engine::require_memory(&what, needs_bytes, "use a smaller model, or more partitions on other hosts")
 }
 
 impl WorkerTensors {
+    /// None yet. What is built with them stops after the tensor in progress when the run fails.
+    pub fn new(abort: AbortFlag) -> Self {
+        WorkerTensors { by_name: HashMap::new(), abort }
+    }
+
     /// The leaf of a layer for this tensor.
     fn tensor(&mut self, spec: &TensorSpec, options: &PartitionOptions<'_>) -> Result<Tensor, Fault> {
         let leaf =
             |tensor: &Tensor| Ok::<_, Fault>(tensor.f_detach()?.f_set_requires_grad(spec.role == Role::Parameter)?);
-        if let Some(tensor) = self.0.get(&spec.name) {
+        if let Some(tensor) = self.by_name.get(&spec.name) {
             return leaf(tensor);
         }
+        // A large model takes minutes, and nobody may wait for it any more.
+        self.abort.check()?;
         let mut tensor = spec.build(options.seed, options.device)?;
         if options.channels_last && spec.dims.len() == 4 {
             tensor = leaf(&engine::with_layout(&tensor.f_detach()?, Layout::ChannelsLast)?)?;
         }
-        self.0.insert(spec.name.clone(), tensor.shallow_clone());
+        self.by_name.insert(spec.name.clone(), tensor.shallow_clone());
         Ok(tensor)
     }
 }
@@ -136,9 +149,10 @@ impl Partition {
     ) -> Result<Self, Fault> {
         require_memory(model, id, options)?;
         let layers = options.balance.range(id).map(|index| {
+            worker.abort.check()?;
             let layer = model.layers[index].clone();
             let specs = layer.tensors();
-            let shared = specs.iter().map(|spec| worker.0.contains_key(&spec.name)).collect();
+            let shared = specs.iter().map(|spec| worker.by_name.contains_key(&spec.name)).collect();
             let tensors = specs.iter().map(|spec| worker.tensor(spec, options));
             let tensors = tensors.collect::<Result<Vec<_>, Fault>>()?;
             let (only_cast, casts, of_lanes) = (Vec::new(), Vec::new(), Vec::new());
@@ -331,5 +345,85 @@ impl Partition {
     /// The running statistics of its batch norms.
     pub fn norms(&mut self) -> &mut DeferredBatchNorm {
         &mut self.norms
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::failure::Failure;
+    use crate::model::layer::{Init, ShapeError, SkipShapes};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// A layer with one small parameter, which sets the flag of its run when it is asked for it so often.
+    struct Watched {
+        name: String,
+        dims: Vec<i64>,
+        asked: Arc<AtomicUsize>,
+        fails_at: usize,
+        abort: AbortFlag,
+    }
+
+    impl Layer for Watched {
+        fn name(&self) -> &str {
+            &self.name
+        }
+        fn tensors(&self) -> Vec<TensorSpec> {
+            if self.asked.fetch_add(1, Ordering::Relaxed) == self.fails_at {
+                self.abort.fail(Failure::new("the driver", "ending the run", Fault::Lost));
+            }
+            vec![TensorSpec::parameter(format!("{}.weight", self.name), &self.dims, Init::Constant(0.0))]
+        }
+        fn shapes(&self, input: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+            Ok(input)
+        }
+        fn forward(&self, _: &mut LayerTensors<'_>, x: Vec<Tensor>, _: &mut Context<'_>) -> Result<Vec<Tensor>, Fault> {
+            Ok(x)
+        }
+    }
+
+    /// Builds the only partition of such layers. Returns how often they were asked for their parameters.
+    fn build(layers: usize, dims: &[i64], fails_at: usize, device: tch::Device) -> (usize, Result<Partition, Fault>) {
+        let (asked, abort) = (Arc::new(AtomicUsize::new(0)), AbortFlag::default());
+        let layer = |n: usize| -> Arc<dyn Layer> {
+            let (name, dims) = (n.to_string(), dims.to_vec());
+            Arc::new(Watched { name, dims, asked: asked.clone(), fails_at, abort: abort.clone() })
+        };
+        let model = Model::new((0..layers).map(layer).collect(), vec![SampleShape::float(&[3])]);
+        let balance = Balance::even(layers, 1).unwrap();
+        let uses: Vec<_> = model.layers.iter().map(|layer| layer.skips()).collect();
+        let options = PartitionOptions {
+            balance: &balance,
+            skips: &SkipLayout::new(&uses, &balance).unwrap(),
+            seed: Stream::new(0),
+            device,
+            channels_last: false,
+            precision: Precision::Fp32,
+        };
+        let mut tensors = WorkerTensors::new(abort.clone());
+        let built = Partition::build_on(&mut tensors, &model, PartitionId(0), &options);
+        (asked.load(Ordering::Relaxed), built)
+    }
+
+    /// A worker once built its partitions to the end, however long that took, before it noticed that its driver had gone.
+    #[test]
+    fn a_run_that_fails_ends_the_construction_of_a_partition_after_the_layer_in_progress() {
+        let (before, whole) = build(500, &[4], usize::MAX, tch::Device::Cpu);
+        assert!(whole.is_ok() && before >= 1000, "{before}");
+        let (asked, ended) = build(500, &[4], before - 400, tch::Device::Cpu);
+        assert!(matches!(ended, Err(Fault::Reported(failure)) if failure.worker == "the driver"));
+        assert!(asked <= before - 398, "{asked} of {before}");
+    }
+
+    /// The tensors of a GPU are built on the host first. This once aborted the process.
+    #[test]
+    fn the_memory_of_the_host_is_checked_whatever_the_device() {
+        for (device, what) in
+            [(tch::Device::Cpu, "holding the tensors"), (tch::Device::Cuda(0), "building the largest")]
+        {
+            let refused = build(2, &[1 << 22, 1 << 22], usize::MAX, device).1.err().map(|fault| fault.to_string());
+            let refused = refused.unwrap_or_default();
+            assert!(refused.starts_with(what) && refused.contains("TB of memory"), "{refused}");
+        }
     }
 }

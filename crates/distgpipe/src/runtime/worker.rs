@@ -153,7 +153,7 @@ impl BuiltWorker {
         let scenario = job.faults.parse().map_err(|e| Fault::invalid_job("the fault scenario", e))?;
         let stream = Stream::new(job.seed);
         let groups = ParameterGroups::new(&job.groups, &job.frozen).map_err(|e| Fault::invalid_job("the groups", e))?;
-        let mut partitions = build_partitions(&job, &topology, &model, device, stream.named("weights"))?;
+        let mut partitions = build_partitions(&job, &topology, &model, device, &abort)?;
         for partition in partitions.values_mut() {
             partition.freeze(|name| groups.freezes(name))?;
         }
@@ -266,7 +266,7 @@ fn build_partitions(
     topology: &Topology,
     model: &Model,
     device: tch::Device,
-    seed: Stream,
+    abort: &AbortFlag,
 ) -> Result<BTreeMap<PartitionId, Partition>, Fault> {
     job.balance.check(model.layers.len()).map_err(|e| Fault::invalid_job("the balance", e))?;
     // Otherwise several workers would train copies of a tied tensor, each its own.
@@ -276,12 +276,12 @@ fn build_partitions(
     let options = PartitionOptions {
         balance: &job.balance,
         skips: &skips,
-        seed,
+        seed: Stream::new(job.seed).named("weights"),
         device,
         channels_last: job.channels_last,
         precision: job.precision,
     };
     let placed = topology.plan().placement().partitions_of(topology.role_of(job.worker));
-    let mut tensors = WorkerTensors::default();
+    let mut tensors = WorkerTensors::new(abort.clone());
     placed.into_iter().map(|p| Ok((p, Partition::build_on(&mut tensors, model, p, &options)?))).collect()
 }

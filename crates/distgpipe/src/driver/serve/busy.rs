@@ -2,7 +2,6 @@
 
 use super::events::run_name;
 use super::{has_input, Arrivals, Report, ServeEvent, Server};
-use crate::comm::abort::POLL;
 use crate::comm::acceptor::{Arrival, ArrivedPeer};
 use crate::comm::handshake::{self, Terms};
 use crate::comm::transport::byte_stream::ByteStream;
@@ -69,19 +68,6 @@ impl<'a> BusyListener<'a> {
             }
         }
         Ok(())
-    }
-
-    /// The next member of the run that connects, or `None` once `stop` returns true. Everybody else (a stranger, a second
-    /// driver) is refused.
-    pub fn admit_next(&mut self, stop: impl Fn() -> bool, report: &Report<'_>) -> Option<(Hello, ByteStream)> {
-        while !stop() {
-            let Some(peer) = self.next(POLL, report) else { continue };
-            let admitted = self.answer(*peer, report);
-            if admitted.is_some() {
-                return admitted;
-            }
-        }
-        None
     }
 
     /// Answers one peer, if there is one within about `wait`. Returns a member of the run that connects again, and refuses others.

@@ -156,7 +156,7 @@ impl Reader {
         }
         let (start, mut noticed, mut pause) = (Instant::now(), Instant::now(), PAUSE_MIN);
         loop {
-            match self.attempt(ATTEMPT_LIMIT.min(limit)) {
+            match self.attempt(ATTEMPT_LIMIT.min(limit), self.abort.clone()) {
                 Ok(true) => {
                     let seconds = start.elapsed().as_secs_f64();
                     self.notify.send(&Notice::Reconnected { worker: self.peer.clone(), seconds });
@@ -195,12 +195,12 @@ impl Reader {
     }
 
     /// Tries to resume the link on another connection. False if there is none yet; an error if there will be none.
-    fn attempt(&mut self, limit: Duration) -> Result<bool, Fault> {
+    fn attempt(&mut self, limit: Duration, abort: AbortFlag) -> Result<bool, Fault> {
         let next = self.received.next();
         let (socket, peer_next) = match &self.reconnect {
             Reconnect::Dial(dial) => {
                 self.epoch += 1;
-                match dial(Resume { epoch: self.epoch, next, limit }) {
+                match dial(Resume { epoch: self.epoch, next, limit, abort }) {
                     Ok((stream, peer_next)) => (Socket { epoch: self.epoch, stream }, peer_next),
                     Err(fault) if proves_gone(&fault) => return Err(fault),
                     Err(_) => return Ok(false),
@@ -222,7 +222,11 @@ impl Reader {
 
     /// Tells the peer, which waits for this end to connect again, that the run has failed.
     fn last_attempt(&mut self, first: &Failure) {
-        if !matches!(self.reconnect, Reconnect::Dial(_)) || !matches!(self.attempt(LAST_ATTEMPT_LIMIT), Ok(true)) {
+        if !matches!(self.reconnect, Reconnect::Dial(_)) {
+            return;
+        }
+        // The run has failed: its flag would end the attempt.
+        if !matches!(self.attempt(LAST_ATTEMPT_LIMIT, AbortFlag::default()), Ok(true)) {
             return;
         }
         if let Some(mut stream) = self.outbox.stream() {

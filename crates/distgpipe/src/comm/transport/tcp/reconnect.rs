@@ -5,6 +5,7 @@
 //! epochs, so a connection that was given up can never take the place of a newer one.
 
 use super::outbox::Outbox;
+use crate::comm::abort::AbortFlag;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::failure::Fault;
 use distgpipe_core::wire::Hello;
@@ -13,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// What an end that connects again says.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Resume {
     /// The number of the attempt.
     pub epoch: u64,
@@ -21,12 +22,14 @@ pub struct Resume {
     pub next: u64,
     /// How long the attempt may take.
     pub limit: Duration,
+    /// Ends the attempt when it is set.
+    pub abort: AbortFlag,
 }
 
 impl Resume {
-    /// For the first connection of a link.
+    /// For the first connection of a link, of a run that nothing ends meanwhile.
     pub fn first(limit: Duration) -> Self {
-        Resume { epoch: 0, next: 1, limit }
+        Resume { epoch: 0, next: 1, limit, abort: AbortFlag::default() }
     }
 }
 
