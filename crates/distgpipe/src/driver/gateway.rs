@@ -56,6 +56,9 @@ pub struct GatewayOptions {
     pub insecure: bool,
 }
 
+/// What a member hears whose run has as many connections as it may have.
+const FULL: &str = "too many connections of this run: try again";
+
 /// A connection to a client, and what the acceptor holds until its handshake is over.
 type Dialed = (TcpStream, SocketAddr, Arc<()>);
 
@@ -282,6 +285,18 @@ impl Gateway {
                 acceptor.refuse(peer, "the peer does not know the key of this run");
                 return None;
             }
+            Admission::Full => {
+                (self.shared.report)(&GatewayEvent::Rejected(Failure::new(
+                    from.to_string(),
+                    "connecting",
+                    Fault::Refused { reason: FULL.to_owned() },
+                )));
+                // A link that connects again gives up when it is refused, and tries again when the connection just ends.
+                if hello.epoch == 0 {
+                    acceptor.refuse(peer, FULL);
+                }
+                return None;
+            }
             Admission::NotInRun => {
                 acceptor.refuse(peer, handshake::NOT_IN_RUN);
                 return None;
@@ -308,8 +323,42 @@ impl Gateway {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::transport::byte_stream::ByteStream;
     use crate::engine::refusal::with_refused;
-    use distgpipe_core::wire::Hello;
+    use distgpipe_core::wire::{Hello, Kind, Refuse};
+
+    /// What a member of a run hears, with this epoch: `None` if the connection just ends.
+    fn answer(gateway: &Gateway, hello: &Hello, epoch: u64) -> Option<String> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let from = listener.local_addr().unwrap();
+        let mut member: ByteStream = TcpStream::connect(from).unwrap().into();
+        let stream = listener.accept().unwrap().0.into();
+        let hello = Hello { epoch, ..hello.clone() };
+        let peer = ArrivedPeer { stream, from, hello, proved: Proved::Secret };
+        let mut acceptor = Acceptor::new(listener, None).unwrap();
+        let routed = RoutedPeer { peer, since: Instant::now(), patient: false };
+        assert!(gateway.route(&mut acceptor, routed).is_none());
+        let limit = Duration::from_secs(60);
+        match handshake::receive(&mut member, &[Kind::Refuse], limit) {
+            Ok(answer) => Some(Refuse::decode(&answer.body).unwrap().reason),
+            Err(Fault::Lost) => None,
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    /// It once heard that it did not know the key, and a link that was connecting again gave its run up.
+    #[test]
+    fn a_member_of_a_run_with_too_many_connections_is_told_so_and_a_link_tries_again() {
+        let gateway = Gateway::bind(options(), |_| ()).unwrap();
+        let (run, from) = ([1; 16], SocketAddr::from(([127, 0, 0, 1], 1)));
+        let hello = Hello { run, token: [2; 32], role: Role::Driver, epoch: 0, next: 1, build: "test".to_owned() };
+        assert!(matches!(gateway.shared.runs.admit(&hello, from, 1), Admission::New(_)));
+        gateway.shared.runs.set_connections(&run, runs::CONNECTIONS_MAX);
+        assert_eq!(answer(&gateway, &hello, 0).as_deref(), Some("too many connections of this run: try again"));
+        assert_eq!(answer(&gateway, &hello, 1), None);
+        let wrong = Hello { token: [3; 32], ..hello };
+        assert!(answer(&gateway, &wrong, 1).unwrap().contains("does not know the key"));
+    }
 
     /// A server without TLS, which starts no process.
     fn options() -> GatewayOptions {

@@ -36,7 +36,7 @@ const PLACE_PATIENCE: Duration = Duration::from_millis(500);
 const PLACE_PATIENCE_LOST: Duration = Duration::from_secs(4);
 
 /// The most connections of one run. Each takes four descriptors and three threads.
-const CONNECTIONS_MAX: usize = 64;
+pub(super) const CONNECTIONS_MAX: usize = 64;
 
 /// Heartbeats begin when the driver has reached all workers of the run; it may take so long before.
 const BEFORE_HEARTBEATS: Duration = Duration::from_secs(90);
@@ -151,6 +151,8 @@ pub(super) enum Admission {
     Busy { reason: String, patience: Duration },
     /// It does not know the run's key.
     WrongKey,
+    /// The run has as many connections as it may have. Some of them may be broken, and end soon.
+    Full,
     /// It connects again to a run that has no process here.
     NotInRun,
 }
@@ -166,8 +168,11 @@ impl Runs {
         let mut all = lock(&self.all);
         if let Some(run) = all.get(&hello.run) {
             let known = hello.check(&run.number, &run.key.0).is_ok();
-            let room = run.connections.load(Ordering::Relaxed) < CONNECTIONS_MAX;
-            return if known && room { Admission::Known(run.clone()) } else { Admission::WrongKey };
+            return match run.connections.load(Ordering::Relaxed) {
+                _ if !known => Admission::WrongKey,
+                CONNECTIONS_MAX.. => Admission::Full,
+                _ => Admission::Known(run.clone()),
+            };
         }
         // Its process has ended, or has given way to another run's.
         if hello.epoch > 0 {
@@ -223,6 +228,12 @@ impl Runs {
             _ => return None,
         };
         hello.check(&run.number, &token.0).is_ok().then_some(run)
+    }
+
+    /// Counts so many connections of a run.
+    #[cfg(test)]
+    pub fn set_connections(&self, run: &[u8; 16], connections: usize) {
+        lock(&self.all)[run].connections.store(connections, Ordering::Relaxed);
     }
 
     /// Gives the place of a run back.
