@@ -21,34 +21,61 @@ pub fn blame(topology: &Topology, plan: &Plan, statuses: &[WorkerStatus]) -> (St
         .unwrap_or_else(|| ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned()))
 }
 
+/// For how many times [`Timeouts::stall_s`](crate::comm::timeouts::Timeouts::stall_s) the driver waits for workers in other
+/// processes that report progress while nothing of it reaches this process. A worker here makes progress with each message of theirs.
+pub const CLAIMED_STALLS_MAX: u32 = 10;
+
 /// Which changes of the workers' statuses count as progress in one wait of the driver.
 ///
 /// A worker in another process says itself how far it is. One that says so for ever is not believed: only a count beyond its
-/// furthest is progress, and no more often than the run's plan has its status change.
+/// furthest is progress, no more often than the run's plan has its status change, and not for longer than
+/// [`CLAIMED_STALLS_MAX`] allows.
 pub struct Progress {
     workers: Vec<Furthest>,
 }
 
+/// What one wait believes of a worker.
+#[derive(Clone, Copy, Debug)]
+pub struct Believed {
+    /// How often its status may change.
+    pub changes_max: usize,
+    /// Whether it is a thread of this process.
+    pub is_here: bool,
+}
+
+/// How progress is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moved {
+    /// A worker of this process has made some.
+    Here,
+    /// Others say that they have.
+    Claimed,
+}
+
 struct Furthest {
     progress: Option<u64>,
-    changes_left: usize,
+    believed: Believed,
 }
 
 impl Progress {
-    /// For workers whose statuses change at most so often in this wait.
-    pub fn new(changes_max: Vec<usize>) -> Self {
-        let furthest = |changes_left| Furthest { progress: None, changes_left };
-        Progress { workers: changes_max.into_iter().map(furthest).collect() }
+    /// For these workers.
+    pub fn new(workers: impl IntoIterator<Item = Believed>) -> Self {
+        let furthest = |believed| Furthest { progress: None, believed };
+        Progress { workers: workers.into_iter().map(furthest).collect() }
     }
 
     /// Whether a worker has made progress since the last call.
-    pub fn has_moved(&mut self, statuses: &[WorkerStatus]) -> bool {
-        let mut moved = false;
+    pub fn moved(&mut self, statuses: &[WorkerStatus]) -> Option<Moved> {
+        let mut moved = None;
         for (worker, status) in self.workers.iter_mut().zip(statuses) {
-            if worker.changes_left > 0 && worker.progress.is_none_or(|furthest| status.progress > furthest) {
+            let left = &mut worker.believed.changes_max;
+            if *left > 0 && worker.progress.is_none_or(|furthest| status.progress > furthest) {
                 worker.progress = Some(status.progress);
-                worker.changes_left -= 1;
-                moved = true;
+                *left -= 1;
+                moved = match worker.believed.is_here {
+                    true => Some(Moved::Here),
+                    false => moved.or(Some(Moved::Claimed)),
+                };
             }
         }
         moved
@@ -122,27 +149,31 @@ mod tests {
         blame(&topology, topology.plan(), &statuses)
     }
 
+    fn believed(changes_max: usize, is_here: bool) -> Believed {
+        Believed { changes_max, is_here }
+    }
+
     /// A worker that only changed its status every now and then once held the driver for days.
     #[test]
     fn a_worker_that_reports_changes_for_ever_makes_progress_as_often_as_its_plan_has_actions() {
         let at = |progress| WorkerStatus { progress, ..WorkerStatus::default() };
-        let mut progress = Progress::new(vec![10, 10]);
-        assert!(progress.has_moved(&[at(0), at(0)]));
-        assert!(!progress.has_moved(&[at(0), at(0)]));
-        assert_eq!((1..1000).filter(|&n| progress.has_moved(&[at(0), at(n)])).count(), 9);
+        let mut progress = Progress::new([believed(10, true), believed(10, false)]);
+        assert_eq!(progress.moved(&[at(0), at(0)]), Some(Moved::Here));
+        assert_eq!(progress.moved(&[at(0), at(0)]), None);
+        assert_eq!((1..1000).filter(|&n| progress.moved(&[at(0), at(n)]) == Some(Moved::Claimed)).count(), 9);
         // The other worker is believed on.
-        assert!(progress.has_moved(&[at(1), at(1000)]));
+        assert_eq!(progress.moved(&[at(1), at(1000)]), Some(Moved::Here));
     }
 
     #[test]
     fn a_status_that_goes_back_and_forth_is_no_progress() {
         let at = |progress, done| WorkerStatus { progress, done, ..WorkerStatus::default() };
-        let mut progress = Progress::new(vec![100]);
-        assert!(progress.has_moved(&[at(5, 0)]));
+        let mut progress = Progress::new([believed(100, false)]);
+        assert!(progress.moved(&[at(5, 0)]).is_some());
         for (count, done) in [(4, 0), (5, 1), (0, 2), (5, 0)] {
-            assert!(!progress.has_moved(&[at(count, done)]));
+            assert_eq!(progress.moved(&[at(count, done)]), None);
         }
-        assert!(progress.has_moved(&[at(6, 0)]));
+        assert!(progress.moved(&[at(6, 0)]).is_some());
     }
 
     fn pair(who: &str, what: &str) -> (String, String) {

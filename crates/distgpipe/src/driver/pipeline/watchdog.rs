@@ -5,7 +5,8 @@ use crate::comm::message::{Message, Tag};
 use crate::comm::protocol::StepReport;
 use crate::comm::status::WorkerStatus;
 use crate::comm::suspension::IdleTimer;
-use crate::comm::watchdog::{blame, Progress};
+use crate::comm::watchdog::{blame, Believed, Moved, Progress, CLAIMED_STALLS_MAX};
+use crate::driver::launch::Workers;
 use crate::failure::{printable, Failure, Fault};
 use crate::runtime::all_reduce::shares_max;
 use distgpipe_core::wire::Kind;
@@ -13,13 +14,19 @@ use distgpipe_core::WorkerId;
 
 impl Pipeline {
     /// Waits for a message from a worker. Fails when the run fails, or when no worker's state has changed for
-    /// `Timeouts::stall_s`; the failure then names the worker or link that the other workers wait for.
+    /// `Timeouts::stall_s`; the failure then names the worker or link that the other workers wait for. What workers of other
+    /// processes say about themselves counts for [`CLAIMED_STALLS_MAX`] times as long.
     pub(super) fn wait(&self, tag: &Tag) -> Result<Message, Failure> {
-        let mut progress = Progress::new(self.changes_max());
-        let mut idle = IdleTimer::new();
+        let mut progress = Progress::new(self.believed());
+        let (mut idle, mut claimed) = (IdleTimer::new(), IdleTimer::new());
+        let claimed_max = self.timeouts.stall().saturating_mul(CLAIMED_STALLS_MAX);
         let watch = || {
             let statuses: Vec<WorkerStatus> = self.workers.statuses.iter().map(|s| s.read()).collect();
-            if progress.has_moved(&statuses) {
+            let moved = progress.moved(&statuses);
+            if moved == Some(Moved::Here) {
+                claimed.progress();
+            }
+            if moved.is_some() && claimed.elapsed() < claimed_max {
                 idle.progress();
             } else if idle.elapsed() >= self.timeouts.stall() {
                 let plan = self.forward_plan.as_ref().unwrap_or(self.plan());
@@ -35,8 +42,8 @@ impl Pipeline {
         waited.map_err(|fault| self.fail("waiting for the workers", fault))
     }
 
-    /// The most changes of each worker's status in one wait: twice what the commands need that one wait can be for.
-    fn changes_max(&self) -> Vec<usize> {
+    /// What one wait believes of each worker: twice the changes of status that the commands need that one wait can be for.
+    fn believed(&self) -> Vec<Believed> {
         let plans = [Some(self.plan()), self.forward_plan.as_ref()];
         let shares = match self.topology.replicas() {
             1 => 0,
@@ -44,7 +51,10 @@ impl Pipeline {
         };
         let of_role = |role| plans.iter().flatten().map(|plan| plan.actions(role).len()).max().unwrap_or(0);
         // An action and a share each begin with a wait; a command begins and ends with a change.
-        let of_member = |member| 2 * (2 * of_role(self.topology.role_of(member)) + 2 * shares + 8);
+        let of_member = |member| Believed {
+            changes_max: 2 * (2 * of_role(self.topology.role_of(member)) + 2 * shares + 8),
+            is_here: member == WorkerId(0) || matches!(self.placed, Workers::Threads),
+        };
         self.topology.members().map(of_member).collect()
     }
 
