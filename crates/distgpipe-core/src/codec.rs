@@ -217,6 +217,11 @@ pub trait Codec: Send {
         0
     }
 
+    /// How many bytes the end that encodes keeps of errors to correct, at most and besides that.
+    fn residual_bytes_max(&self) -> u64 {
+        0
+    }
+
     /// Gives the codec threads to split large tensors over. Without them it works on the calling thread. The bytes are
     /// the same either way.
     fn set_executor(&mut self, _executor: Arc<dyn Executor>) {}

@@ -156,6 +156,10 @@ impl Codec for Feedback {
         self.inner.check(meta, body)
     }
 
+    fn residual_bytes_max(&self) -> u64 {
+        self.residuals.bytes_max() as u64
+    }
+
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {
         self.inner.set_executor(executor);
     }

@@ -108,6 +108,10 @@ impl Codec for HalfPrecisionAdapter {
         self.inner.kept_bytes_max()
     }
 
+    fn residual_bytes_max(&self) -> u64 {
+        self.inner.residual_bytes_max()
+    }
+
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {
         self.runner.set_executor(executor.clone());
         self.inner.set_executor(executor);

@@ -297,6 +297,10 @@ impl Codec for Zstd {
         self.inner.floats.kept_bytes_max()
     }
 
+    fn residual_bytes_max(&self) -> u64 {
+        self.inner.floats.residual_bytes_max()
+    }
+
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {
         self.inner.floats.set_executor(executor.clone());
         self.runner.set_executor(executor);

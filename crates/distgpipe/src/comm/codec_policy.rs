@@ -1,6 +1,7 @@
 //! Which codec encodes which tensors. The policy is chosen once for a run and sent to every worker with the job.
 
 use crate::comm::protocol::StepCommand;
+use crate::comm::topology::Topology;
 use distgpipe_core::codec::{CodecError, CodecSpec, SerialExecutor};
 use distgpipe_core::schedule::{Pass, Plan};
 use distgpipe_core::{PartitionId, WorkerId};
@@ -118,15 +119,22 @@ impl CodecPolicy {
         links.chain([&self.forward, &self.backward]).any(CodecSpec::wants_samples)
     }
 
-    /// How many bytes the codecs of a worker's links keep of earlier tensors at most, where their texts say so.
-    pub fn kept_bytes_max(&self, plan: &Plan, worker: WorkerId) -> u64 {
-        let ends_here = |partition| plan.placement().worker_of(partition) == worker;
-        let links = crossings(plan).into_iter().filter(|&(a, b)| ends_here(a) || ends_here(b));
+    /// How many bytes the codecs of a worker's links, and of the gradients that it shares with other replicas, keep of earlier
+    /// tensors at most.
+    pub fn kept_bytes_max(&self, topology: &Topology, worker: WorkerId) -> u64 {
+        let plan = topology.plan();
+        let is_here = |partition| plan.placement().worker_of(partition) == topology.role_of(worker);
+        let links = crossings(plan).into_iter().filter(|&(a, b)| is_here(a) || is_here(b));
         let kept = links.flat_map(|(a, b)| {
-            let forward = self.codec(plan, Pass::Forward, a, b).kept_bytes_max();
-            [forward, self.codec(plan, Pass::Backward, b, a).kept_bytes_max()]
+            let (forward, backward) = (self.codec(plan, Pass::Forward, a, b), self.codec(plan, Pass::Backward, b, a));
+            // Only the end that encodes has errors to correct.
+            let corrected = if is_here(a) { forward } else { backward };
+            [forward.kept_bytes_max(), backward.kept_bytes_max(), corrected.residual_bytes_max()]
         });
-        kept.fold(0, u64::saturating_add)
+        // A worker has an encoder for each round of the all-reduce.
+        let rounds = if topology.replicas() > 1 { topology.replicas() as u64 } else { 0 };
+        let shared = self.replicas.residual_bytes_max().saturating_add(self.replicas.kept_bytes_max());
+        kept.fold(rounds.saturating_mul(shared), u64::saturating_add)
     }
 
     /// Checks that every link in [`CodecPolicy::links`] is a link of the plan, and that [`CodecPolicy::replicas`] suits gradients.

@@ -115,12 +115,13 @@ impl JobLimits {
 
     /// Refuses a job whose codecs keep more than the job may have.
     pub(super) fn check_codecs(&self, job: &Job, topology: &Topology) -> Result<(), Fault> {
-        let kept = job.codecs.kept_bytes_max(topology.plan(), topology.role_of(job.worker));
+        let kept = job.codecs.kept_bytes_max(topology, job.worker);
         match self.memory_bytes {
             Some(limit) if kept > limit => Err(Fault::invalid_job(
                 "`Builder::codecs`",
                 format!(
-                    "the codecs may keep {} MiB at this worker, and this server gives a job {} MiB: use a smaller `delta:MIB`",
+                    "the codecs may keep {} MiB at this worker, and this server gives a job {} MiB: use a smaller \
+                     `delta:MIB`, or no `feedback`",
                     kept >> 20,
                     limit >> 20
                 ),
@@ -140,6 +141,7 @@ mod tests {
     use crate::runtime::optimizer::Optim;
     use crate::runtime::trace::PhaseTiming;
     use distgpipe_core::partition::Balance;
+    use distgpipe_core::schedule::{Request, Schedule};
     use distgpipe_core::WorkerId;
 
     #[test]
@@ -151,9 +153,39 @@ mod tests {
         assert!(refused(AllowedModels::Exported, "mlp").unwrap().contains("exported models only"));
     }
 
+    /// Only `delta` on the links between partitions once counted.
+    #[test]
+    fn what_codecs_keep_counts_whichever_they_are_and_wherever_they_are() {
+        let limits = JobLimits { memory_bytes: Some(3 << 30), ..JobLimits::default() };
+        let refused = |links: &str, replicas: &str, members: usize| {
+            let request = Request::new("client,server,client".parse().unwrap(), 2);
+            let topology = Topology::new(Schedule::OneFOneB.plan(&request).unwrap(), members);
+            let replicas = replicas.parse().unwrap();
+            let codecs = CodecPolicy { replicas, ..CodecPolicy::all(links.parse().unwrap()) };
+            let job = Job { codecs, replicas: members, ..job() };
+            limits.check_codecs(&job, &topology).err().map(|fault| fault.to_string()).unwrap_or_default()
+        };
+        // The server encodes the activations of one link and the gradients of the other.
+        assert_eq!(refused("feedback(tile:4)", "raw", 1), "");
+        assert_eq!(refused("tile:4", "feedback(tile:4)", 1), "", "one replica shares nothing");
+        assert_eq!(refused("tile:4", "feedback(tile:4)", 3), "");
+        let both = refused("feedback(tile:4)", "feedback(tile:4)", 2);
+        assert!(both.contains("may keep 4096 MiB") && both.contains("gives a job 3072 MiB"), "{both}");
+        assert!(refused("tile:4", "feedback(tile:4)", 4).contains("may keep 4096 MiB"));
+        assert!(refused("delta:900(tile:4)", "raw", 1).contains("may keep 3600 MiB"));
+    }
+
     #[test]
     fn the_owner_and_not_the_client_chooses_the_time_outs_and_the_device() {
-        let mut job = Job {
+        let mut job = job();
+        let timeouts = Timeouts { stall_s: 30.0, silence_s: 5.0, ..Timeouts::default() };
+        let owner = JobLimits { timeouts, devices: Device::Cpu.into(), ..JobLimits::default() };
+        owner.apply(&mut job).unwrap();
+        assert_eq!((job.timeouts, job.devices), (timeouts, Device::Cpu.into()));
+    }
+
+    fn job() -> Job {
+        Job {
             worker: WorkerId(1),
             model: None,
             balance: Balance::even(1, 1).unwrap(),
@@ -180,10 +212,6 @@ mod tests {
             timeouts: Timeouts { stall_s: 1e9, silence_s: 1e9, ..Timeouts::default() },
             faults: String::new(),
             addresses: Vec::new(),
-        };
-        let timeouts = Timeouts { stall_s: 30.0, silence_s: 5.0, ..Timeouts::default() };
-        let owner = JobLimits { timeouts, devices: Device::Cpu.into(), ..JobLimits::default() };
-        owner.apply(&mut job).unwrap();
-        assert_eq!((job.timeouts, job.devices), (timeouts, Device::Cpu.into()));
+        }
     }
 }
