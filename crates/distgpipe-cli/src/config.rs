@@ -205,7 +205,7 @@ impl RunConfig {
     /// Builds the pipeline, which starts the workers, and loads initial weights. `measured` are the costs of the layers and the
     /// time to search, for `--auto-balance`.
     pub fn start(&self, measured: Option<(Vec<LayerProfile>, Duration)>) -> anyhow::Result<Pipeline> {
-        let mut pipeline = build(self.builder(measured)?)?;
+        let mut pipeline = build(self.builder(measured)?, &self.flags)?;
         if let Some(weights) = &self.weights {
             weights.notes.iter().for_each(|note| report::note(note));
             weights.load(&mut pipeline).context("--weights")?;
@@ -276,9 +276,9 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
     }
 }
 
-/// Builds a pipeline. Errors name the flags.
-fn build(builder: Builder) -> anyhow::Result<Pipeline> {
-    builder.build().map_err(|error| match error {
+/// Builds a pipeline. Errors name the flags, and notices the servers of `--server`.
+fn build(builder: Builder, flags: &TrainFlags) -> anyhow::Result<Pipeline> {
+    let pipeline = builder.build().map_err(|error| match error {
         BuildError::Failed(failure) => failure.into(),
         BuildError::Scenario(e) => usage(format!("--faults: {e}")),
         BuildError::Balance(e) => usage(format!("--balance: {e}")),
@@ -292,7 +292,11 @@ fn build(builder: Builder) -> anyhow::Result<Pipeline> {
         BuildError::CodecPolicy(e @ CodecPolicyError::Replicas { .. }) => usage(e.to_string()),
         BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),
         other => usage(other.to_string()),
-    })
+    })?;
+    let topology = pipeline.topology();
+    let workers = topology.members().skip(1).map(|member| topology.name(member));
+    report::name_servers(workers.zip(flags.server.iter().cloned()).collect());
+    Ok(pipeline)
 }
 
 /// Whether the directories of a run can be written to.

@@ -15,6 +15,7 @@ use distgpipe::Notice;
 use distgpipe_core::schedule::Pass;
 use indicatif::ProgressBar;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Mutex;
 
@@ -94,15 +95,55 @@ pub fn note(text: &str) {
 /// How often a line says that a connection is still being restored, in seconds, where there is no progress bar.
 const RECONNECTING_EVERY_S: u64 = 10;
 
+/// The name under which the user has joined the server that runs a worker, by the worker's name.
+static SERVERS: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
+
+/// Has [`notice`] name servers as the user does from now on.
+pub fn name_servers(servers: BTreeMap<String, String>) {
+    *SERVERS.lock().unwrap_or_else(|e| e.into_inner()) = servers;
+}
+
 /// Shows a notice of the run. A bar shows every second of a broken connection; lines are printed now and then.
 pub fn notice(notice: &Notice) {
-    if let Notice::Reconnecting { worker, seconds, .. } = notice {
+    let notice = named(notice, &SERVERS.lock().unwrap_or_else(|e| e.into_inner()));
+    if let Notice::Reconnecting { seconds, .. } = notice {
         let bar = BAR.lock().unwrap_or_else(|e| e.into_inner()).clone();
         match bar {
-            Some(bar) => return bar.set_message(format!("reconnecting to {worker}, {seconds:.0} s")),
-            None if *seconds >= 2.0 && !(*seconds as u64).is_multiple_of(RECONNECTING_EVERY_S) => return,
+            Some(bar) => return bar.set_message(progress_text(&notice)),
+            None if seconds >= 2.0 && !(seconds as u64).is_multiple_of(RECONNECTING_EVERY_S) => return,
             None => {}
         }
     }
     note(&notice.to_string());
+}
+
+/// The notice with the name of the server in place of that of the worker, if the user has joined it by name.
+fn named(notice: &Notice, servers: &BTreeMap<String, String>) -> Notice {
+    match notice.worker().and_then(|worker| servers.get(worker)) {
+        Some(server) => notice.clone().with_worker(server),
+        None => notice.clone(),
+    }
+}
+
+/// What a bar says: there is no room for the limit.
+fn progress_text(notice: &Notice) -> String {
+    let text = notice.to_string();
+    text.split_once(';').map_or(text.as_str(), |(first, _)| first).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// It once named the worker's role, which is the same for every server.
+    #[test]
+    fn the_progress_line_names_the_server_that_the_user_has_joined() {
+        let servers = BTreeMap::from([("server".to_owned(), "gpu-box".to_owned())]);
+        let broken = |worker: &str| {
+            let notice = Notice::Reconnecting { worker: worker.to_owned(), seconds: 12.3, limit_s: 120.0 };
+            progress_text(&named(&notice, &servers))
+        };
+        assert_eq!(broken("server"), "reconnecting to gpu-box, 12 s");
+        assert_eq!(broken("other"), "reconnecting to other, 12 s");
+    }
 }

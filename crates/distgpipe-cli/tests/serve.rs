@@ -599,21 +599,42 @@ fn a_connection_between_servers_that_is_cut_is_restored_and_no_bit_changes() {
     assert!(left.lock().expect("not poisoned").is_empty(), "not all cuts have happened");
 }
 
-/// Every byte that leaves the client, before encryption, in split learning. The search finds labels where they do leave.
+/// While there is no connection, the user reads which server it is that is being reconnected to.
+#[test]
+fn a_client_says_which_server_it_is_reconnecting_to() {
+    let server = Serve::start("serve-reconnecting", &[]);
+    // The run has begun when the first connection is cut, and each of the attempts after that waits a little longer.
+    let (relay, left) = cutting_relay(server.address.clone(), &[[60_000].as_slice(), &[1; 17]].concat());
+    let parsed: distgpipe::JoinString = server.join_string.parse().expect("a join string");
+    let through = distgpipe::JoinString { addresses: vec![relay], ..parsed };
+    let joined = server.client(&["join", "gpu-box"], Some(&through.to_text()));
+    assert!(joined.status.success(), "{}", String::from_utf8_lossy(&joined.stderr));
+    let run = server.client(&[&TRAIN[..], &["--server", "gpu-box", "--epochs", "2"]].concat(), None);
+    let said = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && left.lock().expect("not poisoned").is_empty(), "{said}");
+    assert!(said.contains("reconnecting to gpu-box, 1 s") && said.contains("reconnected to gpu-box after"), "{said}");
+}
+
+/// Every byte that leaves the client, before encryption, in split learning, with evaluation and prediction. The search finds labels
+/// and numbers of samples where they do leave.
 #[test]
 fn no_input_label_or_sample_leaves_the_client_in_split_learning() {
     use distgpipe::prelude::*;
     use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
     let server = Serve::start("serve-capture", &["--insecure"]);
     let token: distgpipe::Token = server.secret().parse().expect("a secret");
-    for (balance, place, leaves) in
-        [(vec![1, 2, 1], "client,server,client", false), (vec![2, 2], "client,server", true)]
-    {
+    let samples: Vec<u64> = (0..16).map(|row| 0x1d5a_3c96_e207_4b00 + 7 * row).collect();
+    let delta = CodecPolicy::all("delta(tile:8)".parse().expect("a codec"));
+    for (balance, place, leaves, codecs) in [
+        (vec![1, 2, 1], "client,server,client", false, CodecPolicy::default()),
+        (vec![2, 2], "client,server", true, delta),
+    ] {
         let (address, captured) = capture(server.address.clone());
         let mut pipeline = Pipeline::builder(Mlp::default().model().expect("a model"))
             .balance(balance)
             .place(place)
             .micro_batches(2)
+            .codecs(codecs)
             .device(Device::Cpu)
             .threads(1)
             .workers(Workers::Remote { addresses: vec![address], token })
@@ -621,9 +642,12 @@ fn no_input_label_or_sample_leaves_the_client_in_split_learning() {
             .expect("it starts");
         let x = Tensor::rand([16, 1, 8, 8], (Kind::Float, TorchDevice::Cpu));
         let y = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]);
+        let batch = Batch { samples: samples.clone(), ..Batch::new(x.shallow_clone(), y.shallow_clone()) };
         for _ in 0..2 {
-            pipeline.train_step(&Batch::new(x.shallow_clone(), y.shallow_clone())).expect("a step");
+            pipeline.train_step(&batch).expect("a step");
         }
+        pipeline.evaluate(&batch).expect("an evaluation");
+        drop(pipeline.predict(vec![x.shallow_clone()]).expect("a prediction"));
         drop(pipeline);
         let sent = captured.lock().expect("not poisoned").clone();
         assert!(sent.len() > 10_000, "{}", sent.len());
@@ -639,5 +663,8 @@ fn no_input_label_or_sample_leaves_the_client_in_split_learning() {
             let bytes: Vec<u8> = labels[..4].iter().flat_map(of_width).collect();
             assert_eq!(has(&bytes), leaves && size == 8, "{place}: labels of {size} bytes");
         }
+        // As a codec or a command would send them.
+        let found = samples.iter().filter(|&&id| has(&id.to_le_bytes()) || has(id.to_string().as_bytes()));
+        assert_eq!(found.count(), if leaves { samples.len() } else { 0 }, "{place}: numbers of samples");
     }
 }

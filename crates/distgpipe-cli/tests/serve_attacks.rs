@@ -10,14 +10,16 @@ use distgpipe_core::wire::{
     AbortNotice, DType, Header, Hello, Kind as FrameKind, Layout, Role, Shape, TensorMeta, HEADER_BYTES,
 };
 use serving::{capture, frames, path, Serve, LIMIT, TRAIN};
-use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// As many as a process may have open by default, less what the test needs itself.
+const SLOW_HELLOS: usize = 900;
 
 fn signal(process: u32, signal: &str) {
     assert!(Command::new("kill").args([signal, &process.to_string()]).status().expect("kill").success());
@@ -59,31 +61,91 @@ fn what_is_over_a_limit_is_refused_with_the_figure_and_the_server_goes_on() {
     assert_eq!(server.train("after", &[]).len(), 4);
 }
 
+/// How long an honest client takes to join a server and to have its model built there.
+fn time_to_join(server: &mut Serve, runs_before: usize) -> Duration {
+    use distgpipe::prelude::*;
+    let servers = vec![server.join_string.parse().expect("a join string")];
+    let workers = Workers::Servers { servers, labels_leave: false, listen: None };
+    let builder = Pipeline::builder(Mlp::default().model().expect("a model")).balance([1, 2, 1]);
+    let builder = builder.place("client,server,client").device(Device::Cpu).threads(1).workers(workers);
+    let start = Instant::now();
+    let pipeline = builder.build().expect("it joins");
+    let took = start.elapsed();
+    drop(pipeline);
+    server.wait_for_ends(runs_before + 1);
+    took
+}
+
+/// Strangers that come on in a thread of their own until it is dropped.
+struct Strangers {
+    stop: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Strangers {
+    /// Once a second does `round` with the connections there are. Returns after the first round.
+    fn start(mut round: impl FnMut(&mut Vec<TcpStream>) + Send + 'static) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let (first, begun) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let mut held = Vec::new();
+            while !stopped.load(Ordering::Relaxed) {
+                let next = Instant::now() + Duration::from_secs(1);
+                round(&mut held);
+                let _ = first.send(());
+                while Instant::now() < next && !stopped.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
+        });
+        begun.recv().expect("it begins");
+        Strangers { stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Strangers {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let ended = self.thread.take().map(std::thread::JoinHandle::join);
+        assert!(matches!(ended, Some(Ok(()))) || std::thread::panicking());
+    }
+}
+
+/// 200 connections of one byte that are renewed every second, and then 1,000 hellos that come at one byte per second. An honest
+/// client joins within two seconds of what it takes alone, which depends on the machine.
 #[test]
 fn strangers_delay_nobody_and_leave_nothing_behind() {
     let mut server = Serve::start("serve-strangers", &[]);
-    server.train("before", &[]);
-    server.wait_for("ended after");
+    let alone = (0..3).map(|run| time_to_join(&mut server, run)).max().expect("three");
     let before = server.resources();
-    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    let (address, stopped) = (server.address.clone(), stop.clone());
-    // 200 one-byte connections, renewed all the time.
-    let strangers = std::thread::spawn(move || {
-        let mut held = VecDeque::new();
-        while !stopped.load(Ordering::Relaxed) {
-            if let Ok(mut stranger) = TcpStream::connect(&address) {
-                let _ = stranger.write_all(&[0x16]);
-                held.push_back(stranger);
-            }
-            if held.len() > 200 {
-                held.pop_front();
-            }
-            std::thread::sleep(Duration::from_millis(2));
+    let address = server.address.clone();
+    let one_byte = move |held: &mut Vec<TcpStream>| {
+        held.clear();
+        held.extend((0..200).flat_map(|_| TcpStream::connect(&address)));
+        held.iter_mut().for_each(|stranger| drop(stranger.write_all(&[0x16])));
+    };
+    let address = server.address.clone();
+    let slow = move |held: &mut Vec<TcpStream>| {
+        // Those that the server has sent away come again.
+        held.retain_mut(|stranger| stranger.write_all(&[0]).is_ok());
+        while held.len() < SLOW_HELLOS {
+            let Ok(mut stranger) = TcpStream::connect(&address) else { break };
+            // The head of a record that announces a long ClientHello.
+            let _ = stranger.write_all(&[0x16, 0x03, 0x01, 0x02, 0x00]);
+            held.push(stranger);
         }
-    });
-    server.train("during", &[]);
-    stop.store(true, Ordering::Relaxed);
-    strangers.join().expect("they end");
+        assert!(held.len() > SLOW_HELLOS / 2, "{} connections", held.len());
+    };
+    let kinds: [Box<dyn FnMut(&mut Vec<TcpStream>) + Send>; 2] = [Box::new(one_byte), Box::new(slow)];
+    for (kind, round) in kinds.into_iter().enumerate() {
+        let strangers = Strangers::start(round);
+        for run in 0..3 {
+            let took = time_to_join(&mut server, 3 + 3 * kind + run);
+            assert!(took < alone + Duration::from_secs(2), "{took:?}, and {alone:?} alone");
+        }
+        drop(strangers);
+    }
     // Handshakes that never end are dropped after five seconds.
     let deadline = Instant::now() + LIMIT;
     while server.resources().0 > before.0 || server.resources().1 > before.1 {
@@ -134,37 +196,82 @@ fn peak_mb(process: u32) -> u64 {
     line.split_whitespace().nth(1).and_then(|kb| kb.parse::<u64>().ok()).expect("a number") / 1000
 }
 
-/// Replays the beginning of an honest run, which works without TLS, and goes on in other ways.
-#[test]
-fn a_client_with_the_secret_hurts_only_its_own_job() {
-    use distgpipe::prelude::*;
-    use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
-    let mut server = Serve::start("serve-malicious", &["--insecure", "--memory", "1GiB"]);
-    let token: distgpipe::Token = server.secret().parse().expect("a secret");
+/// What a driver sends in a step of split learning with this codec, to a server without TLS, and the memory that its job takes.
+fn honest_frames(server: &mut Serve, codec: &str, runs_before: usize) -> (Vec<(Header, Vec<u8>)>, u64) {
     let (address, captured) = capture(server.address.clone());
-    let honest = |address: &str| {
-        let codec: CodecSpec = "topk:0.1".parse().expect("a codec");
-        let mut pipeline = Pipeline::builder(Mlp::default().model().expect("a model"))
-            .balance([1, 2, 1])
-            .place("client,server,client")
-            .micro_batches(2)
-            .codecs(CodecPolicy { forward: codec.clone(), backward: codec, ..CodecPolicy::default() })
-            .device(Device::Cpu)
-            .threads(1)
-            .workers(Workers::Remote { addresses: vec![address.to_owned()], token })
-            .build()
-            .expect("it starts");
-        let x = Tensor::rand([16, 1, 8, 8], (Kind::Float, TorchDevice::Cpu));
-        let y = Tensor::zeros([16], (Kind::Int64, TorchDevice::Cpu));
-        pipeline.train_step(&Batch::new(x, y)).expect("a step");
-        pipeline
-    };
-    let pipeline = honest(&address);
-    let honest_mb = peak_mb(server.process_of_run(0));
+    let pipeline = honest_run(server, &address, codec);
+    let mb = peak_mb(server.process_of_run(runs_before));
     drop(pipeline);
     let sent = frames(&captured.lock().expect("not poisoned"));
     let kinds: Vec<FrameKind> = sent.iter().take(2).map(|(header, _)| header.kind).collect();
     assert_eq!(kinds, [FrameKind::Hello, FrameKind::Job]);
+    server.wait_for_ends(runs_before + 1);
+    (sent, mb)
+}
+
+/// A run at this address of a server without TLS that has made a step.
+fn honest_run(server: &Serve, address: &str, codec: &str) -> distgpipe::Pipeline {
+    use distgpipe::prelude::*;
+    use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
+    let token: distgpipe::Token = server.secret().parse().expect("a secret");
+    let codec: CodecSpec = codec.parse().expect("a codec");
+    let mut pipeline = Pipeline::builder(Mlp::default().model().expect("a model"))
+        .balance([1, 2, 1])
+        .place("client,server,client")
+        .micro_batches(2)
+        .codecs(CodecPolicy { forward: codec.clone(), backward: codec, ..CodecPolicy::default() })
+        .device(Device::Cpu)
+        .threads(1)
+        .workers(Workers::Remote { addresses: vec![address.to_owned()], token })
+        .build()
+        .expect("it starts");
+    let x = Tensor::rand([16, 1, 8, 8], (Kind::Float, TorchDevice::Cpu));
+    let y = Tensor::zeros([16], (Kind::Int64, TorchDevice::Cpu));
+    pipeline.train_step(&Batch::new(x, y)).expect("a step");
+    pipeline
+}
+
+/// Connects as that driver did, and sends its first frames.
+fn begin(server: &Serve, sent: &[(Header, Vec<u8>)]) -> TcpStream {
+    let mut stream = TcpStream::connect(&server.address).expect("it listens");
+    for (header, body) in sent {
+        stream.write_all(&header.encode()).and_then(|()| stream.write_all(body)).expect("it reads");
+    }
+    stream
+}
+
+/// A header of 136 bytes once made the process allocate and clear the whole body for every codec but `raw`, and abort at its limit.
+#[test]
+fn a_body_that_is_announced_and_not_sent_is_refused_with_the_figure() {
+    let mut server = Serve::start("serve-announced", &["--insecure", "--memory", "1GiB"]);
+    let mut runs = 0;
+    for (codec, id, body_bytes, expected) in [
+        ("bf16", CodecId::BF16, 1 << 30, "a tensor from a peer takes 3.2 GB of memory"),
+        ("zstd(raw)", CodecId::Zstd, 2 << 30, "a tensor from a peer takes 4.3 GB of memory"),
+    ] {
+        let (sent, honest_mb) = honest_frames(&mut server, codec, runs);
+        let mut stream = begin(&server, &sent[..2]);
+        let shape = Shape::new(&[1 << 29]).expect("a shape");
+        let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: id };
+        let announced =
+            Header { to: 1, sequence: 1, tensor: Some(meta), body_bytes, ..Header::new(FrameKind::Activation) };
+        stream.write_all(&announced.encode()).expect("it reads");
+        let notice = abort_notice(&mut stream).unwrap_or_else(|| panic!("{codec}: no cause"));
+        assert!(notice.contains(expected), "{codec}: {notice}");
+        let mb = peak_mb(server.process_of_run(runs + 1));
+        assert!(mb < honest_mb + 100, "{codec}: {mb} MB, and an honest job {honest_mb} MB");
+        drop(stream);
+        runs += 2;
+        server.wait_for_ends(runs);
+    }
+    drop(honest_run(&server, &server.address, "raw"));
+}
+
+/// Replays the beginning of an honest run, which works without TLS, and goes on in other ways.
+#[test]
+fn a_client_with_the_secret_hurts_only_its_own_job() {
+    let mut server = Serve::start("serve-malicious", &["--insecure", "--memory", "1GiB"]);
+    let (sent, honest_mb) = honest_frames(&mut server, "topk:0.1", 0);
     // A frame that announces a tensor of 2 GiB, and has a body of so many zeros.
     let announced = |kind, codec, body_bytes: usize| {
         let mut header = Header { to: 1, sequence: 1, ..Header::new(kind) };
@@ -198,10 +305,7 @@ fn a_client_with_the_secret_hurts_only_its_own_job() {
     for (i, (honest_frames, bytes, expected)) in attacks.into_iter().enumerate() {
         // Each repeats the number of the run, so the one before must have ended.
         server.wait_for_ends(i + 1);
-        let mut stream = TcpStream::connect(&server.address).expect("it listens");
-        for (header, body) in &sent[..honest_frames] {
-            stream.write_all(&header.encode()).and_then(|()| stream.write_all(body)).expect("it reads");
-        }
+        let mut stream = begin(&server, &sent[..honest_frames]);
         stream.write_all(&bytes).expect("it reads");
         // The socket stays open.
         let Some(notice) = abort_notice(&mut stream) else {
@@ -215,7 +319,7 @@ fn a_client_with_the_secret_hurts_only_its_own_job() {
             assert!(mb < honest_mb + 100, "attack {i}: {mb} MB, and an honest job {honest_mb} MB");
         }
     }
-    drop(honest(&server.address));
+    drop(honest_run(&server, &server.address, "topk:0.1"));
 }
 
 /// A stranger's job may be connected to the servers that the owner allows, and nowhere else.

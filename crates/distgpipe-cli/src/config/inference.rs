@@ -127,7 +127,7 @@ impl InferenceConfig {
         if let Partitioning::Balance(balance) = &self.partitioning {
             builder = builder.balance(balance.sizes());
         }
-        let mut pipeline = build(builder)?;
+        let mut pipeline = build(builder, &self.flags)?;
         self.weights.notes.iter().for_each(|note| crate::report::note(note));
         self.weights.load(&mut pipeline).context("--weights")?;
         Ok(pipeline)

@@ -63,6 +63,33 @@ pub enum Notice {
     },
 }
 
+impl Notice {
+    /// The worker that it is about.
+    pub fn worker(&self) -> Option<&str> {
+        match self {
+            Notice::Silent { worker, .. }
+            | Notice::NotJoined { worker, .. }
+            | Notice::Back { worker, .. }
+            | Notice::Reconnecting { worker, .. }
+            | Notice::Reconnected { worker, .. } => Some(worker),
+            Notice::Suspended { .. } => None,
+        }
+    }
+
+    /// The same notice with another name for the worker.
+    pub fn with_worker(mut self, name: &str) -> Self {
+        if let Notice::Silent { worker, .. }
+        | Notice::NotJoined { worker, .. }
+        | Notice::Back { worker, .. }
+        | Notice::Reconnecting { worker, .. }
+        | Notice::Reconnected { worker, .. } = &mut self
+        {
+            name.clone_into(worker);
+        }
+        self
+    }
+}
+
 impl fmt::Display for Notice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
