@@ -321,14 +321,14 @@ mod tests {
     #[test]
     fn a_peer_that_does_not_wait_gets_in_no_more_than_two_steps_have() {
         let mailbox = || Mailbox::new(AbortFlag::default(), 10);
-        let (in_it, why) = flood(&mailbox(), (0..).map(|step| message(Kind::Activation, step, 0)));
+        let (in_it, why) = flood(&mailbox(), (0..50_000).map(|step| message(Kind::Activation, step, 0)));
         assert_eq!(in_it, 2);
         assert!(why.contains("at most 2 steps") && why.contains("Activation 2, while those of 0 and 1"), "{why}");
-        let (in_it, why) = flood(&mailbox(), (0..).map(|number| message(Kind::Command, number, 0)));
+        let (in_it, why) = flood(&mailbox(), (0..50_000).map(|number| message(Kind::Command, number, 0)));
         assert!(in_it == 2 && why.contains("at most 2 commands"), "{in_it}: {why}");
-        let (in_it, why) = flood(&mailbox(), (0..).map(|number| message(Kind::Share, 7, number)));
+        let (in_it, why) = flood(&mailbox(), (0..50_000).map(|number| message(Kind::Share, 7, number)));
         assert!(in_it == 20 && why.contains("at most 20 messages"), "{in_it}: {why}");
-        let (in_it, why) = flood(&mailbox(), (0..).map(|number| message(Kind::State, 7, number)));
+        let (in_it, why) = flood(&mailbox(), (0..50_000).map(|number| message(Kind::State, 7, number)));
         assert!(in_it == STATES_MAX && why.contains("at most 16384 tensors of a state transfer"), "{in_it}: {why}");
     }
 
@@ -350,7 +350,7 @@ mod tests {
                 }
             }
         }
-        flood(&mailbox, (0..).map(|step| message(Kind::Activation, step, 0)));
+        flood(&mailbox, (0..50_000).map(|step| message(Kind::Activation, step, 0)));
         mailbox.check_budget(WorkerId(2), Kind::Activation, 7).unwrap();
     }
 }
