@@ -23,7 +23,8 @@ fn sealed(kind: Kind) -> (Header, Vec<u8>) {
     (header.sequence, header.acknowledged) = (0x1112_1314, 0x2122_2324);
     let mut body = kind.name().as_bytes().to_vec();
     if kind.carries_tensors() {
-        (header.slot, header.slots) = (1, 2);
+        // A message of state has one tensor.
+        (header.slot, header.slots) = if kind == Kind::State { (0, 1) } else { (1, 2) };
         header.tensor = Some(TensorMeta { layout: Layout::ChannelsLast, ..meta(DType::F16, &[1, 2, 1, 3]) });
         body = (0..12).collect();
     }
@@ -315,7 +316,8 @@ fn any_header() -> impl Strategy<Value = Header> {
         let (step, micro_batch, from, to, (sequence, acknowledged)) = place;
         let header = Header { step, micro_batch, from, to, sequence, acknowledged, ..Header::new(kind) };
         if kind.carries_tensors() {
-            Header { slot: slots.0, slots: slots.1, tensor, ..header }
+            let (slot, slots) = if kind == Kind::State { (0, 1) } else { slots };
+            Header { slot, slots, tensor, ..header }
         } else {
             header
         }
