@@ -82,6 +82,9 @@ struct Strangers {
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
+/// What strangers do once a second.
+type Round = Box<dyn FnMut(&mut Vec<TcpStream>) + Send>;
+
 impl Strangers {
     /// Once a second does `round` with the connections there are. Returns after the first round.
     fn start(mut round: impl FnMut(&mut Vec<TcpStream>) + Send + 'static) -> Self {
@@ -112,7 +115,7 @@ impl Drop for Strangers {
     }
 }
 
-/// 200 connections of one byte that are renewed every second, and then 1,000 hellos that come at one byte per second. An honest
+/// 200 connections of one byte that are renewed every second, and then 900 hellos that come at one byte per second. An honest
 /// client joins within two seconds of what it takes alone, which depends on the machine.
 #[test]
 fn strangers_delay_nobody_and_leave_nothing_behind() {
@@ -137,7 +140,7 @@ fn strangers_delay_nobody_and_leave_nothing_behind() {
         }
         assert!(held.len() > SLOW_HELLOS / 2, "{} connections", held.len());
     };
-    let kinds: [Box<dyn FnMut(&mut Vec<TcpStream>) + Send>; 2] = [Box::new(one_byte), Box::new(slow)];
+    let kinds: [Round; 2] = [Box::new(one_byte), Box::new(slow)];
     for (kind, round) in kinds.into_iter().enumerate() {
         let strangers = Strangers::start(round);
         for run in 0..3 {
@@ -461,7 +464,7 @@ fn usage(process: u32) -> (usize, usize, u64) {
 /// A run without a step. Returns what its driver sends from the hello to the command that ends the run.
 fn frames_of_a_run(address: &str, token: &str) -> Vec<(Header, Vec<u8>)> {
     let (near, captured) = capture(address.to_owned());
-    honest_run(&near, token);
+    idle_run(&near, token);
     let sent = frames(&captured.lock().expect("not poisoned"));
     let kept = |kind| !matches!(kind, FrameKind::Goodbye | FrameKind::Ping);
     let run: Vec<(Header, Vec<u8>)> = sent.into_iter().filter(|(header, _)| kept(header.kind)).collect();
@@ -469,7 +472,7 @@ fn frames_of_a_run(address: &str, token: &str) -> Vec<(Header, Vec<u8>)> {
     run
 }
 
-fn honest_run(address: &str, token: &str) {
+fn idle_run(address: &str, token: &str) {
     use distgpipe::prelude::*;
     let workers = Workers::Remote { addresses: vec![address.to_owned()], token: token.parse().expect("a token") };
     let builder = Pipeline::builder(Mlp::default().model().expect("a model")).balance([1, 2, 1]);
@@ -488,11 +491,11 @@ fn messages_after_the_end_of_a_run_leave_nothing_behind() {
         for (worker, to) in &workers {
             let (run, token) = (&run, &token);
             scope.spawn(move || {
-                honest_run(to, token);
+                idle_run(to, token);
                 let before = usage(worker.id());
                 (0..125).for_each(|_| ping_after_goodbye(replay(to, run)));
                 ping_for_ever(replay(to, run));
-                honest_run(to, token);
+                idle_run(to, token);
                 let deadline = Instant::now() + LIMIT;
                 while usage(worker.id()).0 > before.0 || usage(worker.id()).1 > before.1 {
                     assert!(Instant::now() < deadline, "{:?}, before {before:?}", usage(worker.id()));
@@ -522,7 +525,7 @@ fn jobs_whose_client_sends_after_their_end_leave_nothing_behind_in_the_server() 
     }
     ping_for_ever(replay(&server.address, &run));
     server.wait_for_ends(JOBS + 2);
-    honest_run(&server.address, &token);
+    idle_run(&server.address, &token);
     let deadline = Instant::now() + LIMIT;
     while usage(server.child.id()).0 > before.0 || usage(server.child.id()).1 > before.1 {
         assert!(Instant::now() < deadline, "{:?}, before {before:?}", usage(server.child.id()));

@@ -72,7 +72,7 @@ impl Notice {
             | Notice::Back { worker, .. }
             | Notice::Reconnecting { worker, .. }
             | Notice::Reconnected { worker, .. } => Some(worker),
-            Notice::Suspended { .. } => None,
+            Notice::DiskStalled { .. } | Notice::Suspended { .. } => None,
         }
     }
 

@@ -25,7 +25,7 @@ const KEPT_BYTES_MAX: usize = 64 << 20;
 
 /// The body of a frame, as it comes from a connection.
 pub trait FrameBody {
-    /// Fills `piece` with the next bytes of the body. Every piece but the last is [`PIECE_BYTES`] long, or the piece is all of it.
+    /// Fills `piece` with the next bytes of the body. Every piece but the last is 4 MiB long, or the piece is all of it.
     fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault>;
 
     /// Compares the body, all of which has been read, with its checksum.

@@ -176,7 +176,7 @@ struct Arriving<'a> {
 /// Where the body of a frame is.
 enum BodyFrom<'a> {
     /// It came with the header. What is left of it, and its checksum.
-    Inline(&'a [u8], BodyHasher),
+    Inline(&'a [u8], Box<BodyHasher>),
     /// It follows in pieces.
     Pieces(PieceReceiver),
 }
@@ -196,7 +196,7 @@ impl<'a> Arriving<'a> {
             if rest.len() as u64 != header.body_bytes {
                 return Err(WireError::BodyLength { expected: header.body_bytes, got: rest.len() as u64 }.into());
             }
-            return Ok(Arriving { link, from: BodyFrom::Inline(rest, BodyHasher::new(header)) });
+            return Ok(Arriving { link, from: BodyFrom::Inline(rest, Box::new(BodyHasher::new(header))) });
         }
         let expected = xxh3_64(head);
         let received = PieceReceiver { sum: BodyChecksum::new(header), bytes: 0, started: None };
