@@ -119,7 +119,9 @@ target/tools/nvrtc/made:
 
 # PyTorch for those tests: 2 GB to download and 5 GB on disk, in a minute; the index has no smaller build of this version.
 target/tools/export/made: python/tests/requirements.txt
-	$(PYTHON) -m venv --clear target/tools/export
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "make test-export: expected Python 3.11 or later as $(PYTHON), for the packages of python/tests/requirements.txt" >&2; exit 1; }
+	$(PYTHON) -m venv --clear target/tools/export || { echo "make test-export: install Python's venv (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
 	target/tools/export/bin/python -m pip --disable-pip-version-check install --quiet --no-cache-dir --requirement python/tests/requirements.txt
 	@touch $@
 

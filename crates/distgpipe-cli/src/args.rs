@@ -394,8 +394,8 @@ pub struct TrainFlags {
     pub no_evaluate: Option<bool>,
 
     /// Go on by itself up to N times after a worker process is lost: start the workers again and repeat the steps since the last
-    /// checkpoint. Without --checkpoint, the state is kept in memory after each epoch [default: 3 with --checkpoint or with workers
-    /// on other hosts, otherwise 0]
+    /// checkpoint. Without --checkpoint, the state is kept in memory after each epoch [default: 3 with --checkpoint, or with workers
+    /// on other hosts and codecs that do not remember earlier tensors, otherwise 0]
     #[arg(long, value_name = "N", help_heading = "Checkpoints")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restarts: Option<u64>,

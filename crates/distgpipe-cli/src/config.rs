@@ -140,13 +140,14 @@ impl RunConfig {
             let frozen: Vec<&str> = frozen(&flags).collect();
             saving.check_same(&model, flags.seed.unwrap_or_default(), optim, &groups, &frozen)?;
         }
-        let options = training::options(&flags, replica_workers, &workers)?;
         let weights = initial_weights(&flags, &model, saving.as_ref())?;
         choose_codec(&mut flags, &workers)?;
         given.codec = given.codec.and(flags.codec.clone());
         if let Some(saving) = &mut saving {
             saving.keep_codec(given.codec.as_ref());
         }
+        let codecs = codecs(&flags)?;
+        let options = training::options(&flags, replica_workers, &workers, &codecs)?;
         Ok(RunConfig {
             train,
             test,
@@ -168,7 +169,7 @@ impl RunConfig {
             learning_rate,
             clip_norm: clip_norm(&flags)?,
             loss: smoothed(loss, &flags)?,
-            codecs: codecs(&flags)?,
+            codecs,
             timeouts: timeouts(&flags)?,
             model,
             flags,

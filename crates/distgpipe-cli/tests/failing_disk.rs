@@ -155,7 +155,7 @@ fn a_disk_that_stalls_and_is_full_afterwards_delays_checkpoints_and_nothing_else
     client.wait_for("saved step");
     let frozen = disk.freeze().unwrap_or_else(|e| panic!("{e}"));
     let stalled = Instant::now();
-    client.wait_for("the disk has not answered for 5 s; training waits for it");
+    client.wait_for("the disk has not finished an operation for 5 s; training waits for it");
     std::thread::sleep(STALL.saturating_sub(stalled.elapsed()));
     client.skip();
     assert!(client.child.try_wait().expect("a child").is_none(), "it has ended: {:#?}", client.said);

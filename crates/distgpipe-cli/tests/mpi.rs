@@ -108,7 +108,7 @@ fn a_rank_that_errs_before_it_has_summed_its_gradients_is_named_and_ends_all() {
 
 /// The others wait for it inside MPI_Iallreduce: gradients are most of what these ranks do.
 #[test]
-fn a_rank_that_is_stopped_while_mpi_sums_gradients_is_named_and_ends_all() {
+fn a_rank_that_is_stopped_in_a_run_with_sums_by_mpi_is_named_and_ends_all() {
     let train = [
         "train",
         "--set",

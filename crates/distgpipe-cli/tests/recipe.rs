@@ -59,12 +59,13 @@ fn a_table_has_our_figures_or_the_reason_beside_the_published_ones() {
     assert!(found.contains("15.01 ± 1.96") && found.contains("0.252"), "{cola}");
     assert!(row(&cola, "- Model:").contains("not comparable with the published ones"), "{cola}");
     let food = fine(&["recipe", "table", "food101"]);
-    let needs = "not measured: needs 2 GPUs, Food-101 and MobileNetV2's ImageNet weights";
+    let needs = "Validation Acc needs Food-101 (`distgpipe data get food101`) and a GPU (`--device cuda:0`); MobileNetV2's ImageNet \
+                 weights for a score that compares";
     assert!(row(&food, "83.77%").contains(needs), "{food}");
     let shown = fine(&["recipe", "table", "parameters"]);
     assert!(row(&shown, "133.05").contains("133,047,848"), "{shown}");
     let shown = json(&["recipe", "table", "food101", "--json"]);
-    assert_eq!(shown["rows"][1]["not_measured"], needs, "{shown}");
+    assert!(shown["rows"][1]["not_measured"].as_str().is_some_and(|why| why.contains(needs)), "{shown}");
 }
 
 /// CI runs this test: no figure gets into a README by hand.

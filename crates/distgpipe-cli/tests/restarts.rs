@@ -150,7 +150,6 @@ fn a_run_that_loses_its_worker_goes_back_to_its_checkpoint_and_computes_the_same
     .expect("the run goes on");
     assert_eq!((got.losses, got.weights), (expected.losses, expected.weights));
     let events = [
-        "kept",
         "lost 1: back to 0",
         "restarted at 0",
         "lost 2: back to 3",

@@ -250,7 +250,7 @@ fn a_second_client_hears_at_once_that_the_server_is_busy_and_a_killed_client_fre
 #[test]
 fn a_client_that_is_silent_for_longer_than_the_limit_keeps_its_place_and_loses_nothing() {
     let mut server = Serve::start("serve-silent", &["--peer-timeout", "1"]);
-    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "300" } else { a }).collect();
+    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "1500" } else { a }).collect();
     let train = |server: &Serve, name: &str| {
         let log = server.folder.join(name);
         let run = [&long[..], &["--epochs", "1000", "--server", "box", "--log", path(&log)]].concat();

@@ -143,10 +143,10 @@ fn strangers_delay_nobody_and_leave_nothing_behind() {
     let kinds: [Round; 2] = [Box::new(one_byte), Box::new(slow)];
     for (kind, round) in kinds.into_iter().enumerate() {
         let strangers = Strangers::start(round);
-        for run in 0..3 {
-            let took = time_to_join(&mut server, 3 + 3 * kind + run);
-            assert!(took < alone + Duration::from_secs(2), "{took:?}, and {alone:?} alone");
-        }
+        // The median, because other tests use the machine as well.
+        let mut took = [0, 1, 2].map(|run| time_to_join(&mut server, 3 + 3 * kind + run));
+        took.sort_unstable();
+        assert!(took[1] < alone + Duration::from_secs(2), "{took:?}, and {alone:?} alone");
         drop(strangers);
     }
     // Handshakes that never end are dropped after five seconds.
@@ -399,7 +399,7 @@ fn a_job_whose_process_crashes_is_started_again_by_its_client() {
 #[test]
 fn without_checkpoints_the_client_keeps_the_state_for_a_job_that_crashes() {
     let mut server = Serve::start("serve-crash-in-memory", &[]);
-    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "600" } else { a }).collect();
+    let long: Vec<&str> = TRAIN.iter().map(|&a| if a == "4" { "3000" } else { a }).collect();
     let train = |server: &mut Serve, name: &str, crash: bool| {
         let weights = server.folder.join(name).with_extension("safetensors");
         let run = [&long[..], &["--server", "box", "--epochs", "1000", "--save", path(&weights)]].concat();

@@ -222,7 +222,7 @@ fn a_run_with_faults_all_along_ends_with_the_weights_of_an_undisturbed_one() {
     assert!(status.success(), "{said}");
     assert!(tensors(&server, "relayed") == tensors(&server, "box"), "other weights:\n{said}");
     let (restarts, restored) =
-        (said.matches("going on after step").count(), said.matches("reconnected to server").count());
+        (said.matches("going on after step").count(), said.matches("reconnected to relayed").count());
     let [cuts, stopped_jobs, stopped_servers, stopped_clients, kills] = faults;
     let report = format!(
         "{steps} steps in {:.0} s, seed {seed}: {cuts} cuts, {kills} kills of the job's process, {stopped_jobs} suspensions of it, \

@@ -217,9 +217,9 @@ pub trait Codec: Send {
         0
     }
 
-    /// How many bytes the end that encodes keeps of errors to correct, at most and besides that.
-    fn residual_bytes_max(&self) -> u64 {
-        0
+    /// Whether what it does to a tensor depends on earlier ones, until [`reset`](Codec::reset).
+    fn remembers(&self) -> bool {
+        false
     }
 
     /// Gives the codec threads to split large tensors over. Without them it works on the calling thread. The bytes are

@@ -8,7 +8,7 @@ use crate::report::{note, units};
 use anyhow::Context;
 use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::probe::LinkMeasurement;
-use distgpipe::comm::timeouts::Timeouts;
+use distgpipe::comm::timeouts::{Timeouts, JOIN_S_MAX};
 use distgpipe::Workers;
 use distgpipe_core::codec::CodecSpec;
 
@@ -127,6 +127,9 @@ pub(super) fn timeouts(flags: &TrainFlags) -> anyhow::Result<Timeouts> {
     let reconnect_s = flags.reconnect.unwrap_or(standard.reconnect_s);
     if !(reconnect_s.is_finite() && reconnect_s >= 0.0) {
         return Err(usage(format!("--reconnect {reconnect_s}: expected 0 seconds or more")));
+    }
+    if reconnect_s > JOIN_S_MAX {
+        note(&format!("warning: --reconnect {reconnect_s}: a worker waits for at most {JOIN_S_MAX} s"));
     }
     Ok(Timeouts { stall_s, silence_s, reconnect_s, connect_s: flags.peer_timeout.unwrap_or(standard.connect_s) })
 }

@@ -2,6 +2,7 @@
 
 use crate::args::{DecayName, MetricName, OptimizerName, TrainFlags};
 use crate::exit::usage;
+use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{Capture, TestMetric, TrainOptions};
 use distgpipe::{Loss, Optim, ParameterGroup, Workers};
@@ -10,8 +11,14 @@ use distgpipe::{Loss, Optim, ParameterGroup, Workers};
 const RESTARTS: u64 = 3;
 
 /// The options of the trainer, for a pipeline with this number of workers in each replica.
-pub(super) fn options(flags: &TrainFlags, replica_workers: usize, workers: &Workers) -> anyhow::Result<TrainOptions> {
-    let are_remote = matches!(workers, Workers::Remote { .. } | Workers::Servers { .. });
+pub(super) fn options(
+    flags: &TrainFlags,
+    replica_workers: usize,
+    workers: &Workers,
+    codecs: &CodecPolicy,
+) -> anyhow::Result<TrainOptions> {
+    // A run without checkpoints collects its state after each epoch, which resets codecs.
+    let keeps_state = matches!(workers, Workers::Remote { .. } | Workers::Servers { .. }) && !codecs.remembers();
     let epochs = flags.epochs.filter(|&epochs| epochs > 0);
     Ok(TrainOptions {
         epochs: epochs.ok_or_else(|| usage("--epochs 0: use 1 or more; --steps sets a lower limit"))?,
@@ -21,8 +28,7 @@ pub(super) fn options(flags: &TrainFlags, replica_workers: usize, workers: &Work
         capture: capture(flags, replica_workers)?,
         best: best(flags)?,
         patience: flags.patience,
-        // A run without checkpoints has to collect its state after each epoch.
-        restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() || are_remote { RESTARTS } else { 0 }),
+        restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() || keeps_state { RESTARTS } else { 0 }),
         ..TrainOptions::default()
     })
 }

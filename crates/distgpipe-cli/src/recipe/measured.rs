@@ -330,11 +330,12 @@ impl Measured {
 }
 
 impl Measurements {
-    /// The throughput of one recipe divided by that of another, if one machine measured both.
+    /// The throughput of one recipe divided by that of another, if one command measured both: a machine that others use, too, is
+    /// not as fast the next time.
     pub fn speed_up(&self, recipe: &str, baseline: &str) -> Option<(Figure, &MeasuredRow)> {
         let (row, base) = (self.row(recipe)?, self.row(baseline)?);
         let (ours, theirs) = (row.figure(Metric::Throughput)?, base.figure(Metric::Throughput)?);
-        if self.origin(row).0 != self.origin(base).0 {
+        if self.origin(row) != self.origin(base) {
             return None;
         }
         let simulated = ours.simulated || theirs.simulated;

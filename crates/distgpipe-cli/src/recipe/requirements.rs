@@ -27,17 +27,17 @@ pub fn needs(recipe: &Recipe, metric: Metric) -> String {
         metric if metric.is_a_score() => score(recipe),
         // Neither depends on what the rows contain.
         _ if recipe.run.data.is_some_and(|data| data != DataName::Synthetic) => {
-            format!("{}; `--data synthetic` will do", gpu(recipe))
+            format!("{}; `--data synthetic` will do", gpu(recipe, metric))
         }
-        _ => gpu(recipe),
+        _ => gpu(recipe, metric),
     }
 }
 
-/// A GPU, and how it does for several workers.
-fn gpu(recipe: &Recipe) -> String {
+/// A GPU, and how it does for several workers. Only speeds are simulated.
+fn gpu(recipe: &Recipe, metric: Metric) -> String {
     match (devices(recipe), recipe.run.replicas.unwrap_or(1)) {
         (1, _) => "a GPU".to_owned(),
-        (workers, 1) => {
+        (workers, 1) if metric == Metric::Throughput => {
             format!(
                 "a GPU that {workers} workers share (`--device cuda:0`) or that stands for {workers} (`--simulate`)"
             )
@@ -92,6 +92,7 @@ mod tests {
             said("unet-speed-pipeline-8", speed),
             "a GPU that 8 workers share (`--device cuda:0`) or that stands for 8 (`--simulate`)"
         );
+        assert_eq!(said("unet-speed-pipeline-8", Metric::Memory), "a GPU that 8 workers share (`--device cuda:0`)");
         assert_eq!(
             said("rte-roberta-data-parallel-3", speed),
             "a GPU that 3 workers share (`--device cuda:0`); `--data synthetic` will do"

@@ -74,10 +74,12 @@ impl TableRun<'_> {
             let row = self.row(recipe, gpus, &seeds)?;
             if let Some(why) = &row.skipped {
                 report::note(&format!("{}: skipped: {why}", recipe.name));
-                // A reason is worth less than figures.
-                if measured.row(&recipe.name).is_some() {
-                    continue;
-                }
+            }
+            // A reason is worth less than figures.
+            let without_figures = row.skipped.is_some() || row.is_out_of_memory();
+            if without_figures && measured.row(&recipe.name).is_some_and(|row| !row.is_out_of_memory()) {
+                report::note(&format!("{}: the file keeps its figures", recipe.name));
+                continue;
             }
             measured.put(MeasuredRow { added: added.clone(), ..row });
             // A table of skipped rows is not worth a file.
@@ -92,13 +94,14 @@ impl TableRun<'_> {
         Ok((path, measured))
     }
 
-    /// The seeds to run a row with; none if the file has all of them, or knows that the row does not fit into memory. A row is one run
-    /// of all its seeds, so one that lacks a seed is run again with those that it has.
+    /// The seeds to run a row with; none if the file has all of them, or knows that the row does not fit into the memory of this
+    /// machine. A row is one run of all its seeds, so one that lacks a seed is run again with those that it has.
     fn seeds_to_run(&self, measured: &Measurements, recipe: &Recipe) -> Option<Vec<u64>> {
         let Some(row) = measured.row(&recipe.name) else { return Some(self.seeds.to_vec()) };
         let mut seeds: Vec<u64> = row.runs.iter().map(|run| run.seed).collect();
         let lacks: Vec<u64> = self.seeds.iter().copied().filter(|seed| !seeds.contains(seed)).collect();
-        if lacks.is_empty() || row.is_out_of_memory() {
+        let does_not_fit = row.is_out_of_memory() && measured.origin(row).0 == machine();
+        if does_not_fit || lacks.is_empty() && !row.is_out_of_memory() {
             return None;
         }
         seeds.extend(lacks);

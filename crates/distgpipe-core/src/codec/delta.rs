@@ -249,6 +249,10 @@ impl Codec for Delta {
         self.inner.set_executor(executor);
     }
 
+    fn remembers(&self) -> bool {
+        true
+    }
+
     fn reset(&mut self) {
         self.sent.forget();
         self.received.forget();

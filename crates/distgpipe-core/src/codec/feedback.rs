@@ -156,8 +156,8 @@ impl Codec for Feedback {
         self.inner.check(meta, body)
     }
 
-    fn residual_bytes_max(&self) -> u64 {
-        self.residuals.bytes_max() as u64
+    fn remembers(&self) -> bool {
+        true
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

@@ -108,8 +108,8 @@ impl Codec for HalfPrecisionAdapter {
         self.inner.kept_bytes_max()
     }
 
-    fn residual_bytes_max(&self) -> u64 {
-        self.inner.residual_bytes_max()
+    fn remembers(&self) -> bool {
+        self.inner.remembers()
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

@@ -199,6 +199,10 @@ impl Codec for PowerSvd {
         }
     }
 
+    fn remembers(&self) -> bool {
+        true
+    }
+
     fn reset(&mut self) {
         self.starts.clear();
     }

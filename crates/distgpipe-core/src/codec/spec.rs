@@ -34,9 +34,9 @@ impl CodecSpec {
         self.codec(Arc::new(SerialExecutor)).kept_bytes_max()
     }
 
-    /// How many bytes the end that encodes keeps of errors to correct, at most and besides that.
-    pub fn residual_bytes_max(&self) -> u64 {
-        self.codec(Arc::new(SerialExecutor)).residual_bytes_max()
+    /// Whether what the codec does to a tensor depends on earlier ones.
+    pub fn remembers(&self) -> bool {
+        self.codec(Arc::new(SerialExecutor)).remembers()
     }
 
     /// The text that [`parse`] reads.
@@ -93,7 +93,10 @@ mod tests {
         assert!(CodecSpec::default().is_raw());
         let kept = |text: &str| text.parse::<CodecSpec>().unwrap().kept_bytes_max();
         assert_eq!((kept("zstd(delta:3(tile:4))"), kept("tile:4")), (3 << 20, 0));
-        let corrected = |text: &str| text.parse::<CodecSpec>().unwrap().residual_bytes_max();
-        assert_eq!((corrected("zstd(feedback(tile:4))"), corrected("tile:4")), (1 << 30, 0));
+        let remembers = |text: &str| text.parse::<CodecSpec>().unwrap().remembers();
+        for text in ["zstd(feedback(tile:4))", "delta:3(tile:4)", "svd:2"] {
+            assert!(remembers(text), "{text}");
+        }
+        assert!(!remembers("zstd(tile:4)") && !remembers("raw"));
     }
 }

@@ -297,8 +297,8 @@ impl Codec for Zstd {
         self.inner.floats.kept_bytes_max()
     }
 
-    fn residual_bytes_max(&self) -> u64 {
-        self.inner.floats.residual_bytes_max()
+    fn remembers(&self) -> bool {
+        self.inner.floats.remembers()
     }
 
     fn set_executor(&mut self, executor: Arc<dyn Executor>) {

@@ -127,14 +127,18 @@ impl CodecPolicy {
         let links = crossings(plan).into_iter().filter(|&(a, b)| is_here(a) || is_here(b));
         let kept = links.flat_map(|(a, b)| {
             let (forward, backward) = (self.codec(plan, Pass::Forward, a, b), self.codec(plan, Pass::Backward, b, a));
-            // Only the end that encodes has errors to correct.
-            let corrected = if is_here(a) { forward } else { backward };
-            [forward.kept_bytes_max(), backward.kept_bytes_max(), corrected.residual_bytes_max()]
+            [forward.kept_bytes_max(), backward.kept_bytes_max()]
         });
         // A worker has an encoder for each round of the all-reduce.
         let rounds = if topology.replicas() > 1 { topology.replicas() as u64 } else { 0 };
-        let shared = self.replicas.residual_bytes_max().saturating_add(self.replicas.kept_bytes_max());
-        kept.fold(rounds.saturating_mul(shared), u64::saturating_add)
+        kept.fold(rounds.saturating_mul(self.replicas.kept_bytes_max()), u64::saturating_add)
+    }
+
+    /// Whether any codec remembers earlier tensors, so that [`Pipeline::reset_codecs`](crate::Pipeline::reset_codecs) changes what it
+    /// sends.
+    pub fn remembers(&self) -> bool {
+        let links = self.links.iter().flat_map(|link| [&link.forward, &link.backward]);
+        links.chain([&self.forward, &self.backward, &self.replicas]).any(CodecSpec::remembers)
     }
 
     /// Checks that every link in [`CodecPolicy::links`] is a link of the plan, and that [`CodecPolicy::replicas`] suits gradients.

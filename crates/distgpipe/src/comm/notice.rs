@@ -111,7 +111,7 @@ impl fmt::Display for Notice {
             Notice::Reconnected { worker, seconds } => write!(f, "reconnected to {worker} after {seconds:.1} s"),
             Notice::DiskStalled { directory, waited_s } => write!(
                 f,
-                "{}: the disk has not answered for {waited_s:.0} s; training waits for it to save a checkpoint",
+                "saving a checkpoint to {}: the disk has not finished an operation for {waited_s:.0} s; training waits for it",
                 directory.display()
             ),
             Notice::Suspended { seconds } => {

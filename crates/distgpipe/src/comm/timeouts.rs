@@ -6,7 +6,8 @@ use std::time::Duration;
 /// How long a run waits before it counts silence as failure, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Timeouts {
-    /// The run fails when no worker finishes an action for this long. Raise it if single actions take longer.
+    /// The run fails when no worker finishes an action for this long, or when for ten times as long only workers of other processes
+    /// say that they do. Raise it if single actions take longer.
     pub stall_s: f64,
     /// A connection counts as broken when nothing arrives for this long, not even a heartbeat. A
     /// [notice](crate::Builder::on_notice) comes after 5 s, or after a quarter of this if that is less, but not before 0.5 s.
@@ -15,7 +16,7 @@ pub struct Timeouts {
     pub connect_s: f64,
     /// How long a broken connection may take to be restored before the run fails. Both ends keep what has not arrived and
     /// resume there, so the results do not change. 0 ends the run with the first broken connection. A worker that is gone for
-    /// certain, because nobody listens at its address any more, ends the run at once.
+    /// certain, because nobody listens at its address any more, ends the run at once. Workers wait for at most [`JOIN_S_MAX`].
     pub reconnect_s: f64,
 }
 
@@ -25,7 +26,8 @@ impl Default for Timeouts {
     }
 }
 
-/// The most seconds of [`Timeouts::connect_s`] and [`Timeouts::reconnect_s`] that a worker grants a job: it is in that run meanwhile.
+/// The most seconds of [`Timeouts::connect_s`] and [`Timeouts::reconnect_s`] that a worker grants a job, because it serves nobody else
+/// meanwhile.
 pub const JOIN_S_MAX: f64 = 600.0;
 
 impl Timeouts {

@@ -196,7 +196,7 @@ impl Pipeline {
 
     /// Whether parameters, buffers and optimizer state are those that [`restart`](Self::restart) gives new workers.
     pub(crate) fn has_initial_state(&self) -> bool {
-        !self.loaded && self.next_step == 0
+        !self.loaded && self.next_step == 0 && self.batches_trained == 0
     }
 
     /// Who is told what the user should know while the run goes on.

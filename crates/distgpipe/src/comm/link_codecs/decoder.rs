@@ -16,11 +16,11 @@ use tch::Tensor;
 /// much less time than their transfer.
 const LARGE_BYTES: u64 = 16 << 20;
 
-/// A body is received in pieces of this size, each into memory that is allocated when the one before has arrived: a header alone
+/// A body is received in pieces of this size, each into memory that is touched when the one before has arrived: a header alone
 /// costs its sender as much as it costs this end. A multiple of the pieces that transports receive.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// A buffer beyond this size is freed as soon as a frame needs much less.
+/// A buffer beyond this size is freed as soon as a body needs much less.
 const KEPT_BYTES_MAX: usize = 64 << 20;
 
 /// The body of a frame, as it comes from a connection.
@@ -43,11 +43,12 @@ pub(crate) fn receive(mut body: impl FrameBody, bytes: u64, into: &mut Vec<u8>) 
     let too_long = || Fault::protocol("a body that fits into memory", format!("{bytes} bytes"));
     let length = usize::try_from(bytes).map_err(|_| too_long())?;
     into.truncate(length);
+    // Pages that nobody has touched take no memory. Growing piece by piece would move what has arrived.
+    into.try_reserve_exact(length - into.len()).map_err(|_| too_long())?;
     let mut at = 0;
     while at < length {
         let end = length.min(at + PIECE_BYTES);
         if into.len() < end {
-            into.try_reserve(end - into.len()).map_err(|_| too_long())?;
             into.resize(end, 0);
         }
         body.read(&mut into[at..end])?;
@@ -88,9 +89,6 @@ impl Decoder {
     /// before anything is allocated for them.
     pub fn read(&mut self, header: &Header, meta: &TensorMeta, body: impl FrameBody) -> Result<Tensor, Fault> {
         let bytes = header.body_bytes;
-        if self.body.capacity() > KEPT_BYTES_MAX && bytes < self.body.capacity() as u64 / 8 {
-            self.body = Vec::new();
-        }
         if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
             self.require_memory(bytes)?;
             let mut tensor = empty(meta, self.device(header.kind))?;
@@ -111,6 +109,9 @@ impl Decoder {
             let mut received = body_for(self.device(tag.kind), bytes)?;
             fill(body, bytes_of(&mut received)?)?;
             return self.decode_received(&tag, meta, &received);
+        }
+        if self.body.capacity() > KEPT_BYTES_MAX && bytes < self.body.capacity() as u64 / 8 {
+            self.body = Vec::new();
         }
         let has = self.body.capacity() as u64;
         self.require_memory(meta.decoded_bytes().saturating_add(bytes.saturating_sub(has)))?;
@@ -134,8 +135,6 @@ impl Decoder {
             return Ok(());
         }
         self.unchecked_bytes = 0;
-        // What comes before the next comparison has to fit too.
-        let needs_bytes = needs_bytes.max(LARGE_BYTES);
         engine::require_memory("a tensor from a peer", needs_bytes.into(), "use smaller batches, or more micro-batches")
     }
 

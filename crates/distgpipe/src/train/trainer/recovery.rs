@@ -98,10 +98,16 @@ impl Trainer<'_> {
         if self.options.restarts == 0 || !self.pipeline.can_restart() {
             return Ok(());
         }
+        let initial = self.pipeline.has_initial_state();
+        // Nothing is kept, and a checkpoint replaces it.
+        if initial && self.saving.is_some() {
+            self.rollback = Some(RollbackPoint::Start(self.progress.clone()));
+            return Ok(());
+        }
         if let Err(fault) = Snapshot::require_memory(self.pipeline) {
             return self.notify(observer, &Event::StateNotKept { fault: &fault });
         }
-        self.rollback = Some(match self.pipeline.has_initial_state() {
+        self.rollback = Some(match initial {
             true => RollbackPoint::Start(self.progress.clone()),
             false => RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?),
         });
