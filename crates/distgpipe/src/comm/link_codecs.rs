@@ -294,7 +294,7 @@ mod tests {
         let meta = TensorMeta { shape: Shape::new(&[96 << 20]).unwrap(), ..header.tensor.unwrap() };
         (header.tensor, header.body_bytes) = (Some(meta), 192 << 20);
         assert!(matches!(decoder.read(&header, &meta, Cut(0)), Err(Fault::Lost)));
-        assert!(decoder.kept_bytes() <= 16 << 20, "{} bytes", decoder.kept_bytes());
+        assert!(decoder.touched_bytes() <= 16 << 20, "{} bytes", decoder.touched_bytes());
     }
 
     /// Body and tensor together, whatever the codec. At the driver too, whose process has no limit of its own.

@@ -121,6 +121,12 @@ impl Decoder {
         decoded
     }
 
+    /// How much of the buffer for bodies has been written to: the rest takes no memory.
+    #[cfg(test)]
+    pub(super) fn touched_bytes(&self) -> usize {
+        self.body.len()
+    }
+
     /// The size of the buffer for bodies.
     #[cfg(test)]
     pub(super) fn kept_bytes(&self) -> usize {
