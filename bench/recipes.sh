@@ -3,6 +3,7 @@
 # usage: bench/recipes.sh OUT_DIR [BINARY [PART...]]     PARTS: see `parts` below; all of them by default, the most wanted first
 # TINY=1 tries the script on the CPU with models that have hardly any width. LIMIT is the number of seconds after which no table is begun
 # and the one in progress is stopped (default 450). Needs: torch 2.11 in python3, unless TINY=1. The binary may have been built without CUDA.
+# ADD=FOLDER completes the tables that are files in FOLDER, instead of measuring all of their rows again.
 # Leaves OUT_DIR/recipes.tgz, whose NAME.json go to runs/recipes; OUT_DIR/log.txt; OUT_DIR/bandwidth.json.
 set -uo pipefail
 mkdir -p "$1"
@@ -11,6 +12,7 @@ binary=$(realpath "${2:-target/release/distgpipe}")
 shift $(($# < 2 ? $# : 2))
 limit=${LIMIT:-450}
 parts="${*:-time pipelines speed cuts throughput amoebanet imagenet links bandwidth}"
+add=${ADD:+$(realpath "$ADD")}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export XDG_CACHE_HOME=$work/cache
@@ -56,6 +58,10 @@ table() { # NAME FLAGS...
         return
     fi
     echo "== $name at $SECONDS s" >>"$out/log.txt"
+    if [[ -n $add && -e $add/$name.json ]]; then
+        mkdir -p tables && cp "$add/$name.json" tables
+        set -- --add "$@"
+    fi
     # The file of a table is written after each row, so that a table that is stopped keeps its first ones.
     timeout -k 10 "$left" "$binary" recipe run --table "$name" --out tables --row-limit "${ROW_LIMIT:-40}" $flags "$@" $(tiny "$name") \
         >>"$out/log.txt" 2>&1 || echo "$name: status $?" | tee -a "$out/log.txt"

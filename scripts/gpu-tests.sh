@@ -3,8 +3,10 @@
 # with those of the CPU and of one partition on the GPU; and a server runs a job on the GPU within its limits.
 # usage: scripts/gpu-tests.sh [BINARY [DEVICE]]     DEVICE is cuda:0 by default. Needs: torch 2.11.0 in python3. The binary may have been built without CUDA.
 # DEVICE_TESTS has the programs of tests/device_codecs.rs, which compares the codecs and masks of the GPU with those of the CPU and measures
-# the codecs, and of tests/device_graphs.rs, which has layers that cannot be recorded, and our own kernels of layers.
-# `cargo test --release -p distgpipe --test device_codecs --test device_graphs --no-run` makes them and says where they are.
+# the codecs, and of tests/device_graphs.rs, which has layers that cannot be recorded, and our own kernels of layers. UNIT_TESTS is the
+# program of the library's own tests, of which those that use a GPU run: links, and copies beside the computation.
+# `cargo test --release -p distgpipe --lib --test device_codecs --test device_graphs --no-run` makes them and says where they are.
+# Where compute-sanitizer is installed, it looks for faults of memory and races in the kernels of the codecs.
 # Prints one line per test, and exits with 1 if one fails. The last output is committed in runs/*-gpu-tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +20,7 @@ trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
 # The server's identity and the joined servers are this test's own.
 export HOME=$work XDG_CONFIG_HOME=$work/config
 
+date -u
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 python3 -c 'import torch; print("torch", torch.__version__)'
 "$binary" --version
@@ -39,7 +42,8 @@ train() { # NAME FLAGS...
     [[ "$*" == *--limit* ]] && flags="--data digits --optimizer sgd --lr 0.01 --momentum 0"
     [[ "$*" == *--optimizer* ]] && flags="--data digits --limit 640 --epochs 1"
     [[ "$*" == *resnet* ]] && flags="--data digits --limit 640 --epochs 1 --optimizer sgd --lr 1e-9 --momentum 0"
-    "$binary" train --batch 64 --threads 2 --schedule gpipe $evaluation --log "$work/$name" $flags "$@" >"$work/$name.out" 2>&1 &
+    [[ "$*" == *--schedule* ]] || flags+=" --schedule gpipe"
+    "$binary" train --batch 64 --threads 2 $evaluation --log "$work/$name" $flags "$@" >"$work/$name.out" 2>&1 &
     trained+=($!)
 }
 
@@ -81,6 +85,7 @@ train recomputed $model $gpu --chunks 4 $split --recompute always
 train replicas $model $gpu --chunks 2 --replicas 2
 train everywhere $model $gpu --chunks 4 --layers all --partitions 4
 train bf16-split $model $gpu --chunks 4 $split --precision bf16
+train interleaved $model $gpu --chunks 4 --layers all --partitions 4 --place a,b,a,b --schedule interleaved
 train codec $model $gpu --chunks 4 $split --workers processes --codec tile:4
 train codec-threads $model $gpu --chunks 4 $split --codec tile:4
 # CUDA graphs, from the third step on. Each run has a twin that launches every kernel.
@@ -93,6 +98,7 @@ twins() { # NAME FLAGS...
 }
 twins conv $model --chunks 4
 twins split $model --chunks 4 $split
+twins 1f1b $model --chunks 4 $split --schedule 1f1b
 twins recompute $model --chunks 4 --recompute except-last
 twins ragged $model --chunks 4 --limit 600 --epochs 2
 twins adam $mlp --chunks 4 --optimizer adam --lr 0.001 --clip-norm 0.5
@@ -107,6 +113,14 @@ train bits-threads $gpu $deterministic
 train bits-again $gpu $deterministic
 train bits-eager $gpu $deterministic --graphs off
 train bits-processes $gpu $deterministic --workers processes
+raw="$mobilenet --chunks 4 --cudnn-deterministic $split --schedule 1f1b"
+train raw-threads $gpu $raw
+train raw-processes $gpu $raw --workers processes
+train raw-eager $gpu $raw --workers processes --graphs off
+# More threads than libtorch has streams: workers that are left without one of their own do not record.
+crowd="$model --chunks 2 --layers all --partitions 8 --place a,b,c,d,e,f,g,h --codec f16"
+train crowd-eager $gpu $crowd --graphs off
+train crowd-graphs $gpu $crowd --graphs auto
 twins words $roberta --chunks 4 --data synthetic --samples 640
 twins cast $model --chunks 4 --precision bf16
 twins words-cast $roberta --chunks 4 --data synthetic --samples 640 --precision bf16
@@ -125,7 +139,9 @@ compare replicas gpu 10 1e-4 "two replicas and one"
 compare everywhere gpu 10 1e-4 "four partitions, cut anywhere, and one"
 compare bf16-split bf16 10 1e-2 "in bfloat16, three partitions and one"
 compare codec codec-threads 10 1e-3 "tile:4 between processes and between threads"
-for name in conv split recompute ragged adam accumulated frozen words; do
+compare interleaved gpu 10 1e-4 "four interleaved partitions on two workers, and one"
+compare crowd-graphs crowd-eager 10 1e-5 "eight workers with codecs between them on one GPU, with graphs where a stream is left, and without"
+for name in conv split 1f1b recompute ragged adam accumulated frozen words; do
     steps=10
     [[ $name == ragged ]] && steps=18
     compare $name-graphs $name-eager $steps 1e-5 "graphs on several streams and no graphs ($name)"
@@ -133,6 +149,9 @@ for name in conv split recompute ragged adam accumulated frozen words; do
 done
 for name in again eager processes; do
     compare bits-$name bits-threads 10 0 "MobileNetV2 with deterministic kernels and tile:4, bit for bit ($name)"
+done
+for name in processes eager; do
+    compare raw-$name raw-threads 10 0 "MobileNetV2 with deterministic kernels and raw links, bit for bit ($name)"
 done
 # Training would amplify rounding, so it hardly moves the weights. The running statistics of batch norms decide the loss on the test data.
 compare norms-stream norms-eager 10 1e-5 "graphs on one stream and no graphs (batch norms)"
@@ -160,4 +179,23 @@ grep -q 'is done' "$work/serve.out" || { failed=1; echo "FAILED  the server's lo
 for program in ${DEVICE_TESTS-}; do
     DISTGPIPE_GPU_TESTS=1 "$program" --nocapture --test-threads 1 || failed=1
 done
+if [[ -n ${UNIT_TESTS-} ]]; then
+    DISTGPIPE_GPU_TESTS=1 "$UNIT_TESTS" --nocapture --test-threads 1 links_of_a_gpu tensors_arrive_with the_batches_for_a_pipeline || failed=1
+else
+    echo "NOT RUN the library's own tests that use a GPU: UNIT_TESTS is not set"
+fi
+codecs=$(tr ' ' '\n' <<<"${DEVICE_TESTS-}" | grep device_codecs)
+if [[ -n $codecs ]] && command -v compute-sanitizer >/dev/null; then
+    for tool in memcheck racecheck; do
+        if DISTGPIPE_GPU_TESTS=1 timeout 120 compute-sanitizer --tool $tool --error-exitcode 9 "$codecs" --test-threads 1 the_cpu >"$work/$tool.out" 2>&1; then
+            echo "ok      compute-sanitizer $tool: $(grep -E 'SUMMARY' "$work/$tool.out" | tail -n 1)"
+        else
+            failed=1
+            echo "FAILED  compute-sanitizer $tool, status $?"
+            tail -n 20 "$work/$tool.out"
+        fi
+    done
+else
+    echo "NOT RUN compute-sanitizer: it is not installed, or DEVICE_TESTS has no device_codecs"
+fi
 exit $failed

@@ -21,6 +21,9 @@ pub enum Fault {
     /// libtorch returned an error.
     #[error("libtorch: {}", first_line(.0))]
     Engine(#[source] tch::TchError),
+    /// A thread would record a CUDA graph in a stream that others use.
+    #[error("{device} has no stream left for a CUDA graph of this worker: the threads of this process hold all 32")]
+    NoStream { device: String },
     /// Kernels of this crate cannot be compiled or launched on a GPU.
     #[error("{0}")]
     Kernels(String),

@@ -4,7 +4,7 @@
 
 mod kernel_values;
 
-use distgpipe::engine::cuda::CudaStream;
+use distgpipe::engine::cuda::{self, CudaStream};
 use distgpipe::engine::kernels::codecs::{decode, encode, HEAD_BYTES};
 use distgpipe::engine::{self, Stream};
 use distgpipe_core::codec::{parse, BodyForm, CodecContext, TensorView};
@@ -129,7 +129,7 @@ fn masks_are_those_of_the_cpu() {
 #[test]
 fn speeds() {
     let Some(device) = gpu() else { return };
-    CudaStream::new(0).unwrap().enter().unwrap();
+    cuda::own_stream(0).unwrap();
     let dims = [256, 32, 112, 112];
     let values = Tensor::randn(dims, (Kind::Float, device));
     let relu = values.relu();

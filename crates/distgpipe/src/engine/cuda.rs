@@ -1,14 +1,18 @@
 //! CUDA streams, events and graphs: each function here is a safe wrapper of one in `cuda.cpp`.
 //!
-//! A worker on a GPU has a stream of its own, and so has each thread of its links. What one thread hands to another carries an
-//! [`Event`]: the receiver's stream waits for it, and the CPU does not.
+//! A worker on a GPU has a stream of its own, and so has each thread of its links, as long as libtorch has some left. What one thread
+//! hands to another carries an [`Event`]: the receiver's stream waits for it, and the CPU does not.
 
 use super::ffi::outcome;
 use crate::failure::Fault;
 use libc::{c_char, c_int, c_void};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Deref;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -68,18 +72,10 @@ pub struct CudaStream {
 }
 
 impl CudaStream {
-    /// Another stream than the device's default one. libtorch has 32 of them and hands them out in turn.
-    pub fn new(device: usize) -> Result<Self, Fault> {
-        let mut id = 0;
-        // SAFETY: the shim writes the id of a stream that libtorch owns.
-        outcome(unsafe { dg_stream_new(number(device), &mut id) }).map_err(Fault::engine)?;
-        Ok(CudaStream { device, id })
-    }
-
     /// The calling thread's current stream of a device.
     pub fn current(device: usize) -> Result<Self, Fault> {
         let mut id = 0;
-        // SAFETY: as in `new`.
+        // SAFETY: the shim writes the id of a stream that libtorch owns.
         outcome(unsafe { dg_stream_current(number(device), &mut id) }).map_err(Fault::engine)?;
         Ok(CudaStream { device, id })
     }
@@ -105,18 +101,132 @@ impl CudaStream {
     }
 }
 
-/// Gives the calling thread a stream of its own, unless it has one. The stream waits for what the thread has given the default one.
+/// Gives the calling thread a stream for as long as it lives, unless it has one: one of its own if there is one left. The stream waits
+/// for what the thread has given the default one.
 pub fn own_stream(device: usize) -> Result<(), Fault> {
     if CudaStream::current(device)?.id != DEFAULT_STREAM {
         return Ok(());
     }
     let before = Event::record(device)?;
-    CudaStream::new(device)?.enter()?;
+    keep_as_current(HeldStream::shared(device)?)?;
     before.wait()
+}
+
+/// As [`own_stream`], for a thread that records graphs: no other thread is given its stream, if there is one left.
+pub fn unshared_stream(device: usize) -> Result<(), Fault> {
+    match HeldStream::unshared(device)? {
+        Some(stream) => keep_as_current(stream),
+        None => own_stream(device),
+    }
+}
+
+fn keep_as_current(stream: HeldStream) -> Result<(), Fault> {
+    thread_local! {
+        static HELD: RefCell<Vec<HeldStream>> = const { RefCell::new(Vec::new()) };
+    }
+    stream.enter()?;
+    HELD.with(|held| held.borrow_mut().push(stream));
+    Ok(())
 }
 
 /// libtorch's number of a device's default stream.
 const DEFAULT_STREAM: i64 = 0;
+
+/// Who holds the streams of all devices. libtorch has 32 for each device and hands them out in turn, whether they are in use or not.
+static STREAMS: Mutex<BTreeMap<usize, Vec<StreamUse>>> = Mutex::new(BTreeMap::new());
+
+/// How a stream of libtorch's is used.
+struct StreamUse {
+    id: i64,
+    holders: usize,
+    /// Whether nobody else may hold it.
+    unshared: bool,
+}
+
+/// A stream that this process uses for one purpose until it is dropped.
+#[derive(Debug)]
+pub struct HeldStream(CudaStream);
+
+impl HeldStream {
+    /// A stream that nobody else holds or will be given. `None` if all are held.
+    pub fn unshared(device: usize) -> Result<Option<Self>, Fault> {
+        let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = unused(all.entry(device).or_default(), || next_of_libtorch(device))?;
+        Ok(free.map(|held| {
+            (held.holders, held.unshared) = (1, true);
+            HeldStream(CudaStream { device, id: held.id })
+        }))
+    }
+
+    /// A stream that nobody holds, or else the one with the fewest holders among those that may have several. Where there is none of
+    /// these either, the default stream.
+    pub fn shared(device: usize) -> Result<Self, Fault> {
+        let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let streams = all.entry(device).or_default();
+        let chosen = match unused(streams, || next_of_libtorch(device))?.map(|free| free.id) {
+            Some(id) => streams.iter_mut().find(|held| held.id == id),
+            None => streams.iter_mut().filter(|held| !held.unshared).min_by_key(|held| held.holders),
+        };
+        let id = chosen.map_or(DEFAULT_STREAM, |held| {
+            held.holders += 1;
+            held.id
+        });
+        Ok(HeldStream(CudaStream { device, id }))
+    }
+}
+
+impl Deref for HeldStream {
+    type Target = CudaStream;
+
+    fn deref(&self) -> &CudaStream {
+        &self.0
+    }
+}
+
+impl Drop for HeldStream {
+    fn drop(&mut self) {
+        let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = all.get_mut(&self.device).and_then(|streams| streams.iter_mut().find(|held| held.id == self.id));
+        if let Some(held) = held {
+            held.holders = held.holders.saturating_sub(1);
+            held.unshared &= held.holders > 0;
+        }
+    }
+}
+
+/// A stream without a holder, new if need be. `None` once libtorch has handed out all and each has a holder.
+fn unused(
+    streams: &mut Vec<StreamUse>,
+    next: impl FnOnce() -> Result<i64, Fault>,
+) -> Result<Option<&mut StreamUse>, Fault> {
+    if let Some(free) = streams.iter().position(|held| held.holders == 0) {
+        return Ok(streams.get_mut(free));
+    }
+    let id = next()?;
+    if streams.iter().any(|held| held.id == id) {
+        return Ok(None);
+    }
+    streams.push(StreamUse { id, holders: 0, unshared: false });
+    Ok(streams.last_mut())
+}
+
+fn next_of_libtorch(device: usize) -> Result<i64, Fault> {
+    let mut id = 0;
+    // SAFETY: the shim writes the id of a stream that libtorch owns.
+    outcome(unsafe { dg_stream_new(number(device), &mut id) }).map_err(Fault::engine)?;
+    Ok(id)
+}
+
+/// Checks that no other thread gives work to the calling thread's current stream: it would become a part of what this one records.
+fn require_unshared(device: usize) -> Result<(), Fault> {
+    let current = CudaStream::current(device)?;
+    let all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    let held = all.get(&device).and_then(|streams| streams.iter().find(|held| held.id == current.id));
+    if held.is_some_and(|held| held.unshared) {
+        return Ok(());
+    }
+    Err(Fault::NoStream { device: format!("cuda:{device}") })
+}
 
 /// CUDA's own handle of the calling thread's current stream.
 pub fn current_stream(device: usize) -> Result<*mut c_void, Fault> {
@@ -201,6 +311,7 @@ impl GraphPool {
     /// Records what `body` gives the calling thread's current stream as a graph. Nothing runs: the tensors that `body` returns have
     /// values once the graph has run. If `body` fails, or does something that cannot be recorded, nothing is left of it.
     pub fn record<T>(&self, body: impl FnOnce() -> Result<T, Fault>) -> Result<(Graph, T), Fault> {
+        require_unshared(self.device)?;
         let device = number(self.device);
         // SAFETY: the recording ends below, also after a panic.
         outcome(unsafe { dg_capture_begin(device, self.number) }).map_err(Fault::engine)?;
@@ -321,6 +432,24 @@ mod tests {
     use super::*;
     use crate::engine::{Autocast, Precision};
     use tch::{Device, Kind};
+
+    /// More holders than libtorch has streams: what it hands out again is given to nobody who must be alone.
+    #[test]
+    fn streams_are_given_again_only_when_they_are_free() {
+        let mut handed_out = 0..;
+        let mut streams = Vec::new();
+        let mut take = |streams: &mut Vec<StreamUse>| {
+            let next = || Ok(handed_out.next().unwrap_or(0) % 3 + 1);
+            unused(streams, next).unwrap().map(|free| {
+                free.holders += 1;
+                free.id
+            })
+        };
+        let taken: Vec<_> = (0..4).map(|_| take(&mut streams)).collect();
+        assert_eq!(taken, [Some(1), Some(2), Some(3), None]);
+        streams[1].holders = 0;
+        assert_eq!([take(&mut streams), take(&mut streams)], [Some(2), None]);
+    }
 
     /// Two casts of one leaf are two gradients, which are added in 32 bits; a leaf that is read as it is must stay as it is.
     #[test]

@@ -1,6 +1,6 @@
 //! Copies of tensors to a GPU that run beside its computation, on a stream of their own.
 
-use super::cuda::{self, CudaStream, Event};
+use super::cuda::{self, CudaStream, Event, HeldStream};
 use super::{empty_near, layout};
 use crate::failure::Fault;
 use tch::Tensor;
@@ -8,7 +8,7 @@ use tch::Tensor;
 /// A stream of a GPU for copies from the host.
 pub(crate) struct Uploads {
     device: usize,
-    stream: CudaStream,
+    stream: HeldStream,
 }
 
 /// Tensors on their way to a GPU.
@@ -19,7 +19,7 @@ pub(crate) struct Uploading {
 
 impl Uploads {
     pub fn new(device: usize) -> Result<Self, Fault> {
-        Ok(Uploads { device, stream: CudaStream::new(device)? })
+        Ok(Uploads { device, stream: HeldStream::shared(device)? })
     }
 
     /// Starts to copy tensors of the host. The calling thread waits only for those that are not in [pinned](in_pinned_memory)

@@ -16,7 +16,7 @@
 //! - No tensor of a graph is used after the step: a worker waits for its GPU before it reports.
 
 use crate::comm::protocol::StepCommand;
-use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool};
+use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool, HeldStream};
 use crate::engine::{self, Device, SeedTable, TensorList};
 use crate::failure::Fault;
 use crate::runtime::deferred_batch_norm::CollectedStatistics;
@@ -125,6 +125,8 @@ enum Progress {
 struct Lane {
     stream: CudaStream,
     pool: GraphPool,
+    /// Keeps the stream from others; the first lane's is the thread's.
+    _held: Option<HeldStream>,
 }
 
 /// The gradients of a partition's parameters, to which recorded passes add.
@@ -232,9 +234,11 @@ impl WorkerGraphs {
         let mut actions = plan.placement().worker_ids().flat_map(|worker| plan.actions(worker));
         let on_device = if actions.any(|action| action.op == Op::Recompute) { 2 } else { 4 };
         let streams = options.streams.unwrap_or((on_device / sharing.max(1)).max(1));
-        let mut lanes = vec![Lane { stream: CudaStream::current(device)?, pool: GraphPool::new(device) }];
-        for _ in 1..streams {
-            lanes.push(Lane { stream: CudaStream::new(device)?, pool: GraphPool::new(device) });
+        let lane = |stream, held| Lane { stream, pool: GraphPool::new(device), _held: held };
+        let mut lanes = vec![lane(CudaStream::current(device)?, None)];
+        while let Some(held) = HeldStream::unshared(device).transpose().filter(|_| lanes.len() < streams) {
+            let held = held?;
+            lanes.push(lane(*held, Some(held)));
         }
         Ok(Some(WorkerGraphs {
             mode: options.mode,

@@ -13,7 +13,7 @@ use crate::comm::status::{Activity, SharedStatus};
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::Outgoing;
-use crate::engine::cuda::{self, CudaStream};
+use crate::engine::cuda;
 use crate::engine::{self, Meter, Stream};
 use crate::failure::{Failure, Fault};
 use crate::model::Model;
@@ -128,7 +128,7 @@ impl BuiltWorker {
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
         if let Some(index) = cuda::index(device) {
-            CudaStream::new(index)?.enter()?;
+            cuda::unshared_stream(index)?;
             engine::set_cuda_math(job.tf32, job.cudnn_benchmark, job.cudnn_deterministic)?;
             cuda::backward_on_this_thread();
         }

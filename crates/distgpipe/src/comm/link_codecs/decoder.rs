@@ -91,9 +91,11 @@ impl Decoder {
         let bytes = header.body_bytes;
         if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
             self.require_memory(bytes)?;
-            let mut tensor = empty(meta, self.device(header.kind))?;
+            let device = self.device(header.kind);
+            let mut tensor = empty(meta, device)?;
             fill(body, bytes_of(&mut tensor)?)?;
-            return Ok(tensor);
+            // A ring that shares gradients takes the bytes of codecs from the host.
+            return if header.kind == Kind::Share { Ok(tensor) } else { on_device::upload(tensor, device) };
         }
         let tag = Tag::of(header);
         // The body's size is checked against what the codec can produce before memory is allocated for it.
@@ -168,6 +170,9 @@ impl Decoder {
 
     /// Decodes the tensor of a body that this process has encoded, from its memory on this host or on a GPU.
     pub(super) fn decode_from(&mut self, tag: &Tag, meta: &TensorMeta, body: &Tensor) -> Result<Tensor, Fault> {
+        if body.device().is_cuda() && body.device() == self.device(tag.kind) && meta.codec == CodecId::Raw {
+            return Ok(body.f_detach()?);
+        }
         if body.device() == self.device(tag.kind) && self.decodes_on_device(tag, meta)? {
             return self.decode_on_device(tag, meta, body);
         }

@@ -5,7 +5,7 @@ use super::on_device::{self, Encoded};
 use super::{CodecCache, Decoder, EdgeCodec, LinkCodecs};
 use crate::comm::message::Message;
 use crate::comm::traffic::{Counters, EncodingCost, PartitionEdge};
-use crate::engine::{self, Layout, TensorBytes};
+use crate::engine::{self, cuda, Layout, TensorBytes};
 use crate::failure::Fault;
 use crate::runtime::trace::{now_ns, Phase};
 use distgpipe_core::codec::raw::Raw;
@@ -59,7 +59,7 @@ impl Encoder {
         tensor: &Tensor,
         then: impl FnOnce(TensorMeta, &[u8]) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
-        match self.encode_tensor(message, index, tensor)? {
+        match self.encode_tensor(message, index, tensor, RawMemory::Host)? {
             (meta, Some(memory)) => then(meta, bytes_of(&engine::on_host(&memory)?)?),
             (meta, None) => then(meta, &self.body),
         }
@@ -73,7 +73,7 @@ impl Encoder {
         tensor: &Tensor,
         decoder: &mut Decoder,
     ) -> Result<Tensor, Fault> {
-        match self.encode_tensor(message, index, tensor)? {
+        match self.encode_tensor(message, index, tensor, RawMemory::Anywhere)? {
             (meta, Some(memory)) => decoder.decode_from(&message.tag, &meta, &memory),
             (meta, None) => decoder.decode(&message.tag, &meta, &self.body),
         }
@@ -88,7 +88,7 @@ impl Encoder {
         tensor: &Tensor,
         unchanging: bool,
     ) -> Result<(TensorMeta, EncodedBytes), Fault> {
-        let (meta, memory) = self.encode_tensor(message, index, tensor)?;
+        let (meta, memory) = self.encode_tensor(message, index, tensor, RawMemory::Host)?;
         let bytes = match memory.map(|memory| engine::on_host(&memory)).transpose()? {
             None => EncodedBytes::Owned(std::mem::take(&mut self.body)),
             Some(host) if unchanging => EncodedBytes::Tensor(TensorBytes::new(&host).ok_or_else(|| not_dense(&host))?),
@@ -103,8 +103,13 @@ impl Encoder {
         message: &Message,
         index: usize,
         tensor: &Tensor,
+        raw_memory: RawMemory,
     ) -> Result<(TensorMeta, Option<Tensor>), Fault> {
         let start = now_ns();
+        if let Some(gpu) = cuda::index(tensor.device()) {
+            cuda::own_stream(gpu)?;
+            cuda::keep_for_stream(tensor)?;
+        }
         let dims: Vec<usize> = tensor.size().iter().map(|&d| usize::try_from(d).unwrap_or(0)).collect();
         let shape = Shape::new(&dims).map_err(Fault::invalid_model)?;
         let dtype = dtype_of(tensor.kind())?;
@@ -119,9 +124,14 @@ impl Encoder {
             self.count(message, raw_bytes, body.numel(), Some(codec), start);
             return Ok((meta(codec), Some(body)));
         }
+        let refused = matches!(on_device, OnDevice::Refused);
+        if raw_memory == RawMemory::Anywhere && Raw.is_identity(dtype) && (refused || !self.has_codec(message)) {
+            self.count_sent_raw(message);
+            self.count(message, raw_bytes, raw_bytes as usize, None, start);
+            return Ok((meta(CodecId::Raw), Some(on_device::dense(tensor)?)));
+        }
         let tensor = engine::on_host(tensor)?;
         let view = TensorView { dtype, dims: &dims, layout, bytes: bytes_of(&tensor)? };
-        let refused = matches!(on_device, OnDevice::Refused);
         let encoded = if refused { None } else { self.encode_with_codec(message, index, view)? };
         // Most raw tensors are sent from where they are, without a copy.
         let in_memory = encoded.is_none() && Raw.is_identity(dtype);
@@ -169,14 +179,22 @@ impl Encoder {
         Ok(OnDevice::Refused)
     }
 
+    /// Whether the message's edge has a codec that is to encode it.
+    fn has_codec(&mut self, message: &Message) -> bool {
+        message.encoding.compress && message.tag.edge().is_some_and(|edge| self.codecs.codec(edge).is_some())
+    }
+
+    /// Counts a tensor that is sent raw although its edge has a codec.
+    fn count_sent_raw(&mut self, message: &Message) {
+        if let Some(edge) = message.tag.edge().filter(|&edge| self.codecs.codec(edge).is_some()) {
+            self.counters.count_sent_raw(edge);
+        }
+    }
+
     /// Fills `body` with the raw encoding of a tensor, unless that is its bytes in memory.
     fn encode_raw(&mut self, message: &Message, view: TensorView<'_>) -> Result<(), Fault> {
         self.body.clear();
-        if let Some(edge) = message.tag.edge() {
-            if self.codecs.codec(edge).is_some() {
-                self.counters.count_sent_raw(edge);
-            }
-        }
+        self.count_sent_raw(message);
         if !Raw.is_identity(view.dtype) {
             let encoded = Raw.encode(view, &CodecContext::default(), &mut self.body);
             encoded.map_err(|source| Fault::Codec { tensor: message.tag.to_string(), source })?;
@@ -204,6 +222,14 @@ impl Encoder {
             Err(source) => Err(Fault::Codec { tensor: message.tag.to_string(), source }),
         }
     }
+}
+
+/// Where a raw tensor may be left.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RawMemory {
+    Host,
+    /// On the host or on a GPU.
+    Anywhere,
 }
 
 /// What became of a tensor on its GPU.

@@ -42,7 +42,7 @@ fn supported(device: Device, form: BodyForm, kind: Kind, elements: usize) -> Opt
     kernels::check(index).is_ok().then_some(index)
 }
 
-/// Encodes a tensor on its GPU. Waits until it is known whether the codec takes it.
+/// Encodes a tensor on its GPU, in the thread's current stream. Waits until it is known whether the codec takes it.
 pub(super) fn encode(
     codec: &dyn Codec,
     tensor: &Tensor,
@@ -50,11 +50,9 @@ pub(super) fn encode(
     residuals: &mut Residuals,
 ) -> Result<Encoded, Fault> {
     let Some(CodecForm { body: form, feedback }) = codec.form() else { return Ok(Encoded::Unsupported) };
-    let Some(index) = supported(tensor.device(), form, tensor.kind(), tensor.numel()) else {
+    if supported(tensor.device(), form, tensor.kind(), tensor.numel()).is_none() {
         return Ok(Encoded::Unsupported);
-    };
-    cuda::own_stream(index)?;
-    cuda::keep_for_stream(tensor)?;
+    }
     tch::no_grad(|| {
         let wide = dense(&tensor.f_detach()?)?.f_to_kind(Kind::Float)?;
         let feedback = feedback && context.training;
@@ -123,8 +121,16 @@ pub(super) fn decode(
     })
 }
 
+/// Starts to copy a tensor from memory of the host where `device` reads it directly, if that is a GPU. The copy is ready when the
+/// thread's current stream has got that far.
+pub(super) fn upload(tensor: Tensor, device: Device) -> Result<Tensor, Fault> {
+    let Some(index) = cuda::index(device) else { return Ok(tensor) };
+    cuda::own_stream(index)?;
+    Ok(tensor.f_to_device_(device, tensor.kind(), true, false)?)
+}
+
 /// The tensor in one of the two layouts.
-fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
+pub(super) fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
     match engine::layout(tensor) {
         Some(_) => Ok(tensor.shallow_clone()),
         None => Ok(tensor.f_contiguous()?),
