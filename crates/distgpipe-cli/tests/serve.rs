@@ -7,7 +7,7 @@ mod serving;
 use command::refused;
 use serving::{capture, losses, path, Serve, LIMIT, TRAIN};
 use std::collections::VecDeque;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -169,6 +169,46 @@ fn labels_leave_the_client_only_if_the_user_says_so() {
     );
     let allowed = server.client(&[&two[..], &["--server", "box", "--labels-leave"]].concat(), None);
     assert!(allowed.status.success(), "{}", String::from_utf8_lossy(&allowed.stderr));
+}
+
+/// The terminal once showed the secret. It is as before afterwards, also when the command is interrupted.
+#[test]
+fn a_join_string_that_is_pasted_into_a_terminal_is_not_shown() {
+    use rustix::pty::{grantpt, openpt, ptsname, unlockpt, OpenptFlags};
+    use rustix::termios::{tcgetattr, LocalModes};
+    let server = Serve::start("serve-terminal", &[]);
+    let mut keyboard = std::fs::File::from(openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a terminal"));
+    grantpt(&keyboard).and_then(|()| unlockpt(&keyboard)).expect("it is this test's");
+    let name = ptsname(&keyboard, Vec::new()).expect("a name").into_string().expect("text");
+    let terminal = std::fs::OpenOptions::new().read(true).write(true).open(name).expect("it is there");
+    let before = tcgetattr(&terminal).expect("a terminal");
+    assert!(before.local_modes.contains(LocalModes::ECHO));
+    for interrupted in [true, false] {
+        let mut command = server.command(&["join", "pasted"]);
+        let mut child = command.stdin(terminal.try_clone().expect("a handle")).spawn().expect("it was built");
+        let mut said = BufReader::new(child.stderr.take().expect("piped"));
+        let mut prompt = String::new();
+        said.read_line(&mut prompt).expect("text");
+        assert!(prompt.contains("which is not shown"), "{prompt}");
+        if interrupted {
+            let process = child.id().to_string();
+            assert!(Command::new("kill").args(["-INT", &process]).status().expect("kill").success());
+        } else {
+            writeln!(keyboard, "{}", server.join_string).expect("it reads");
+        }
+        assert_eq!(child.wait().expect("it ends").success(), !interrupted);
+        assert_eq!(tcgetattr(&terminal).expect("a terminal").local_modes, before.local_modes);
+    }
+    writeln!(keyboard, "end").expect("it is open");
+    let mut shown = Vec::new();
+    while !shown.ends_with(b"end\r\n") {
+        let mut byte = [0];
+        keyboard.read_exact(&mut byte).expect("it is open");
+        shown.extend(byte);
+    }
+    assert_eq!(String::from_utf8_lossy(&shown), "\r\nend\r\n");
+    assert!(server.client(&["join", "--list"], None).stdout.starts_with(b"box  "));
+    assert_eq!(server.client(&["join", "--list"], None).stdout.iter().filter(|&&byte| byte == b'\n').count(), 2);
 }
 
 /// The environment and a file hold join strings too; the command line does not.

@@ -3,9 +3,15 @@
 use crate::exit::usage;
 use crate::report;
 use crate::server_store;
+use anyhow::Context;
 use distgpipe::comm::server_identity::JOIN_STRING_BYTES_MAX;
 use distgpipe::JoinString;
-use std::io::{BufRead, IsTerminal, Read};
+use rustix::termios::{tcgetattr, tcsetattr, LocalModes, OptionalActions, Termios};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP};
+use signal_hook::iterator::{Handle, Signals};
+use signal_hook::low_level::emulate_default_handler;
+use std::io::{stdin, BufRead, IsTerminal, Read};
+use std::thread::{self, JoinHandle};
 
 /// Flags of `distgpipe join`.
 #[derive(Debug, clap::Args)]
@@ -19,8 +25,8 @@ Examples:
   From a file, or from the server itself over ssh:
       ssh gpu-box distgpipe serve --join-string | distgpipe join gpu-box
 
-The join string holds the server's secret: it is read from the terminal or a pipe, never from the command line, and kept in a
-file that you alone can read, in $XDG_CONFIG_HOME/distgpipe/servers (~/.config/distgpipe/servers).")]
+The join string holds the server's secret: it is read from the terminal, which does not show it, or from a pipe, never from the
+command line, and kept in a file that you alone can read, in $XDG_CONFIG_HOME/distgpipe/servers (~/.config/distgpipe/servers).")]
 pub struct JoinArgs {
     /// Name for the server; the join string is read from standard input
     #[arg(value_name = "NAME", required_unless_present = "list")]
@@ -44,12 +50,13 @@ pub fn run(args: &JoinArgs) -> anyhow::Result<()> {
         report::note(&format!("forgot {name}"));
         return Ok(());
     }
-    let input = std::io::stdin();
-    if input.is_terminal() {
-        report::note("paste the line that `distgpipe serve` printed, and press Enter:");
+    let hidden = stdin().is_terminal().then(HiddenInput::start).transpose().context("hiding what is typed")?;
+    if hidden.is_some() {
+        report::note("paste the line that `distgpipe serve` printed, which is not shown, and press Enter:");
     }
     let mut line = String::new();
-    let read = input.lock().take(JOIN_STRING_BYTES_MAX as u64 + 2).read_line(&mut line);
+    let read = stdin().lock().take(JOIN_STRING_BYTES_MAX as u64 + 2).read_line(&mut line);
+    drop(hidden);
     read.map_err(|e| usage(format!("join {name}: reading standard input: {e}")))?;
     let server: JoinString = line.parse().map_err(|e| usage(format!("join {name}: {e}")))?;
     server_store::keep(name, &server)?;
@@ -58,6 +65,49 @@ pub fn run(args: &JoinArgs) -> anyhow::Result<()> {
         server.addresses.join(", ")
     ));
     Ok(())
+}
+
+/// While it exists, the terminal does not show what is typed. A signal that ends or stops this process makes the terminal as it
+/// was first.
+struct HiddenInput {
+    before: Termios,
+    signals: Handle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl HiddenInput {
+    fn start() -> std::io::Result<Self> {
+        let before = tcgetattr(stdin())?;
+        let mut hidden = before.clone();
+        hidden.local_modes.remove(LocalModes::ECHO);
+        hidden.local_modes.insert(LocalModes::ECHONL);
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP])?;
+        let mut input = HiddenInput { before: before.clone(), signals: signals.handle(), thread: None };
+        tcsetattr(stdin(), OptionalActions::Now, &hidden)?;
+        let body = move || {
+            for signal in signals.forever() {
+                restore(&before);
+                let _ = emulate_default_handler(signal);
+                // It was stopped, and goes on.
+                let _ = tcsetattr(stdin(), OptionalActions::Now, &hidden);
+            }
+        };
+        input.thread = Some(thread::Builder::new().name("signals".to_owned()).spawn(body)?);
+        Ok(input)
+    }
+}
+
+impl Drop for HiddenInput {
+    fn drop(&mut self) {
+        self.signals.close();
+        self.thread.take().map(JoinHandle::join);
+        restore(&self.before);
+    }
+}
+
+/// What was typed and not read is dropped: the shell would run it.
+fn restore(before: &Termios) {
+    let _ = tcsetattr(stdin(), OptionalActions::Flush, before);
 }
 
 /// Prints names, addresses and public keys; no secrets.
