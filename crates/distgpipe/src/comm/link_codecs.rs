@@ -297,6 +297,43 @@ mod tests {
         assert!(decoder.touched_bytes() <= 16 << 20, "{} bytes", decoder.touched_bytes());
     }
 
+    /// A raw body is received into the tensor itself, whose memory is allocated whole. Pages that nobody has touched take none.
+    #[test]
+    fn the_memory_of_a_raw_tensor_is_touched_as_its_body_arrives() {
+        use std::os::unix::fs::FileExt;
+        /// How much of this memory has been touched: the system has a page for it.
+        fn touched_bytes(memory: &[u8]) -> usize {
+            const PAGE_BYTES: usize = 4096;
+            let (first, pages) = (memory.as_ptr() as usize / PAGE_BYTES, memory.len() / PAGE_BYTES);
+            let mut entries = vec![0; 8 * pages];
+            let table = std::fs::File::open("/proc/self/pagemap").expect("Linux lists a process's own pages");
+            table.read_exact_at(&mut entries, 8 * first as u64).unwrap();
+            let present = |entry: &&[u8]| entry[7] & 0x80 != 0;
+            PAGE_BYTES * entries.chunks(8).filter(present).count()
+        }
+        /// A body that ends after 8 MiB.
+        struct Cut;
+        impl FrameBody for Cut {
+            fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault> {
+                assert_eq!(piece.len(), 192 << 20);
+                assert!(touched_bytes(piece) <= 4 << 20, "{} bytes before anything arrived", touched_bytes(piece));
+                piece[..8 << 20].fill(1);
+                assert!((8 << 20..12 << 20).contains(&touched_bytes(piece)), "{} bytes", touched_bytes(piece));
+                Err(Fault::Lost)
+            }
+            fn verify(self) -> Result<(), Fault> {
+                panic!("it is not complete")
+            }
+        }
+        for kind in [Kind::Activation, Kind::State] {
+            let mut decoder = Decoder::new(link_codecs("raw"), Counters::default());
+            let (mut header, _) = frame("raw", kind);
+            let meta = TensorMeta { shape: Shape::new(&[48 << 20]).unwrap(), ..header.tensor.unwrap() };
+            (header.tensor, header.body_bytes) = (Some(meta), 192 << 20);
+            assert!(matches!(decoder.read(&header, &meta, Cut), Err(Fault::Lost)));
+        }
+    }
+
     /// Body and tensor together, whatever the codec. At the driver too, whose process has no limit of its own.
     #[test]
     fn what_a_peer_announces_is_compared_with_the_memory_of_this_host_first() {
