@@ -8,6 +8,7 @@ use super::ffi;
 use super::resource_limits::memory_limit_bytes;
 use crate::failure::Fault;
 use std::fs;
+use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
@@ -126,6 +127,10 @@ pub fn reserved_bytes(device: tch::Device) -> Option<u64> {
 /// The kernel promises more memory than it has, and kills the process that uses it. So large allocations are compared
 /// with this figure first.
 pub fn available_bytes() -> Option<u64> {
+    [available_on_host(), left_of_limit()].into_iter().flatten().min()
+}
+
+fn available_on_host() -> Option<u64> {
     let host = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let kib = |name: &str| field(&text, name);
         Some(kib("MemAvailable:")?.saturating_add(kib("SwapFree:").unwrap_or(0)).saturating_mul(1024))
@@ -137,13 +142,29 @@ pub fn available_bytes() -> Option<u64> {
         let cached = group("stat").and_then(|text| field(&text, "inactive_file")).unwrap_or(0);
         max.saturating_sub(number("current").unwrap_or(0).saturating_sub(cached))
     });
-    // A process that runs a stranger's job has a limit of its own.
-    let own = Some(memory_limit_bytes()).filter(|&limit| limit < u64::MAX).and_then(|limit| {
-        let status = fs::read_to_string("/proc/self/status").ok()?;
-        Some(limit.saturating_sub(field(&status, "VmData:")?.saturating_mul(1024)))
-    });
-    [host, container, own].into_iter().flatten().min()
+    [host, container].into_iter().flatten().min()
 }
+
+/// What is left of the limit that a process has which runs a stranger's job. Memory that was freed counts as used, because malloc
+/// keeps it.
+fn left_of_limit() -> Option<u64> {
+    let limit = Some(memory_limit_bytes()).filter(|&limit| limit < u64::MAX)?;
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    Some(limit.saturating_sub(field(&status, "VmData:")?.saturating_mul(1024)))
+}
+
+/// Whether malloc has so much memory in one piece, or gets it within the limit of this process. Does not touch it.
+fn can_allocate(bytes: u128) -> bool {
+    let bytes = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_add(ALIGNMENT_BYTES_MAX));
+    bytes.is_some_and(|bytes| {
+        let mut memory: Vec<u8> = Vec::new();
+        // Otherwise the compiler would leave the allocation out.
+        memory.try_reserve_exact(bytes).is_ok() && !black_box(memory.as_ptr()).is_null()
+    })
+}
+
+/// More than an aligned allocation takes besides its size.
+const ALIGNMENT_BYTES_MAX: usize = 4096;
 
 /// The number after a name at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
@@ -154,8 +175,10 @@ fn field(text: &str, name: &str) -> Option<u64> {
 /// Checks that this process can get this much memory, before something of that size is allocated. `what` takes it, and
 /// `remedy` says how to need less.
 pub fn require_memory(what: &str, needs_bytes: u128, remedy: &str) -> Result<(), Fault> {
-    match available_bytes() {
-        Some(available_bytes) if needs_bytes > u128::from(available_bytes) => Err(Fault::Memory {
+    let (host, limit) = (available_on_host(), left_of_limit());
+    let exceeds = |available: Option<u64>| available.is_some_and(|available| needs_bytes > u128::from(available));
+    match host.into_iter().chain(limit).min() {
+        Some(available_bytes) if exceeds(host) || exceeds(limit) && !can_allocate(needs_bytes) => Err(Fault::Memory {
             what: what.to_owned(),
             needs_bytes: u64::try_from(needs_bytes).unwrap_or(u64::MAX),
             available_bytes,
@@ -168,6 +191,7 @@ pub fn require_memory(what: &str, needs_bytes: u128, remedy: &str) -> Result<(),
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::{limit_resources, ResourceLimits};
     use tch::{Device, Kind, Tensor};
 
     #[test]
@@ -180,6 +204,34 @@ mod tests {
         assert!(said.starts_with("the order of the rows takes 16.0 TB of memory, and this host has "), "{said}");
         assert!(said.ends_with(" left: use fewer rows"), "{said}");
         assert!(require_memory("everything", u128::MAX, "use less").is_err());
+    }
+
+    /// A job that had once come close to its limit was refused every large tensor afterwards, because memory that it had freed
+    /// counted as used. The limit is that of a process, so the test runs in another one.
+    #[test]
+    fn memory_that_was_freed_is_available_within_the_limit_of_the_process() {
+        const NAME: &str = "engine::memory::tests::memory_that_was_freed_is_available_within_the_limit_of_the_process";
+        const IN_CHILD: &str = "DISTGPIPE_TEST_OF_MEMORY_LIMIT";
+        if std::env::var_os(IN_CHILD).is_none() {
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            // The test's thread is there before malloc is tuned.
+            let child = child.args(["--exact", NAME]).env(IN_CHILD, "1").env("MALLOC_ARENA_MAX", "1");
+            let output = child.output().unwrap();
+            let said = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        tune_allocator();
+        let tensor = |mib: i64| Tensor::f_ones([mib << 20], (Kind::Uint8, Device::Cpu));
+        let first = tensor(256).unwrap();
+        drop(first);
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let memory_bytes = Some(1024 * field(&status, "VmData:").unwrap() + (128 << 20));
+        limit_resources(&ResourceLimits { memory_bytes, files: 100 }).unwrap();
+        assert!(available_bytes() < Some(130 << 20), "freed memory counts as used");
+        assert!(require_memory("a tensor", 640 << 20, "").is_err());
+        require_memory("a tensor", 255 << 20, "").unwrap();
+        drop(tensor(255).unwrap());
     }
 
     #[test]
