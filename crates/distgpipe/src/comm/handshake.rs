@@ -23,7 +23,7 @@ use std::fmt;
 use std::io::Read;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// The secret that the driver and its workers share; 32 random bytes, written as 64 hexadecimal digits.
@@ -224,8 +224,13 @@ fn connect(address: &str, deadline: Instant, abort: &AbortFlag) -> Result<TcpStr
         abort.check()?;
         match connected.recv_timeout(POLL) {
             Ok(connected) => return connected,
-            Err(_) if Instant::now() < deadline => {}
-            Err(_) => return Err(Fault::TimedOut { what: format!("connecting to {address}"), limit_s }),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Fault::Panic("the panic message is on standard error".to_owned()));
+            }
+            Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
+            Err(RecvTimeoutError::Timeout) => {
+                return Err(Fault::TimedOut { what: format!("connecting to {address}"), limit_s });
+            }
         }
     }
 }
