@@ -394,7 +394,7 @@ impl Server {
         let deadline = Instant::now() + limit;
         while !awaited.is_empty() {
             session.abort().check()?;
-            let next = session.answer_next(report);
+            let next = session.answer_next(POLL, report);
             let Some((hello, stream)) = next else {
                 if Instant::now() < deadline {
                     continue;
@@ -483,8 +483,12 @@ impl<'a> Session<'a> {
     ) -> Result<(ByteStream, Dial), Fault> {
         let resume = Resume { abort: self.abort().clone(), ..Resume::first(limit) };
         let dialing = engine::spawn("connecting to a worker", move || (dialer(resume), dialer))?;
+        // Most peers are reached within milliseconds.
+        let mut wait = Duration::from_millis(1);
         while !dialing.is_finished() {
-            if let Some((hello, stream)) = self.answer_next(report) {
+            let next = self.answer_next(wait, report);
+            wait = (2 * wait).min(POLL);
+            if let Some((hello, stream)) = next {
                 self.join_or_resume(awaited, stream, &hello)?;
             }
         }
@@ -493,9 +497,9 @@ impl<'a> Session<'a> {
         dialed.map(|(stream, _)| (stream, dialer))
     }
 
-    /// The next member of the run that connects, if there is one within about [`POLL`]. The run fails if its driver is gone and
+    /// The next member of the run that connects, if there is one within about `wait`. The run fails if its driver is gone and
     /// another one has come.
-    fn answer_next(&mut self, report: &Report<'_>) -> Option<(Hello, ByteStream)> {
+    fn answer_next(&mut self, wait: Duration, report: &Report<'_>) -> Option<(Hello, ByteStream)> {
         let abort = self.worker.abort.clone();
         let gone = self.is_abandoned();
         let over = || {
@@ -505,7 +509,7 @@ impl<'a> Session<'a> {
             }
             over
         };
-        let next = self.busy.answer_next(POLL, over, gone, report);
+        let next = self.busy.answer_next(wait, over, gone, report);
         if self.busy.has_successor() {
             self.fail_for_successor();
         }
