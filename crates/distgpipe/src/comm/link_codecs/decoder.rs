@@ -17,8 +17,11 @@ use tch::Tensor;
 const LARGE_BYTES: u64 = 16 << 20;
 
 /// A body is received in pieces of this size, each into memory that is touched when the one before has arrived: a header alone
-/// costs its sender as much as it costs this end. A multiple of the pieces that transports receive.
+/// costs its sender as much as it costs this end.
 const PIECE_BYTES: usize = 4 << 20;
+// MPI receives messages of the sizes that were sent, which are cut from the whole body.
+#[cfg(feature = "mpi")]
+const _: () = assert!(PIECE_BYTES.is_multiple_of(crate::comm::transport::mpi::PIECE_BYTES));
 
 /// A buffer beyond this size is freed as soon as a body needs much less.
 const KEPT_BYTES_MAX: usize = 64 << 20;

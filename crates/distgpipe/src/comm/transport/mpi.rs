@@ -53,7 +53,7 @@ use std::time::{Duration, Instant};
 const INLINE_BYTES_MAX: usize = 16 << 10;
 
 /// The size of a piece of a larger body: it fits the cache of a core, and a fabric is fast with it.
-const PIECE_BYTES: usize = 256 << 10;
+pub(crate) const PIECE_BYTES: usize = 256 << 10;
 
 /// Tags that all libraries have.
 const RUNS: u64 = 8000;
