@@ -150,7 +150,7 @@ impl Progress {
                 }
             }
             Event::StateKept { bytes } => note(&format!(
-                "until there is a checkpoint, the state to restart from is kept in memory ({})",
+                "while there is no checkpoint, the state to restart from is kept in memory ({})",
                 units::bytes(*bytes as f64)
             )),
             Event::StateNotKept { fault } => note(&format!(

@@ -64,7 +64,8 @@ pub enum Event<'a> {
         /// Epochs done.
         epoch: u64,
     },
-    /// The run keeps its state in the memory of this process, to restart from, because it has no checkpoint yet. Reported once.
+    /// The run has copied its state into the memory of this process for the first time, to restart from while it has no checkpoint:
+    /// before the first step if it begins with loaded weights, otherwise after the first epoch. Reported once.
     StateKept {
         /// The size of the state.
         bytes: u64,

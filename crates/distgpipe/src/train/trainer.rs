@@ -14,7 +14,7 @@ use crate::train::events::{Event, Observer, StepDone};
 use crate::train::options::{Capture, SaveEvery, TrainOptions};
 use crate::train::summary::{EpochSummary, EpochTotals, RunEnd, RunSummary, SummaryBuilder};
 use crate::train::weights::WeightsError;
-use recovery::{RollbackPoint, Snapshot};
+use recovery::RollbackPoint;
 use serde::{Deserialize, Serialize};
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -440,7 +440,7 @@ impl<'a> Trainer<'a> {
             self.save_if_due(observer)?;
         }
         if self.saving.is_none() && self.rollback.is_some() && self.progress.step < self.steps {
-            self.rollback = Some(RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?));
+            self.keep_state(observer)?;
         }
         Ok(true)
     }

@@ -107,10 +107,19 @@ impl Trainer<'_> {
         if let Err(fault) = Snapshot::require_memory(self.pipeline) {
             return self.notify(observer, &Event::StateNotKept { fault: &fault });
         }
-        self.rollback = Some(match initial {
-            true => RollbackPoint::Start(self.progress.clone()),
-            false => RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?),
-        });
+        if initial {
+            self.rollback = Some(RollbackPoint::Start(self.progress.clone()));
+            return Ok(());
+        }
+        self.keep_state(observer)
+    }
+
+    /// Copies the state into the memory of this process, to go back to it.
+    pub(super) fn keep_state(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
+        let snapshot = RollbackPoint::Memory(Snapshot::take(self.pipeline, &self.progress)?);
+        if let Some(RollbackPoint::Memory(_)) = self.rollback.replace(snapshot) {
+            return Ok(());
+        }
         let bytes = Snapshot::bytes(self.pipeline);
         self.notify(observer, &Event::StateKept { bytes })
     }
