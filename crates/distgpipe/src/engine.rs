@@ -51,6 +51,7 @@ pub use resource_limits::{limit_resources, raise_open_files_limit, ResourceLimit
 pub(crate) use tensor_list::{FusedAdam, FusedSgd, TensorList};
 #[cfg(test)]
 pub(crate) use threads::refusal;
+pub(crate) use threads::Watch;
 pub use threads::{check_threads, default_threads, spawn, spawn_scoped, ThreadCountError, ThreadError, THREADS_MAX};
 pub(crate) use upload::{attach_to_gpu, in_pinned_memory, Uploading, Uploads};
 

@@ -33,7 +33,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{RecvTimeoutError, Sender};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{mpsc, Arc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -266,7 +266,7 @@ impl Launch<'_> {
         };
         let mut streams = Vec::new();
         for (&worker, endpoint) in remote.iter().zip(endpoints) {
-            let _notice = NotJoinedNotice::start(self.topology.name(worker), limit, notify).map_err(at(worker))?;
+            let _watch = watch_joining(self.topology.name(worker), limit, notify).map_err(at(worker))?;
             let dialed =
                 endpoint.dial(Role::Driver, run, key, Resume::first(limit)).map_err(|fault| match (fault, endpoint) {
                     (Fault::TimedOut { limit_s, .. }, _) => Fault::NoAnswer { limit_s },
@@ -291,35 +291,19 @@ impl Launch<'_> {
     }
 }
 
-/// While it exists, a thread waits to say that a worker has not joined yet.
-struct NotJoinedNotice {
-    joined: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
-
 /// How long a worker may take to answer before the user is told.
 const NOT_JOINED: Duration = Duration::from_secs(5);
 
-impl NotJoinedNotice {
-    fn start(worker: String, limit: Duration, notify: &Notify) -> Result<Self, Fault> {
-        let (joined, waiting) = mpsc::channel();
-        let (after, notify) = (NOT_JOINED.min(limit / 4), notify.clone());
-        let thread = engine::spawn("joining", move || {
-            if waiting.recv_timeout(after) == Err(RecvTimeoutError::Timeout) {
-                let (waited_s, limit_s) = (after.as_secs_f64(), limit.as_secs_f64());
-                notify.send(&Notice::NotJoined { worker, waited_s, limit_s });
-            }
-        })?;
-        Ok(NotJoinedNotice { joined: Some(joined), thread: Some(thread) })
-    }
-}
-
-impl Drop for NotJoinedNotice {
-    fn drop(&mut self) {
-        // The thread ends when there is no sender left.
-        self.joined = None;
-        self.thread.take().map(JoinHandle::join);
-    }
+/// Says that a worker has not joined yet, unless the watch is dropped first.
+fn watch_joining(worker: String, limit: Duration, notify: &Notify) -> Result<engine::Watch, Fault> {
+    let (after, notify) = (NOT_JOINED.min(limit / 4), notify.clone());
+    let watch = engine::Watch::start("joining", move |joined| {
+        if joined.recv_timeout(after) == Err(RecvTimeoutError::Timeout) {
+            let (waited_s, limit_s) = (after.as_secs_f64(), limit.as_secs_f64());
+            notify.send(&Notice::NotJoined { worker, waited_s, limit_s });
+        }
+    })?;
+    Ok(watch)
 }
 
 fn failed_in(phase: &'static str) -> impl FnOnce(Fault) -> Failure {

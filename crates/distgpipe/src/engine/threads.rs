@@ -1,6 +1,7 @@
 //! How many libtorch threads a worker computes with, and starting threads of our own.
 
 use std::io;
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 /// More threads than any machine has cores. libtorch's thread pool ends the process at absurd numbers.
@@ -47,6 +48,28 @@ pub fn spawn<T: Send + 'static>(
 ) -> Result<JoinHandle<T>, ThreadError> {
     let name = name.into();
     started(&name, |builder| builder.spawn(body))
+}
+
+/// A thread that waits for something to happen. It is told to end, and joined, when this is dropped.
+#[derive(Debug)]
+pub struct Watch {
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    /// Starts the thread. It must return when its receiver is disconnected; nothing is ever sent.
+    pub fn start(name: &str, body: impl FnOnce(Receiver<()>) + Send + 'static) -> Result<Self, ThreadError> {
+        let (end, ended) = mpsc::channel();
+        Ok(Watch { end: Some(end), thread: Some(spawn(name, move || body(ended))?) })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.end = None;
+        self.thread.take().map(JoinHandle::join);
+    }
 }
 
 /// Starts a thread that ends before `scope` does.

@@ -3,9 +3,8 @@
 use crate::comm::notice::{Notice, Notify};
 use crate::engine;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long one operation on the disk may take before the user is told.
@@ -17,8 +16,7 @@ const AGAIN: Duration = Duration::from_secs(30);
 /// waits in a system call.
 pub(super) struct DiskWatch {
     busy_since: Arc<Mutex<Option<Instant>>>,
-    end: Option<Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    _thread: Option<engine::Watch>,
 }
 
 fn lock(busy_since: &Mutex<Option<Instant>>) -> MutexGuard<'_, Option<Instant>> {
@@ -29,16 +27,15 @@ impl DiskWatch {
     /// Tells `notify` when the disk with this directory stalls. Without a thread for it, nobody is told.
     pub fn start(directory: &Path, notify: &Notify) -> Self {
         let busy_since = Arc::default();
-        let (end, ended) = mpsc::channel();
         let (watched, directory, notify) = (Arc::clone(&busy_since), directory.to_owned(), notify.clone());
-        let body = move || {
+        let body = move |ended: Receiver<()>| {
             let mut due = STALLED;
             while ended.recv_timeout(STALLED / 10) == Err(RecvTimeoutError::Timeout) {
                 let waited = lock(&watched).map_or(Duration::ZERO, |since| since.elapsed());
                 due = tell_of_stall(&directory, waited, due, &notify);
             }
         };
-        DiskWatch { busy_since, end: Some(end), thread: engine::spawn("disk watch", body).ok() }
+        DiskWatch { busy_since, _thread: engine::Watch::start("disk watch", body).ok() }
     }
 
     /// Performs an operation on the disk.
@@ -60,14 +57,6 @@ fn tell_of_stall(directory: &Path, waited: Duration, due: Duration, notify: &Not
     }
     notify.send(&Notice::DiskStalled { directory: PathBuf::from(directory), waited_s: waited.as_secs_f64() });
     waited + AGAIN
-}
-
-impl Drop for DiskWatch {
-    fn drop(&mut self) {
-        // The thread ends when there is no sender left.
-        self.end = None;
-        self.thread.take().map(JoinHandle::join);
-    }
 }
 
 #[cfg(test)]
