@@ -119,10 +119,13 @@ pub fn notice(notice: &Notice) {
 
 /// The notice with the name of the server in place of that of the worker, if the user has joined it by name.
 fn named(notice: &Notice, servers: &BTreeMap<String, String>) -> Notice {
-    match notice.worker().and_then(|worker| servers.get(worker)) {
-        Some(server) => notice.clone().with_worker(server),
-        None => notice.clone(),
+    let mut notice = notice.clone();
+    if let Some(worker) = notice.worker_mut() {
+        if let Some(server) = servers.get(worker) {
+            server.clone_into(worker);
+        }
     }
+    notice
 }
 
 /// What a bar says: there is no room for the limit.

@@ -64,8 +64,8 @@ pub enum Notice {
 }
 
 impl Notice {
-    /// The worker that it is about.
-    pub fn worker(&self) -> Option<&str> {
+    /// The name of the worker that it is about.
+    pub fn worker_mut(&mut self) -> Option<&mut String> {
         match self {
             Notice::Silent { worker, .. }
             | Notice::NotJoined { worker, .. }
@@ -74,19 +74,6 @@ impl Notice {
             | Notice::Reconnected { worker, .. } => Some(worker),
             Notice::DiskStalled { .. } | Notice::Suspended { .. } => None,
         }
-    }
-
-    /// The same notice with another name for the worker.
-    pub fn with_worker(mut self, name: &str) -> Self {
-        if let Notice::Silent { worker, .. }
-        | Notice::NotJoined { worker, .. }
-        | Notice::Back { worker, .. }
-        | Notice::Reconnecting { worker, .. }
-        | Notice::Reconnected { worker, .. } = &mut self
-        {
-            name.clone_into(worker);
-        }
-        self
     }
 }
 
