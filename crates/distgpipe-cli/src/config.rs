@@ -46,6 +46,7 @@ use distgpipe::train::TrainOptions;
 use distgpipe::{AutoBalance, Loss, Model, Optim, ParameterGroup, Pipeline, Workers};
 use distgpipe_core::placement::Placement;
 use distgpipe_core::schedule::Plan;
+use distgpipe_core::WorkerId;
 use links::{choose_codec, codecs, timeouts};
 use partitioning::{balance_options, implied_placement, partitioning, placement, Partitioning};
 use std::path::PathBuf;
@@ -206,7 +207,8 @@ impl RunConfig {
     /// Builds the pipeline, which starts the workers, and loads initial weights. `measured` are the costs of the layers and the
     /// time to search, for `--auto-balance`.
     pub fn start(&self, measured: Option<(Vec<LayerProfile>, Duration)>) -> anyhow::Result<Pipeline> {
-        let mut pipeline = build(self.builder(measured)?, &self.flags)?;
+        name_servers(&self.flags, self.plan.as_ref(), &self.partitioning)?;
+        let mut pipeline = build(self.builder(measured)?)?;
         if let Some(weights) = &self.weights {
             weights.notes.iter().for_each(|note| report::note(note));
             weights.load(&mut pipeline).context("--weights")?;
@@ -277,9 +279,20 @@ fn common_builder(model: &Model, flags: &TrainFlags, compute: &Compute) -> Build
     }
 }
 
-/// Builds a pipeline. Errors name the flags, and notices the servers of `--server`.
-fn build(builder: Builder, flags: &TrainFlags) -> anyhow::Result<Pipeline> {
-    let pipeline = builder.build().map_err(|error| match error {
+/// Has notices name the servers of `--server`, already while they are joined.
+fn name_servers(flags: &TrainFlags, plan: Option<&Plan>, partitioning: &Partitioning) -> anyhow::Result<()> {
+    let replicas = flags.replicas.unwrap_or(1);
+    let placement = placement(flags, plan)?;
+    let placement = placement.unwrap_or_else(|| Placement::one_worker_each(partitioning.partitions()));
+    let members = (0..replicas).flat_map(|replica| (0..placement.workers()).map(move |worker| (worker, replica)));
+    let name = |(worker, replica)| placement.member_name(WorkerId::new(worker), replica, replicas);
+    report::name_servers(members.skip(1).map(name).zip(flags.server.iter().cloned()).collect());
+    Ok(())
+}
+
+/// Builds a pipeline. Errors name the flags.
+fn build(builder: Builder) -> anyhow::Result<Pipeline> {
+    builder.build().map_err(|error| match error {
         BuildError::Failed(failure) => failure.into(),
         BuildError::Scenario(e) => usage(format!("--faults: {e}")),
         BuildError::Balance(e) => usage(format!("--balance: {e}")),
@@ -293,11 +306,7 @@ fn build(builder: Builder, flags: &TrainFlags) -> anyhow::Result<Pipeline> {
         BuildError::CodecPolicy(e @ CodecPolicyError::Replicas { .. }) => usage(e.to_string()),
         BuildError::CodecPolicy(e) => usage(format!("--codec-link: {e}")),
         other => usage(other.to_string()),
-    })?;
-    let topology = pipeline.topology();
-    let workers = topology.members().skip(1).map(|member| topology.name(member));
-    report::name_servers(workers.zip(flags.server.iter().cloned()).collect());
-    Ok(pipeline)
+    })
 }
 
 /// Whether the directories of a run can be written to.

@@ -319,6 +319,25 @@ fn a_client_that_is_silent_for_longer_than_the_limit_keeps_its_place_and_loses_n
     assert_eq!(ended(silent), expected);
 }
 
+/// Until the run had begun, notices named the worker, whose name says nothing of where it is.
+#[test]
+fn a_server_that_does_not_answer_is_named_as_the_user_has_joined_it() {
+    let server = Serve::start("serve-mute", &[]);
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mut mute: distgpipe::JoinString = server.join_string.parse().expect("a join string");
+    mute.addresses = vec![listener.local_addr().expect("an address").to_string()];
+    assert!(server.client(&["join", "mute"], Some(&mute.to_text())).status.success());
+    let run = [&TRAIN[..], &["--server", "mute", "--peer-timeout", "2"]].concat();
+    let said = String::from_utf8_lossy(&server.client(&run, None).stderr).into_owned();
+    assert!(said.contains("mute was asked to join the run 0.5 s ago and has not answered"), "{said}");
+    let replicas = ["--replicas", "2", "--server", "box", "--server", "mute", "--server", "mute-2"];
+    mute.addresses.push("127.0.0.1:1".to_owned());
+    assert!(server.client(&["join", "mute-2"], Some(&mute.to_text())).status.success());
+    let run = [&TRAIN[..], &replicas, &["--labels-leave", "--peer-timeout", "2"]].concat();
+    let said = String::from_utf8_lossy(&server.client(&run, None).stderr).into_owned();
+    assert!(said.contains("mute was asked to join the run 0.5 s ago"), "{said}");
+}
+
 /// A client that came within milliseconds of the last one's end once heard that the server was busy.
 #[test]
 fn a_client_that_comes_when_the_last_one_has_just_ended_is_accepted() {

@@ -131,6 +131,17 @@ impl Placement {
         Ok(Self { worker_of: workers.iter().map(|&worker| WorkerId::new(worker)).collect(), names })
     }
 
+    /// The name of a worker of one of `replicas` replicas: its own, followed by `/` and the replica if there are several.
+    ///
+    /// # Panics
+    /// If there is no such worker.
+    pub fn member_name(&self, worker: WorkerId, replica: usize, replicas: usize) -> String {
+        match replicas {
+            1 => self.name(worker).to_owned(),
+            _ => format!("{}/{replica}", self.name(worker)),
+        }
+    }
+
     /// The worker that runs a partition.
     ///
     /// # Panics

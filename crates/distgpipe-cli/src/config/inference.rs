@@ -4,7 +4,7 @@ use super::links::{choose_codec, codecs, timeouts};
 use super::model::{spec_name, ExportedFlags};
 use super::partitioning::{implied_placement, partitioning, placement, Partitioning};
 use super::workers::workers;
-use super::{build, common_builder, model, model_of};
+use super::{build, common_builder, model, model_of, name_servers};
 use crate::args::TrainFlags;
 use crate::compute::Compute;
 use crate::datasets;
@@ -127,7 +127,8 @@ impl InferenceConfig {
         if let Partitioning::Balance(balance) = &self.partitioning {
             builder = builder.balance(balance.sizes());
         }
-        let mut pipeline = build(builder, &self.flags)?;
+        name_servers(&self.flags, None, &self.partitioning)?;
+        let mut pipeline = build(builder)?;
         self.weights.notes.iter().for_each(|note| crate::report::note(note));
         self.weights.load(&mut pipeline).context("--weights")?;
         Ok(pipeline)

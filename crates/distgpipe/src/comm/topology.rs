@@ -58,11 +58,7 @@ impl Topology {
 
     /// A member's name: the plan's name of its role, followed by `/` and the replica if there are several.
     pub fn name(&self, member: WorkerId) -> String {
-        let name = self.plan.placement().name(self.role_of(member));
-        match self.replicas {
-            1 => name.to_owned(),
-            _ => format!("{name}/{}", self.replica_of(member)),
-        }
+        self.plan.placement().member_name(self.role_of(member), self.replica_of(member), self.replicas)
     }
 
     /// The member that this one sends gradients to in the ring.
