@@ -21,8 +21,19 @@ SWITCHES = {"train": False, "training": False, "dropout_p": 0.0}
 OPERATORS = frozenset((pathlib.Path(__file__).parent / "operators.txt").read_text().split())
 
 
+# Weights up to this size count as zero, such as a zero-initialised head or a LayerScale of 1e-6: they hide what is behind them.
+TINY = 1e-3
+
+# The difference between two tensors that rounding explains, relative to the largest number, or to 1 if that is larger.
+ROUNDING = 1e-6
+
+
 class ExportError(Exception):
     """The module cannot be exported; the text says why and what to do."""
+
+
+class Unseen(UserWarning):
+    """The comparison of the export with the module shows nothing of some parameters."""
 
 
 def export(model, inputs, path=None, allowed=()):
@@ -30,7 +41,8 @@ def export(model, inputs, path=None, allowed=()):
 
     `inputs` is a tuple of example tensors of at least two rows. `allowed` names operators outside of the list, such as
     "erfinv.default", that distgpipe will be told to allow. Raises ExportError if the module cannot be exported, if distgpipe
-    would refuse the export, or if the export does not compute what the module computes. Returns the exported program.
+    would refuse the export, or if the export does not compute what the module computes. Warns of parameters whose gradients are zero
+    whatever the weights are. Returns the exported program.
     """
     if not torch.__version__.startswith(VERSION):
         raise ExportError(f"expected PyTorch {VERSION}x, got {torch.__version__}: pip install torch==2.11.0")
@@ -48,7 +60,11 @@ def export(model, inputs, path=None, allowed=()):
             raise ExportError(f"torch.export cannot export the module: {explained(error)}") from error
         check_shapes(program)
         check_operators(program, allowed)
-        compare(model, program, inputs)
+        silent = compare(model, program, inputs)
+    if silent:
+        warnings.warn(f"nothing was compared of the gradients of {', '.join(silent)}: they are zero in the module and in the "
+                      "export, also with other numbers in place of the weights that are zero (as for biases before a batch norm or of "
+                      "attention's keys, which change nothing, and for parameters that forward does not use)", Unseen, stacklevel=2)
     for graph_module in graph_modules(program):
         for node in graph_module.graph.nodes:
             node.meta.pop("stack_trace", None)
@@ -152,18 +168,55 @@ def computes(node):
 
 
 def compare(model, program, inputs):
-    """Compares loss, gradients, buffers and evaluation output of the export with those of the module."""
+    """Compares loss, gradients, buffers and evaluation output of the export with those of the module, also with other numbers in
+    place of weights that are zero. Returns the parameters whose gradients are zero even then."""
     more = tuple(torch.cat([x, x[:1]]) for x in inputs)  # another number of rows than the export has seen
-    for rows in (inputs, more):
-        own, exported = copy.deepcopy(model), copy.deepcopy(program).module()
+    evaluated = copy.deepcopy(program)
+    for graph_module in graph_modules(evaluated):
+        switch_to_evaluation(graph_module)
+    # All gradients in front of a zero-initialised head are zero, and any two graphs would agree on them.
+    visible = perturbed(model)
+    for module, rows in ((model, inputs), (model, more), (visible, inputs)):
+        own, exported = copy.deepcopy(module), with_weights_of(module, copy.deepcopy(program).module())
         expected, got = trained(own, rows), trained(exported, rows)
         for name in sorted(expected.keys() | got.keys()):
             same(name, expected.get(name), got.get(name))
-    own, exported = copy.deepcopy(model).eval(), copy.deepcopy(program)
-    for graph_module in graph_modules(exported):
-        switch_to_evaluation(graph_module)
+    for module in (model, visible):
+        with torch.no_grad():
+            got = with_weights_of(module, copy.deepcopy(evaluated).module())(*inputs)
+            same("the output in evaluation", copy.deepcopy(module).eval()(*inputs), got, 1e-5)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and is_zero(expected.get(gradient_of(name)))]
+
+
+def perturbed(model):
+    """A copy with other numbers in place of those that are nearly zero: the same in every call, and as large as usual weights."""
+    model = copy.deepcopy(model)
+    random = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        same("the output in evaluation", own(*inputs), exported.module()(*inputs), 1e-5)
+        for parameter in model.parameters():
+            fan_in = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else 1
+            numbers = torch.rand(parameter.shape, generator=random).to(parameter) * 0.4 + 0.1
+            signs = torch.randint(0, 2, parameter.shape, generator=random).to(parameter) * 2 - 1
+            parameter.copy_(torch.where(parameter.abs() > TINY, parameter, numbers * signs / fan_in ** 0.5))
+    return model
+
+
+def with_weights_of(model, exported):
+    """The module of an export, with the parameters of `model`."""
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, parameter in exported.named_parameters():
+            parameter.copy_(weights[name])
+    return exported
+
+
+def is_zero(gradient):
+    """Whether nothing but rounding tells a gradient from zero."""
+    return gradient is None or gradient.abs().max().item() <= ROUNDING
+
+
+def gradient_of(name):
+    return f"the gradient of {name}"
 
 
 def trained(module, inputs):
@@ -174,12 +227,12 @@ def trained(module, inputs):
     loss = (output.float() * weights).sum()
     loss.backward()
     found = {"the loss": loss.detach()}
-    found.update((f"the gradient of {name}", p.grad) for name, p in module.named_parameters() if p.grad is not None)
+    found.update((gradient_of(name), p.grad) for name, p in module.named_parameters() if p.grad is not None)
     found.update((f"the buffer {name}", b) for name, b in module.named_buffers() if name in module.state_dict())
     return found
 
 
-def same(what, expected, got, relative=1e-6):
+def same(what, expected, got, relative=ROUNDING):
     """Fails unless both tensors are equal but for rounding."""
     remedy = "the export would train another model, so nothing was written"
     if expected is None or got is None:

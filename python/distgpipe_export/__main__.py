@@ -6,10 +6,11 @@ import importlib.util
 import inspect
 import pathlib
 import sys
+import warnings
 
 import torch
 
-from . import ExportError, export
+from . import ExportError, Unseen, export
 
 ROWS = 4
 
@@ -83,10 +84,14 @@ def main():
         if not pathlib.Path(output).absolute().parent.is_dir():
             raise ExportError(f"--output {output}: no such directory")
         model = load(arguments.model)
-        export(model, tuple(example(text) for text in arguments.input), output, arguments.allow_op)
+        with warnings.catch_warnings(record=True) as noticed:
+            warnings.simplefilter("always", Unseen)
+            export(model, tuple(example(text) for text in arguments.input), output, arguments.allow_op)
     except ExportError as error:
         sys.exit(f"error: {error}")
     count = sum(p.numel() for p in model.parameters())
+    for notice in noticed:
+        print(f"warning: {notice.message}", file=sys.stderr)
     print(f"wrote {output}: {count:,} parameters; loss, gradients and evaluation output equal the module's")
 
 

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
 
 import torch
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from distgpipe_export import OPERATORS, ExportError, export  # noqa: E402
+from distgpipe_export import OPERATORS, ExportError, Unseen, export  # noqa: E402
 
 
 class Halved(torch.autograd.Function):
@@ -59,7 +60,7 @@ class Export(unittest.TestCase):
         self.assertIn(words, str(refusal.exception))
 
     def test_a_model_with_dropout_and_batch_norm_is_written_without_its_examples(self):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), WithoutGradient(), nn.Linear(4, 2))
+        model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.5), WithoutGradient(), nn.Linear(4, 2))
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         example = torch.randn(4, 3)
         example[2, 1] = 123456.789
@@ -89,6 +90,49 @@ class Export(unittest.TestCase):
 
     def test_a_lost_backward_pass_is_noticed(self):
         self.refused(wrapped(lambda linear, x: Halved.apply(linear(x))), "the gradient of linear.bias differs")
+
+    def test_a_lost_backward_pass_behind_zeros_is_noticed(self):
+        # All gradients in front of a head of zeros are zero, whatever the export has lost.
+        class Scaled(nn.Module):
+            def __init__(self, scale):
+                super().__init__()
+                self.gamma = nn.Parameter(torch.full((3,), scale))
+
+            def forward(self, x):
+                return x * self.gamma
+
+        def hidden(*zeros):
+            return nn.Sequential(wrapped(lambda linear, x: Halved.apply(linear(x))), *zeros)
+
+        head = nn.Linear(3, 2)
+        nn.init.zeros_(head.weight)
+        norm = nn.BatchNorm1d(3)
+        nn.init.zeros_(norm.weight)
+        for zeros in ([head], [Scaled(0.0)], [Scaled(1e-9)], [norm], [nn.LayerNorm(3), Scaled(0.0), head]):
+            with self.subTest(zeros=zeros):
+                self.refused(hidden(*zeros), "the gradient of 0.linear.")
+
+    def test_parameters_without_gradient_are_named(self):
+        class Unused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.extra, self.fixed = nn.Linear(3, 4), nn.Linear(3, 3), nn.Linear(3, 3)
+                self.fixed.requires_grad_(False)
+                self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+                nn.init.zeros_(self.head.weight)
+
+            def forward(self, x):
+                return self.head(self.norm(self.linear(self.fixed(x))))
+
+        model = Unused()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with self.assertWarnsRegex(Unseen, "nothing was compared of the gradients of linear.bias, extra.weight, extra.bias: they are"):
+            program = export(model, (torch.randn(4, 3),))
+        for state in (model.state_dict(), program.state_dict):
+            self.assertTrue(all(torch.equal(before[name], tensor) for name, tensor in state.items()), "the weights stay")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Unseen)
+            export(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), (torch.randn(4, 3),))
 
     def test_a_branch_on_values_is_refused(self):
         self.refused(wrapped(lambda linear, x: linear(x) if x.sum() > 0 else x), "depends on the values of a tensor")
@@ -158,6 +202,12 @@ class Export(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn("wrote mine.pt2: 12 parameters", done.stdout)
             self.assertTrue(os.path.exists(os.path.join(folder, "mine.pt2")))
+            self.assertNotIn("warning", done.stderr)
+            normed = "from torch import nn\nmodel = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))\n"
+            pathlib.Path(folder, "mine.py").write_text(normed)
+            done = subprocess.run([*command, "5"], cwd=folder, env=environment, capture_output=True, text=True)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("warning: nothing was compared of the gradients of 0.bias: they are zero", done.stderr)
             pathlib.Path(folder, "mine.py").write_text("from torch import nn\nmodel = nn.Linear(5, 2)\ntext = 'x'\nlayer = nn.Linear\n")
             for model, flags, said in [
                 ("mine.py:model", ["five"], "--input five: expected sizes"),
