@@ -1,17 +1,16 @@
-//! A run over a server that meets a fault every second or so: its connections are cut, the client, the server and the job's process
-//! are suspended, the job's process is killed. It must end with the weights of an undisturbed run; the client and the server, with
-//! the memory and the descriptors that they had in the beginning.
+//! A run over a server that meets a fault every second or so, for a minute: its connections are cut, the client, the server and the
+//! job's process are suspended, the job's process is killed. Then the user stops it. It must have the weights of an undisturbed run of
+//! as many steps; client, server and job, the memory and the descriptors that they had before.
 //!
-//! The short version is a test. `scripts/soak.sh` runs a longer one: `DISTGPIPE_SOAK_STEPS` sets the steps,
-//! `DISTGPIPE_SOAK_PAUSE_MS` the mean pause between two faults, `DISTGPIPE_SOAK_FAULTS` how many there are, and
-//! `DISTGPIPE_SOAK_SEED` the seed.
+//! `scripts/soak.sh` runs the same for ten minutes: `DISTGPIPE_SOAK_S` sets for how many seconds there are faults,
+//! `DISTGPIPE_SOAK_PAUSE_MS` the mean pause between two of them, and `DISTGPIPE_SOAK_SEED` the seed.
 
 mod command;
 mod serving;
 
 use command::distgpipe;
 use serving::{path, Serve};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -31,6 +30,37 @@ impl Draws {
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         (z ^ (z >> 31)) % bound
+    }
+}
+
+/// What happens to the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Cut,
+    StopJob,
+    StopServer,
+    StopClient,
+    KillJob,
+}
+
+use Fault::{Cut, KillJob, StopClient, StopJob, StopServer};
+
+/// How often each fault comes among ten.
+const DECK: [Fault; 10] = [Cut, Cut, Cut, Cut, Cut, StopJob, StopServer, StopClient, KillJob, KillJob];
+
+/// Draws faults in a random order. Of ten, each comes as often as in [`DECK`], whatever the seed.
+struct Faults {
+    draws: Draws,
+    deck: Vec<Fault>,
+}
+
+impl Faults {
+    fn next(&mut self) -> Fault {
+        if self.deck.is_empty() {
+            self.deck = DECK.to_vec();
+        }
+        let at = self.draws.below(self.deck.len() as u64) as usize;
+        self.deck.swap_remove(at)
     }
 }
 
@@ -82,7 +112,9 @@ fn signal(process: u32, signal: &str) {
 }
 
 /// What a process has.
+#[derive(Clone, Copy)]
 struct Usage {
+    process: u32,
     memory_mb: u64,
     descriptors: usize,
     threads: u64,
@@ -96,7 +128,8 @@ impl Usage {
             line.split_whitespace().nth(1)?.parse::<u64>().ok()
         };
         let descriptors = std::fs::read_dir(format!("/proc/{process}/fd")).ok()?.count();
-        Some(Usage { memory_mb: field("VmRSS:")? / 1000, descriptors, threads: field("Threads:")? })
+        // One that has just been killed has no memory any more.
+        Some(Usage { process, memory_mb: field("VmRSS:")? / 1000, descriptors, threads: field("Threads:")? })
     }
 }
 
@@ -108,18 +141,19 @@ impl std::fmt::Display for Usage {
 
 /// Fails if a process has more in the end than after the first quarter, when everything has been allocated once.
 fn assert_flat(who: &str, samples: &[Usage], slack_mb: u64, report: &str) {
-    let quarter = (samples.len() / 4).max(1);
+    assert!(samples.len() >= 8, "{} samples of the {who}:\n{report}", samples.len());
+    let quarter = samples.len() / 4;
     let median = |samples: &[Usage]| {
         let mut memory: Vec<u64> = samples.iter().map(|sample| sample.memory_mb).collect();
         memory.sort_unstable();
         memory[memory.len() / 2]
     };
     let most = |samples: &[Usage]| samples.iter().map(|sample| sample.descriptors).max().unwrap_or(0);
-    let (early, late) = (&samples[quarter.min(samples.len() - 1)..], &samples[samples.len() - quarter..]);
-    let (before, after) = (median(&early[..quarter.min(early.len())]), median(late));
+    let (early, late) = (&samples[quarter..2 * quarter], &samples[samples.len() - quarter..]);
+    let (before, after) = (median(early), median(late));
     assert!(after <= before + slack_mb, "memory of the {who} grows from {before} MB to {after} MB:\n{report}");
-    let (before, after) = (most(&samples[..samples.len().div_ceil(2)]), most(late));
-    assert!(after <= before + 8, "descriptors of the {who} grow from {before} to {after}:\n{report}");
+    let (before, after) = (most(&samples[..2 * quarter]), most(late));
+    assert!(after <= before + 4, "descriptors of the {who} grow from {before} to {after}:\n{report}");
 }
 
 /// A client of the server that it has joined under this name.
@@ -128,7 +162,15 @@ fn client(server: &Serve, name: &str, steps: u64) -> Command {
     std::fs::create_dir_all(&folder).expect("a folder");
     let mut command = server.command(&["train", "--set", "hidden=[512,512]", "--batch", "128"]);
     command
-        .args(["--place", "client,server,client", "--codec", "feedback(tile:8)", "--no-evaluate", "--epochs", "100000"])
+        .args([
+            "--place",
+            "client,server,client",
+            "--codec",
+            "feedback(tile:8)",
+            "--no-evaluate",
+            "--epochs",
+            "1000000",
+        ])
         .args(["--lr", "0.01", "--steps", &steps.to_string(), "--server", name, "--peer-timeout", "10"])
         .args(["--restarts", "1000000", "--checkpoint-every", "10", "--checkpoint", path(&folder.join("saved"))])
         .args(["--save", path(&folder.join("model.safetensors"))])
@@ -153,104 +195,201 @@ fn join(server: &Serve, name: &str, address: &str) {
     assert!(joined.status.success(), "{}", String::from_utf8_lossy(&joined.stderr));
 }
 
-/// Collects what a client says.
-fn listen(child: &mut Child) -> Arc<Mutex<Vec<String>>> {
-    let (lines, said) = (BufReader::new(child.stderr.take().expect("piped")), Arc::new(Mutex::new(Vec::new())));
-    let all = said.clone();
-    std::thread::spawn(move || {
-        lines.lines().map_while(Result::ok).for_each(|line| all.lock().expect("no panic").push(line));
-    });
-    said
+/// A client with faults.
+struct Run {
+    child: Child,
+    said: Arc<Mutex<Vec<String>>>,
+}
+
+impl Run {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.spawn().expect("it starts");
+        let (lines, said) = (BufReader::new(child.stderr.take().expect("piped")), Arc::new(Mutex::new(Vec::new())));
+        let all = said.clone();
+        std::thread::spawn(move || {
+            lines.lines().map_while(Result::ok).for_each(|line| all.lock().expect("no panic").push(line));
+        });
+        Run { child, said }
+    }
+
+    fn said(&self) -> String {
+        self.said.lock().expect("no panic").join("\n")
+    }
+
+    fn checkpoints(&self) -> usize {
+        self.said.lock().expect("no panic").iter().filter(|line| line.contains("saved step")).count()
+    }
+
+    /// Fails if it has ended.
+    fn assert_runs(&mut self) {
+        let ended = self.child.try_wait().expect("a child");
+        assert!(ended.is_none(), "it has ended:\n{}", self.said());
+    }
+
+    /// Waits until it has saved once more.
+    fn wait_for_checkpoint(&mut self) {
+        let (before, start) = (self.checkpoints(), Instant::now());
+        while self.checkpoints() == before {
+            self.assert_runs();
+            assert!(start.elapsed() < serving::LIMIT, "it makes no progress:\n{}", self.said());
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// Stops it as its user does. Returns the steps that it has done.
+    fn stop(&mut self) -> u64 {
+        signal(self.child.id(), "-INT");
+        let start = Instant::now();
+        let status = loop {
+            match self.child.try_wait().expect("a child") {
+                Some(status) => break status,
+                None => assert!(start.elapsed() < serving::LIMIT, "it does not stop:\n{}", self.said()),
+            }
+            std::thread::sleep(TICK);
+        };
+        // Its last words may be on their way.
+        let stopped = |said: &str| Some(said.split_once("stopped by SIGINT after step ")?.1.split_once(' ')?.0.parse());
+        loop {
+            if let Some(Ok(steps)) = stopped(&self.said()) {
+                assert_eq!(status.code(), Some(130), "{}", self.said());
+                return steps;
+            }
+            assert!(start.elapsed() < serving::LIMIT, "{status}:\n{}", self.said());
+            std::thread::sleep(TICK);
+        }
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How often the test looks, and how often it measures the processes.
+const TICK: Duration = Duration::from_millis(20);
+const SAMPLE_EVERY: Duration = Duration::from_millis(250);
+
+/// What the processes had while the run went on.
+#[derive(Default)]
+struct Samples {
+    client: Vec<Usage>,
+    server: Vec<Usage>,
+    job: Vec<Usage>,
+    last: Option<Instant>,
+}
+
+impl Samples {
+    fn take(&mut self, client: u32, server: &mut Serve) {
+        if self.last.is_some_and(|last| last.elapsed() < SAMPLE_EVERY) {
+            return;
+        }
+        self.last = Some(Instant::now());
+        self.client.extend(Usage::of(client));
+        self.server.extend(Usage::of(server.child.id()));
+        self.job.extend(job(server).and_then(Usage::of));
+    }
+
+    /// Those of the job that was watched longest, without its first second, in which it builds the model.
+    fn longest_job(&self) -> &[Usage] {
+        let jobs = self.job.chunk_by(|a, b| a.process == b.process);
+        jobs.max_by_key(|job| job.len()).map_or(&[], |job| job.get(4..).unwrap_or_default())
+    }
+
+    fn show(&self) -> String {
+        let mut text = String::new();
+        for (who, samples) in [("client", &self.client), ("server", &self.server), ("job", &self.job)] {
+            for (i, sample) in samples.iter().enumerate().step_by((samples.len() / 20).max(1)) {
+                let seconds = i as f64 * SAMPLE_EVERY.as_secs_f64();
+                text.push_str(&format!("{who}, process {}, about {seconds:.0} s: {sample}\n", sample.process));
+            }
+        }
+        text
+    }
 }
 
 #[test]
 fn a_run_with_faults_all_along_ends_with_the_weights_of_an_undisturbed_one() {
-    let (steps, pause_ms) = (setting("DISTGPIPE_SOAK_STEPS", 1500), setting("DISTGPIPE_SOAK_PAUSE_MS", 600));
-    // On a machine where steps take long, faults that come by the clock would leave little time for them.
-    let (seed, faults_max) = (setting("DISTGPIPE_SOAK_SEED", 1), setting("DISTGPIPE_SOAK_FAULTS", 30));
-    let mut draws = Draws(seed);
+    let length = Duration::from_secs(setting("DISTGPIPE_SOAK_S", 60));
+    let (pause_ms, seed) = (setting("DISTGPIPE_SOAK_PAUSE_MS", 600), setting("DISTGPIPE_SOAK_SEED", 1));
+    let mut faults = Faults { draws: Draws(seed), deck: Vec::new() };
     let mut server = Serve::start("soak", &["--peer-timeout", "10"]);
-    let undisturbed = client(&server, "box", steps).output().expect("it runs");
-    assert!(undisturbed.status.success(), "{}", String::from_utf8_lossy(&undisturbed.stderr));
     let relay = Relay::start(server.address.clone());
     join(&server, "relayed", &relay.address.to_string());
-    let mut run = client(&server, "relayed", steps).spawn().expect("it starts");
-    let (said, start) = (listen(&mut run), Instant::now());
-    let (mut faults, mut of_client, mut of_server, mut of_jobs) = ([0u64; 5], Vec::new(), Vec::new(), Vec::new());
-    // A run that cannot start says so and ends.
-    let started =
-        |said: &Mutex<Vec<String>>| said.lock().expect("no panic").iter().any(|line| line.contains("saved step"));
-    while !started(&said) && run.try_wait().expect("a child").is_none() {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let status = loop {
-        let until = Instant::now() + Duration::from_millis(pause_ms / 2 + draws.below(pause_ms));
-        let mut ended = run.try_wait().expect("a child");
-        while ended.is_none() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(20));
-            ended = run.try_wait().expect("a child");
+    let mut run = Run::start(client(&server, "relayed", 1_000_000_000));
+    run.wait_for_checkpoint();
+    let (start, mut happened, mut samples) = (Instant::now(), Vec::new(), Samples::default());
+    while start.elapsed() < length {
+        let until = Instant::now() + Duration::from_millis(pause_ms / 2 + faults.draws.below(pause_ms));
+        while Instant::now() < until {
+            run.assert_runs();
+            samples.take(run.child.id(), &mut server);
+            std::thread::sleep(TICK);
         }
-        if let Some(status) = ended {
-            break status;
-        }
-        let process = job(&mut server);
-        // Before the fault: a process that has just been started is smaller.
-        of_client.extend(Usage::of(run.id()));
-        of_server.extend(Usage::of(server.child.id()));
-        of_jobs.push(process.and_then(Usage::of));
-        if faults.iter().sum::<u64>() >= faults_max {
-            continue;
-        }
-        let (which, rest) = (draws.below(10), Duration::from_millis(100 + draws.below(1500)));
+        let (drawn, rest) = (faults.next(), Duration::from_millis(100 + faults.draws.below(1500)));
+        // In the third quarter nobody kills a job, so that one of them is watched for long: its memory must be flat, too.
+        let spared = start.elapsed() > length / 2 && start.elapsed() < length * 3 / 4;
+        let fault = if spared && drawn == KillJob { Cut } else { drawn };
         let pause = |process: u32| {
             signal(process, "-STOP");
             std::thread::sleep(rest);
             signal(process, "-CONT");
         };
-        match (which, process) {
-            (0..=4, _) => (relay.cut(), faults[0] += 1).0,
-            (5, Some(process)) => (pause(process), faults[1] += 1).0,
-            (6, _) => (pause(server.child.id()), faults[2] += 1).0,
-            (7, _) => (pause(run.id()), faults[3] += 1).0,
-            (_, Some(process)) => (signal(process, "-KILL"), faults[4] += 1).0,
-            _ => {}
+        match (fault, job(&mut server)) {
+            (Cut, _) => relay.cut(),
+            (StopServer, _) => pause(server.child.id()),
+            (StopClient, _) => pause(run.child.id()),
+            (StopJob, Some(process)) => pause(process),
+            (KillJob, Some(process)) => signal(process, "-KILL"),
+            // There is no job just now.
+            (StopJob | KillJob, None) => continue,
         }
-        let patience = Duration::from_secs(600 + steps);
-        assert!(start.elapsed() < patience, "after {patience:?}:\n{}", said.lock().expect("no panic").join("\n"));
-    };
-    let said = said.lock().expect("no panic").join("\n");
-    assert!(status.success(), "{said}");
-    assert!(tensors(&server, "relayed") == tensors(&server, "box"), "other weights:\n{said}");
+        happened.push(fault);
+    }
+    // It goes on after the last of them.
+    run.wait_for_checkpoint();
+    let (steps, took) = (run.stop(), start.elapsed());
+    let said = run.said();
+    let undisturbed = client(&server, "box", steps).output().expect("it runs");
+    assert!(undisturbed.status.success(), "{}", String::from_utf8_lossy(&undisturbed.stderr));
+    assert!(tensors(&server, "relayed") == tensors(&server, "box"), "other weights after {steps} steps:\n{said}");
+    let count = |fault| happened.iter().filter(|&&other| other == fault).count();
+    let [cuts, stopped_jobs, stopped_servers, stopped_clients, kills] =
+        [Cut, StopJob, StopServer, StopClient, KillJob].map(count);
     let (restarts, restored) =
         (said.matches("going on after step").count(), said.matches("reconnected to relayed").count());
-    let [cuts, stopped_jobs, stopped_servers, stopped_clients, kills] = faults;
     let report = format!(
         "{steps} steps in {:.0} s, seed {seed}: {cuts} cuts, {kills} kills of the job's process, {stopped_jobs} suspensions of it, \
          {stopped_servers} of the server and {stopped_clients} of the client; {restored} connections restored, {restarts} \
-         restarts; weights equal the undisturbed run's",
-        start.elapsed().as_secs_f64()
+         restarts; weights equal the undisturbed run's\n{}",
+        took.as_secs_f64(),
+        samples.show()
     );
     println!("\n{report}");
-    for (i, sample) in of_client.iter().enumerate().step_by((of_client.len() / 20).max(1)) {
-        let shown = |usage: Option<&Usage>| usage.map_or("none".to_owned(), Usage::to_string);
-        let (server, job) = (shown(of_server.get(i)), shown(of_jobs.get(i).and_then(Option::as_ref)));
-        println!("before fault {i}: client {sample}; server {server}; job {job}");
-    }
-    assert!(cuts > 0 && restored > 0 && kills > 0 && restarts > 0, "{report}");
-    assert_flat("client", &of_client, 64, &report);
-    assert_flat("server", &of_server, 16, &report);
-    // Between two kills, a job's process serves several connections.
-    let most = of_jobs.iter().flatten().map(|usage| usage.descriptors).max().unwrap_or(0);
+    assert!([cuts, stopped_jobs, stopped_servers, stopped_clients, kills].iter().all(|&count| count > 0), "{report}");
+    assert!(restored > 0 && restarts > 0, "{report}");
+    assert_flat("client", &samples.client, 32, &report);
+    assert_flat("server", &samples.server, 16, &report);
+    let watched = samples.longest_job();
+    let least = (length / 6).as_millis() / SAMPLE_EVERY.as_millis();
+    assert!(watched.len() as u128 >= least, "one job is watched for long: {} samples\n{report}", watched.len());
+    assert_flat("job", watched, 16, &report);
+    // A job is a new process, so none has more than another.
+    let most = samples.job.iter().map(|usage| usage.descriptors).max().unwrap_or(0);
     assert!(most <= 40, "the process of a job has {most} descriptors:\n{report}");
-    let _ = std::io::stdout().flush();
 }
 
 /// A seed that is printed repeats the faults.
 #[test]
-fn draws_are_the_same_for_a_seed() {
-    let draw = |seed| (0..8).map(|_| Draws(seed).below(10)).collect::<Vec<_>>();
-    assert_eq!(draw(3), draw(3));
-    let mut from = Draws(1);
-    let drawn: Vec<u64> = (0..200).map(|_| from.below(10)).collect();
-    assert!((0..10).all(|value| drawn.contains(&value)), "{drawn:?}");
+fn faults_are_the_same_for_a_seed_and_each_kind_is_among_ten() {
+    let draw = |seed, count| {
+        let mut faults = Faults { draws: Draws(seed), deck: Vec::new() };
+        (0..count).map(|_| faults.next()).collect::<Vec<_>>()
+    };
+    assert_eq!(draw(3, 30), draw(3, 30));
+    assert_ne!(draw(3, 30), draw(4, 30));
+    for drawn in draw(5, 30).chunks(10) {
+        assert!(DECK.iter().all(|fault| drawn.contains(fault)), "{drawn:?}");
+    }
 }
