@@ -6,7 +6,8 @@
 # the codecs, and of tests/device_graphs.rs, which has layers that cannot be recorded, and our own kernels of layers. UNIT_TESTS is the
 # program of the library's own tests, of which those that use a GPU run: links, and copies beside the computation.
 # `cargo test --release -p distgpipe --lib --test device_codecs --test device_graphs --no-run` makes them and says where they are.
-# Where compute-sanitizer is installed, it looks for faults of memory and races in the kernels of the codecs.
+# Where compute-sanitizer is installed, it looks for faults of memory and races in the kernels of the codecs, for SANITIZER_S seconds each
+# (120 by default).
 # Prints one line per test, and exits with 1 if one fails. The last output is committed in runs/*-gpu-tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -180,18 +181,24 @@ for program in ${DEVICE_TESTS-}; do
     DISTGPIPE_GPU_TESTS=1 "$program" --nocapture --test-threads 1 || failed=1
 done
 if [[ -n ${UNIT_TESTS-} ]]; then
-    DISTGPIPE_GPU_TESTS=1 "$UNIT_TESTS" --nocapture --test-threads 1 links_of_a_gpu tensors_arrive_with the_batches_for_a_pipeline || failed=1
+    filters="links_of_a_gpu tensors_arrive_with the_batches_for_a_pipeline"
+    # shellcheck disable=SC2086  # filters are words
+    DISTGPIPE_GPU_TESTS=1 "$UNIT_TESTS" --nocapture --test-threads 1 $filters >"$work/unit.out" 2>&1 || failed=1
+    cat "$work/unit.out"
+    for filter in $filters; do
+        grep -q "^test .*$filter" "$work/unit.out" || { failed=1; echo "FAILED  no unit test is called $filter"; }
+    done
 else
     echo "NOT RUN the library's own tests that use a GPU: UNIT_TESTS is not set"
 fi
 codecs=$(tr ' ' '\n' <<<"${DEVICE_TESTS-}" | grep device_codecs)
 if [[ -n $codecs ]] && command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
-        if DISTGPIPE_GPU_TESTS=1 timeout 120 compute-sanitizer --tool $tool --error-exitcode 9 "$codecs" --test-threads 1 the_cpu >"$work/$tool.out" 2>&1; then
+        if DISTGPIPE_GPU_TESTS=1 timeout "${SANITIZER_S:-120}" compute-sanitizer --tool $tool --error-exitcode 9 "$codecs" --test-threads 1 the_cpu >"$work/$tool.out" 2>&1; then
             echo "ok      compute-sanitizer $tool: $(grep -E 'SUMMARY' "$work/$tool.out" | tail -n 1)"
         else
+            echo "FAILED  compute-sanitizer $tool, status $? (124: more than SANITIZER_S seconds)"
             failed=1
-            echo "FAILED  compute-sanitizer $tool, status $?"
             tail -n 20 "$work/$tool.out"
         fi
     done

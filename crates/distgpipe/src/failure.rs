@@ -22,8 +22,14 @@ pub enum Fault {
     #[error("libtorch: {}", first_line(.0))]
     Engine(#[source] tch::TchError),
     /// A thread would record a CUDA graph in a stream that others use.
-    #[error("{device} has no stream left for a CUDA graph of this worker: the threads of this process hold all 32")]
-    NoStream { device: String },
+    #[error(
+        "{device} has no stream left for CUDA graphs of this worker: the threads of this process hold libtorch's 32. Put fewer workers on \
+         it, run them in several processes, let each compute fewer micro-batches at a time, or let graphs be optional (`auto`)"
+    )]
+    NoStream {
+        /// The GPU.
+        device: String,
+    },
     /// Kernels of this crate cannot be compiled or launched on a GPU.
     #[error("{0}")]
     Kernels(String),
@@ -223,6 +229,10 @@ impl Fault {
     }
 
     /// An error that the C++ shim returned as text.
+    pub(crate) fn no_stream(device: usize) -> Self {
+        Fault::NoStream { device: format!("cuda:{device}") }
+    }
+
     pub(crate) fn engine(message: String) -> Self {
         Fault::Engine(tch::TchError::Torch(message))
     }

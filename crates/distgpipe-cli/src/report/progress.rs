@@ -186,7 +186,8 @@ impl Drop for Progress {
 fn tell_of_graphs(worker: &WorkerStep) {
     let Some(report) = &worker.report.graphs else { return };
     if report.micro_batches > 0 {
-        note(&format!("{}: {} forward and backward passes run as CUDA graphs", worker.name, report.micro_batches));
+        let (passes, streams) = (report.micro_batches, report.streams);
+        note(&format!("{}: {passes} forward and backward passes run as CUDA graphs, {streams} at a time", worker.name));
     }
     for (partition, why) in &report.refused {
         note(&format!("{}: partition {partition} runs without CUDA graphs: {why}", worker.name));

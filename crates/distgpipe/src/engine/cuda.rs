@@ -1,7 +1,7 @@
 //! CUDA streams, events and graphs: each function here is a safe wrapper of one in `cuda.cpp`.
 //!
-//! A worker on a GPU has a stream of its own, and so has each thread of its links, as long as libtorch has some left. What one thread
-//! hands to another carries an [`Event`]: the receiver's stream waits for it, and the CPU does not.
+//! A worker on a GPU has a stream of its own, and so has each thread of its links; where there are more threads than streams, links
+//! share some. What one thread hands to another carries an [`Event`]: the receiver's stream waits for it, and the CPU does not.
 
 use super::ffi::outcome;
 use crate::failure::Fault;
@@ -104,7 +104,7 @@ impl CudaStream {
 /// Gives the calling thread a stream for as long as it lives, unless it has one: one of its own if there is one left. The stream waits
 /// for what the thread has given the default one.
 pub fn own_stream(device: usize) -> Result<(), Fault> {
-    if CudaStream::current(device)?.id != DEFAULT_STREAM {
+    if HELD.with(|held| held.borrow().iter().any(|held| held.device == device)) {
         return Ok(());
     }
     let before = Event::record(device)?;
@@ -120,10 +120,12 @@ pub fn unshared_stream(device: usize) -> Result<(), Fault> {
     }
 }
 
+thread_local! {
+    /// The stream of this thread on each device that it uses.
+    static HELD: RefCell<Vec<HeldStream>> = const { RefCell::new(Vec::new()) };
+}
+
 fn keep_as_current(stream: HeldStream) -> Result<(), Fault> {
-    thread_local! {
-        static HELD: RefCell<Vec<HeldStream>> = const { RefCell::new(Vec::new()) };
-    }
     stream.enter()?;
     HELD.with(|held| held.borrow_mut().push(stream));
     Ok(())
@@ -131,6 +133,9 @@ fn keep_as_current(stream: HeldStream) -> Result<(), Fault> {
 
 /// libtorch's number of a device's default stream.
 const DEFAULT_STREAM: i64 = 0;
+
+/// How many streams of a device may have one holder only. libtorch has 32; the links of all workers share the others.
+const UNSHARED_MAX: usize = 28;
 
 /// Who holds the streams of all devices. libtorch has 32 for each device and hands them out in turn, whether they are in use or not.
 static STREAMS: Mutex<BTreeMap<usize, Vec<StreamUse>>> = Mutex::new(BTreeMap::new());
@@ -148,29 +153,17 @@ struct StreamUse {
 pub struct HeldStream(CudaStream);
 
 impl HeldStream {
-    /// A stream that nobody else holds or will be given. `None` if all are held.
+    /// A stream that nobody else holds or will be given. `None` if all are held, or [`UNSHARED_MAX`] in this way.
     pub fn unshared(device: usize) -> Result<Option<Self>, Fault> {
         let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = unused(all.entry(device).or_default(), || next_of_libtorch(device))?;
-        Ok(free.map(|held| {
-            (held.holders, held.unshared) = (1, true);
-            HeldStream(CudaStream { device, id: held.id })
-        }))
+        let id = hold_unshared(all.entry(device).or_default(), || next_of_libtorch(device))?;
+        Ok(id.map(|id| HeldStream(CudaStream { device, id })))
     }
 
-    /// A stream that nobody holds, or else the one with the fewest holders among those that may have several. Where there is none of
-    /// these either, the default stream.
+    /// A stream that nobody holds, or else the one with the fewest holders among those that may have several.
     pub fn shared(device: usize) -> Result<Self, Fault> {
         let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
-        let streams = all.entry(device).or_default();
-        let chosen = match unused(streams, || next_of_libtorch(device))?.map(|free| free.id) {
-            Some(id) => streams.iter_mut().find(|held| held.id == id),
-            None => streams.iter_mut().filter(|held| !held.unshared).min_by_key(|held| held.holders),
-        };
-        let id = chosen.map_or(DEFAULT_STREAM, |held| {
-            held.holders += 1;
-            held.id
-        });
+        let id = hold_shared(all.entry(device).or_default(), || next_of_libtorch(device))?;
         Ok(HeldStream(CudaStream { device, id }))
     }
 }
@@ -192,6 +185,41 @@ impl Drop for HeldStream {
             held.unshared &= held.holders > 0;
         }
     }
+}
+
+/// Holds a stream alone: its id, unless there is none left for that.
+fn hold_unshared(
+    streams: &mut Vec<StreamUse>,
+    next: impl FnOnce() -> Result<i64, Fault>,
+) -> Result<Option<i64>, Fault> {
+    if streams.iter().filter(|held| held.unshared).count() >= UNSHARED_MAX {
+        return Ok(None);
+    }
+    Ok(unused(streams, next)?.map(|free| {
+        (free.holders, free.unshared) = (1, true);
+        free.id
+    }))
+}
+
+/// Holds a stream, with others if need be. The default stream, which nobody counts, if libtorch has given all its streams to holders that
+/// do not share.
+fn hold_shared(streams: &mut Vec<StreamUse>, next: impl FnOnce() -> Result<i64, Fault>) -> Result<i64, Fault> {
+    let chosen = match unused(streams, next)?.map(|free| free.id) {
+        Some(id) => streams.iter_mut().find(|held| held.id == id),
+        None => streams.iter_mut().filter(|held| !held.unshared).min_by_key(|held| held.holders),
+    };
+    Ok(chosen.map_or(DEFAULT_STREAM, |held| {
+        held.holders += 1;
+        held.id
+    }))
+}
+
+/// Whether nobody else holds the calling thread's current stream.
+pub fn current_is_unshared(device: usize) -> Result<bool, Fault> {
+    let current = CudaStream::current(device)?;
+    let all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    let held = all.get(&device).and_then(|streams| streams.iter().find(|held| held.id == current.id));
+    Ok(held.is_some_and(|held| held.unshared))
 }
 
 /// A stream without a holder, new if need be. `None` once libtorch has handed out all and each has a holder.
@@ -219,13 +247,10 @@ fn next_of_libtorch(device: usize) -> Result<i64, Fault> {
 
 /// Checks that no other thread gives work to the calling thread's current stream: it would become a part of what this one records.
 fn require_unshared(device: usize) -> Result<(), Fault> {
-    let current = CudaStream::current(device)?;
-    let all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
-    let held = all.get(&device).and_then(|streams| streams.iter().find(|held| held.id == current.id));
-    if held.is_some_and(|held| held.unshared) {
-        return Ok(());
+    match current_is_unshared(device)? {
+        true => Ok(()),
+        false => Err(Fault::no_stream(device)),
     }
-    Err(Fault::NoStream { device: format!("cuda:{device}") })
 }
 
 /// CUDA's own handle of the calling thread's current stream.
@@ -449,6 +474,17 @@ mod tests {
         assert_eq!(taken, [Some(1), Some(2), Some(3), None]);
         streams[1].holders = 0;
         assert_eq!([take(&mut streams), take(&mut streams)], [Some(2), None]);
+    }
+
+    /// Links find a stream that they may share, however many graphs ask for streams of their own first.
+    #[test]
+    fn some_streams_are_left_to_share() {
+        let (mut handed_out, mut streams) = (0..32, Vec::new());
+        let mut next = || Ok(1 + handed_out.next().unwrap_or(0));
+        let alone: Vec<_> = (0..40).map_while(|_| hold_unshared(&mut streams, &mut next).unwrap()).collect();
+        assert_eq!(alone, (1..=UNSHARED_MAX as i64).collect::<Vec<_>>());
+        let shared: Vec<_> = (0..8).map(|_| hold_shared(&mut streams, &mut next).unwrap()).collect();
+        assert_eq!(shared, [29, 30, 31, 32, 29, 30, 31, 32]);
     }
 
     /// Two casts of one leaf are two gradients, which are added in 32 bits; a leaf that is read as it is must stay as it is.

@@ -99,6 +99,8 @@ pub struct GraphOptions {
 pub struct GraphReport {
     /// How many micro-batches of its partitions run as graphs.
     pub micro_batches: usize,
+    /// How many of them the GPU computes at a time.
+    pub streams: usize,
     /// The partitions that run without graphs, and why.
     pub refused: BTreeMap<u32, String>,
 }
@@ -236,8 +238,10 @@ impl WorkerGraphs {
         let streams = options.streams.unwrap_or((on_device / sharing.max(1)).max(1));
         let lane = |stream, held| Lane { stream, pool: GraphPool::new(device), _held: held };
         let mut lanes = vec![lane(CudaStream::current(device)?, None)];
-        while let Some(held) = HeldStream::unshared(device).transpose().filter(|_| lanes.len() < streams) {
-            let held = held?;
+        // Without a stream of its own, the worker reports at its first recording that there is none.
+        let wanted = if cuda::current_is_unshared(device)? { streams } else { 1 };
+        while lanes.len() < wanted {
+            let Some(held) = HeldStream::unshared(device)? else { break };
             lanes.push(lane(*held, Some(held)));
         }
         Ok(Some(WorkerGraphs {
@@ -321,7 +325,8 @@ impl WorkerGraphs {
             self.progress = Progress::Recorded;
             self.sums.values_mut().for_each(GradientSums::keep_used);
             let refused = self.refused.iter().map(|(partition, why)| (partition.0, why.clone())).collect();
-            self.report = Some(GraphReport { micro_batches: self.passes.len(), refused });
+            let streams = if self.refused.is_empty() { self.lanes.len() } else { 1 };
+            self.report = Some(GraphReport { micro_batches: self.passes.len(), streams, refused });
         }
         (self.active, self.abandoned, self.added) = (false, false, None);
         self.lanes_used = 1;

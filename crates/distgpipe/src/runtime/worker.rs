@@ -18,7 +18,7 @@ use crate::engine::{self, Meter, Stream};
 use crate::failure::{Failure, Fault};
 use crate::model::Model;
 use crate::runtime::all_reduce::{RingAllReduce, RingOptions};
-use crate::runtime::graphs::WorkerGraphs;
+use crate::runtime::graphs::{GraphMode, WorkerGraphs};
 use crate::runtime::optimizer::{Optim, Optimizer};
 use crate::runtime::parameter_groups::{ParameterGroups, ParameterSettings};
 use crate::runtime::partition::{Partition, PartitionOptions, WorkerTensors};
@@ -127,17 +127,21 @@ impl BuiltWorker {
             worker;
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
+        // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
+        let records = job.graphs.mode != GraphMode::Off && job.replicas == 1;
         if let Some(index) = cuda::index(device) {
-            cuda::unshared_stream(index)?;
+            match records {
+                true => cuda::unshared_stream(index)?,
+                false => cuda::own_stream(index)?,
+            }
             engine::set_cuda_math(job.tf32, job.cudnn_benchmark, job.cudnn_deterministic)?;
             cuda::backward_on_this_thread();
         }
-        // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
         let members = 0..topology.plan().placement().workers();
         let sharing = members.filter(|&member| job.devices.for_worker(member) == job.device()).count();
-        let graphs = match job.replicas {
-            1 => WorkerGraphs::new(job.graphs, topology.plan(), device, sharing)?,
-            _ => None,
+        let graphs = match records {
+            true => WorkerGraphs::new(job.graphs, topology.plan(), device, sharing)?,
+            false => None,
         };
         let ring = RingAllReduce::new(RingOptions {
             topology: &topology,
