@@ -1,5 +1,7 @@
 """Exports small models of many kinds, and computes with PyTorch what they compute.
 
+usage: golden_pt2.py [NAME...]      with names: only these models, whose figures replace their old ones
+
 Writes crates/distgpipe/tests/golden/pt2/NAME.pt2, plain.pt2 and figures.json, and crates/distgpipe-core/tests/pt2/small.pt2. The figures are
 of a float64 run without dropout: loss, evaluation output, gradients and buffers, each as its norm and its product with a fixed
 vector, and how far PyTorch's own float32 run is from it, relative to its norm. `values` is the same function as in tests/exported.rs.
@@ -68,6 +70,8 @@ def sample(dims, below):
     count = ROWS * torch.Size(dims).numel()
     if below == 0:
         return values(count, 1).float().reshape(ROWS, *dims)
+    if below == 2:  # the mask of sentences with 3, 4, 5, ... tokens
+        return (torch.arange(dims[0]) < torch.arange(3, 3 + ROWS)[:, None]).long()
     return ((values(count, 1) + 1.0) * 1e6).long().remainder(below - 3).add(3).reshape(ROWS, *dims)
 
 
@@ -77,11 +81,11 @@ def loss_of(output):
     return F.mse_loss(output, torch.zeros_like(output))
 
 
-def figures(model, x):
+def figures(model, inputs):
     """What the model computes: by name, the tensors."""
     model = without_dropout(model)
-    found = {"evaluation": copy.deepcopy(model).eval()(x).detach()}
-    loss = loss_of(model.train()(x))
+    found = {"evaluation": copy.deepcopy(model).eval()(*inputs).detach()}
+    loss = loss_of(model.train()(*inputs))
     loss.backward()
     found["loss"] = loss.detach()
     found.update((f"gradient/{name}", p.grad) for name, p in model.named_parameters() if p.grad is not None)
@@ -95,14 +99,14 @@ def summary(tensor):
     return [float(f"{figure:.9g}") for figure in (flat.norm().item(), (flat * values(flat.numel(), 2)).sum().item())]
 
 
-def facts(model, x):
+def facts(model, inputs):
     """Of each tensor: its norm, its product with a fixed vector, and how far float32 is from it, relative to its norm.
 
     `cancelled` has the norms in float32 of those that are zero but for rounding. Fails if another one is zero: it would show
     nothing.
     """
-    exact = figures(model.double(), x.double() if x.is_floating_point() else x)
-    rounded = figures(model.float(), x)
+    exact = figures(model.double(), [x.double() if x.is_floating_point() else x for x in inputs])
+    rounded = figures(model.float(), inputs)
     largest = max(tensor.norm().item() for tensor in exact.values())
     found, cancelled = {}, {}
     for name, tensor in exact.items():
@@ -141,19 +145,23 @@ def main():
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    export(Small(), (torch.randn(2, 1, 2, 2),), str(ROOT / "crates/distgpipe-core/tests/pt2/small.pt2"))
     folder = ROOT / "crates/distgpipe/tests/golden/pt2"
     folder.mkdir(exist_ok=True)
-    unmarked(folder / "plain.pt2")
-    everything = {}
-    for name, (_, dims, below) in MODELS.items():
-        model, x = make(name), sample(dims, below)
-        export(model, (x,), str(folder / f"{name}.pt2"))
-        everything[name] = facts(model, x)
+    names, everything = sys.argv[1:], {}
+    if names:
+        everything = json.loads((folder / "figures.json").read_text())
+    else:
+        export(Small(), (torch.randn(2, 1, 2, 2),), str(ROOT / "crates/distgpipe-core/tests/pt2/small.pt2"))
+        unmarked(folder / "plain.pt2")
+        whole_mobilenet_v2(folder / "mobilenet_v2_whole.json")
+    for name in names or MODELS:
+        _, *inputs = MODELS[name]
+        model, batch = make(name), tuple(sample(dims, below) for dims, below in inputs)
+        export(model, batch, str(folder / f"{name}.pt2"))
+        everything[name] = facts(model, batch)
         size = (folder / f"{name}.pt2").stat().st_size
         furthest = max(gap for _, _, gap in everything[name]["figures"].values())
         print(f"{name}: {size} bytes, float32 is off by at most {furthest:.1e}, zero: {list(everything[name]['cancelled'])}")
-    whole_mobilenet_v2(folder / "mobilenet_v2_whole.json")
     (folder / "figures.json").write_text(json.dumps(everything, separators=(",", ":")) + "\n")
 
 

@@ -41,8 +41,8 @@ def export(model, inputs, path=None, allowed=()):
 
     `inputs` is a tuple of example tensors of at least two rows. `allowed` names operators outside of the list, such as
     "erfinv.default", that distgpipe will be told to allow. Raises ExportError if the module cannot be exported, if distgpipe
-    would refuse the export, or if the export does not compute what the module computes. Warns of parameters whose gradients are zero
-    whatever the weights are. Returns the exported program.
+    would refuse the export, or if the export does not compute what the module computes. Warns of parameters whose gradients show
+    nothing, whatever the weights are. Returns the exported program.
     """
     if not torch.__version__.startswith(VERSION):
         raise ExportError(f"expected PyTorch {VERSION}x, got {torch.__version__}: pip install torch==2.11.0")
@@ -62,9 +62,9 @@ def export(model, inputs, path=None, allowed=()):
         check_operators(program, allowed)
         silent = compare(model, program, inputs)
     if silent:
-        warnings.warn(f"nothing was compared of the gradients of {', '.join(silent)}: they are zero in the module and in the "
-                      "export, also with other numbers in place of the weights that are zero (as for biases before a batch norm or of "
-                      "attention's keys, which change nothing, and for parameters that forward does not use)", Unseen, stacklevel=2)
+        warnings.warn(f"nothing was compared of the gradients of {', '.join(silent)}: they are zero, or not finite, in the module and "
+                      "in the export, also with other numbers in place of the weights that are zero (as for biases before a batch norm or "
+                      "of attention's keys, which change nothing, and for parameters that forward does not use)", Unseen, stacklevel=2)
     for graph_module in graph_modules(program):
         for node in graph_module.graph.nodes:
             node.meta.pop("stack_trace", None)
@@ -169,23 +169,29 @@ def computes(node):
 
 def compare(model, program, inputs):
     """Compares loss, gradients, buffers and evaluation output of the export with those of the module, also with other numbers in
-    place of weights that are zero. Returns the parameters whose gradients are zero even then."""
+    place of weights that are zero. Returns the parameters whose gradients show nothing even then."""
     more = tuple(torch.cat([x, x[:1]]) for x in inputs)  # another number of rows than the export has seen
     evaluated = copy.deepcopy(program)
     for graph_module in graph_modules(evaluated):
         switch_to_evaluation(graph_module)
     # All gradients in front of a zero-initialised head are zero, and any two graphs would agree on them.
     visible = perturbed(model)
-    for module, rows in ((model, inputs), (model, more), (visible, inputs)):
-        own, exported = copy.deepcopy(module), with_weights_of(module, copy.deepcopy(program).module())
+    seen = set()
+    for module, rows in ((model, inputs), (model, more), (visible, inputs), (visible, more)):
+        own, exported = copy.deepcopy(module), copy.deepcopy(program).module()
+        if module is visible:  # otherwise the export's own weights, which are compared, too
+            set_weights(exported, module)
         expected, got = trained(own, rows), trained(exported, rows)
         for name in sorted(expected.keys() | got.keys()):
             same(name, expected.get(name), got.get(name))
+        seen.update(name for name, tensor in expected.items() if shows_something(tensor))
     for module in (model, visible):
+        exported = copy.deepcopy(evaluated).module()
+        if module is visible:
+            set_weights(exported, module)
         with torch.no_grad():
-            got = with_weights_of(module, copy.deepcopy(evaluated).module())(*inputs)
-            same("the output in evaluation", copy.deepcopy(module).eval()(*inputs), got, 1e-5)
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and is_zero(expected.get(gradient_of(name)))]
+            same("the output in evaluation", copy.deepcopy(module).eval()(*inputs), exported(*inputs), 1e-5)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and gradient_of(name) not in seen]
 
 
 def perturbed(model):
@@ -201,18 +207,17 @@ def perturbed(model):
     return model
 
 
-def with_weights_of(model, exported):
-    """The module of an export, with the parameters of `model`."""
-    weights = model.state_dict()
+def set_weights(exported, model):
+    """Gives the module of an export the parameters of `model`."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, parameter in exported.named_parameters():
             parameter.copy_(weights[name])
-    return exported
 
 
-def is_zero(gradient):
-    """Whether nothing but rounding tells a gradient from zero."""
-    return gradient is None or gradient.abs().max().item() <= ROUNDING
+def shows_something(tensor):
+    """Whether a tensor is more than rounding, and finite: two others are equal whatever a graph has lost."""
+    return bool(tensor.numel() and tensor.isfinite().all() and tensor.abs().max() > ROUNDING)
 
 
 def gradient_of(name):

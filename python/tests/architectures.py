@@ -119,12 +119,28 @@ class Logits(nn.Module):
         return self.model(ids, **self.options).logits
 
 
+class MaskedLogits(Logits):
+    """One that is told which tokens are padding, as docs/models.md shows."""
+
+    def forward(self, ids, mask):
+        return self.model(ids, attention_mask=mask, **self.options).logits
+
+
 def roberta():
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     config = RobertaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
                            max_position_embeddings=12, num_labels=3)
     return Logits(RobertaForSequenceClassification(config))
+
+
+def roberta_masked():
+    """One for pairs of sentences, in the tokens of crates/distgpipe/tests/golden/tokenizer."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(vocab_size=400, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                           max_position_embeddings=34, num_labels=2)
+    return MaskedLogits(RobertaForSequenceClassification(config))
 
 
 def gpt2():
@@ -151,23 +167,24 @@ def convnext():
     return vision.ConvNeXt([blocks(8, 16, 2), blocks(16, None, 1)], stochastic_depth_prob=0.1, num_classes=5)
 
 
-# Name: (how to make it, dimensions of a sample, below which number its integers are; 0 for floats)
+# Name: (how to make it, and for each input the dimensions of a sample and the number that its integers are below; 0 for floats)
 MODELS = {
-    "digits": (digits, [1, 8, 8], 0),
-    "mobilenet_v2": (lambda: vision.MobileNetV2(10, 0.25, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2]], 8), [3, 32, 32], 0),
-    "resnet18": (ResNet18, [3, 64, 64], 0),
-    "vit": (lambda: vision.VisionTransformer(16, 4, 2, 2, 16, 32, 0.1, 0.1, 5), [3, 16, 16], 0),
-    "convnext": (convnext, [3, 32, 32], 0),
-    "efficientnet": (efficientnet, [3, 32, 32], 0),
-    "swin": (lambda: vision.SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.1, num_classes=5), [3, 32, 32], 0),
-    "densenet": (lambda: vision.DenseNet(4, (2, 2), 8, num_classes=5), [3, 32, 32], 0),
-    "unet": (UNet, [3, 16, 16], 0),
-    "lstm": (Lstm, [6], 20),
-    "encoder": (Encoder, [6], 30),
-    "gpt": (Gpt, [8], 256),
-    "roberta": (roberta, [8], 40),
-    "gpt2": (gpt2, [8], 40),
-    "llama": (llama, [8], 40),
+    "digits": (digits, ([1, 8, 8], 0)),
+    "mobilenet_v2": (lambda: vision.MobileNetV2(10, 0.25, [[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 2, 2]], 8), ([3, 32, 32], 0)),
+    "resnet18": (ResNet18, ([3, 64, 64], 0)),
+    "vit": (lambda: vision.VisionTransformer(16, 4, 2, 2, 16, 32, 0.1, 0.1, 5), ([3, 16, 16], 0)),
+    "convnext": (convnext, ([3, 32, 32], 0)),
+    "efficientnet": (efficientnet, ([3, 32, 32], 0)),
+    "swin": (lambda: vision.SwinTransformer([4, 4], 8, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.1, num_classes=5), ([3, 32, 32], 0)),
+    "densenet": (lambda: vision.DenseNet(4, (2, 2), 8, num_classes=5), ([3, 32, 32], 0)),
+    "unet": (UNet, ([3, 16, 16], 0)),
+    "lstm": (Lstm, ([6], 20)),
+    "encoder": (Encoder, ([6], 30)),
+    "gpt": (Gpt, ([8], 256)),
+    "roberta": (roberta, ([8], 40)),
+    "roberta_masked": (roberta_masked, ([32], 400), ([32], 2)),
+    "gpt2": (gpt2, ([8], 40)),
+    "llama": (llama, ([8], 40)),
 }
 
 

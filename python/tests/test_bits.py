@@ -67,15 +67,19 @@ def as_distgpipe(model):
 
 
 def sample(name):
-    _, dims, below = MODELS[name]
+    """A batch for each input of the model."""
+    _, *inputs = MODELS[name]
     torch.manual_seed(1)
-    return torch.randint(0, below, [ROWS, *dims]) if below else torch.randn([ROWS, *dims])
+    batch = [torch.randint(0, below, [ROWS, *dims]) if below else torch.randn([ROWS, *dims]) for dims, below in inputs]
+    for mask in batch[1:]:
+        mask[:, 0] = 1  # a sentence has a token
+    return tuple(batch)
 
 
-def target_for(model, x):
+def target_for(model, inputs):
     """Classes of samples or of tokens; a picture otherwise."""
     with torch.no_grad():
-        output = copy.deepcopy(model)(x)
+        output = copy.deepcopy(model)(*inputs)
     torch.manual_seed(2)
     if output.dim() == 4:
         return torch.randn_like(output)
@@ -95,13 +99,13 @@ def summed_loss(output, target):
     return F.cross_entropy(output.transpose(1, -1), target, reduction="sum") / target.numel()
 
 
-def eager(model, x, target, loss_of, program=None):
+def eager(model, inputs, target, loss_of, program=None):
     """What PyTorch computes, under the names of examples/exported_model.rs: by the module, or by its export where that differs."""
     model = copy.deepcopy(model)
     with torch.no_grad():
-        found = {"evaluation": copy.deepcopy(model).eval()(x)}
+        found = {"evaluation": copy.deepcopy(model).eval()(*inputs)}
     model = model.train() if program is None else program.module()
-    loss = loss_of(model(x), target)
+    loss = loss_of(model(*inputs), target)
     loss.backward()
     found["loss"] = loss.detach()
     found.update((f"gradient/{name}", p.grad) for name, p in model.named_parameters() if p.grad is not None)
@@ -111,12 +115,18 @@ def eager(model, x, target, loss_of, program=None):
     return found
 
 
-def computed(model, x, target):
+def save_batch(inputs, target, path):
+    """Writes the tensors as `--data tensors` reads them."""
+    names = ["input"] if len(inputs) == 1 else [f"input.{i}" for i in range(len(inputs))]
+    save_file({**dict(zip(names, inputs)), "target": target}, path)
+
+
+def computed(model, inputs, target):
     """What distgpipe computes for the export of a model."""
     with tempfile.TemporaryDirectory() as folder:
         archive, batch, out = (os.path.join(folder, name) for name in ("model.pt2", "batch.safetensors", "out.safetensors"))
-        export(model, (x,), archive)
-        save_file({"input": x, "target": target}, batch)
+        export(model, inputs, archive)
+        save_batch(inputs, target, batch)
         run("examples/exported_model", archive, batch, out)
         return load_file(out)
 
@@ -206,18 +216,18 @@ class Bits(unittest.TestCase):
     def test_every_architecture_has_the_bits_of_pytorch(self):
         for name in MODELS:
             with self.subTest(model=name):
-                model, x = without_dropout(make(name)), sample(name)
-                target = target_for(model, x)
-                got = computed(model, x, target)
-                program = export(model, (x,)) if name in OTHER_PATH else None
-                expected = eager(as_distgpipe(model), x, target, summed_loss, program)
+                model, inputs = without_dropout(make(name)), sample(name)
+                target = target_for(model, inputs)
+                got = computed(model, inputs, target)
+                program = export(model, inputs) if name in OTHER_PATH else None
+                expected = eager(as_distgpipe(model), inputs, target, summed_loss, program)
                 for tensor in expected:
                     if tensor.startswith("gradient/"):
                         self.assertGreater(expected[tensor].abs().max().item(), 0.0, f"{tensor} shows nothing")
                 self.assert_bits(expected, got)
                 # PyTorch with its own choice of kernels, and the mean of losses.
                 torch.backends.mha.set_fastpath_enabled(True)
-                gaps = differences(eager(model, x, target, mean_loss), got)
+                gaps = differences(eager(model, inputs, target, mean_loss), got)
                 torch.backends.mha.set_fastpath_enabled(False)
                 furthest = max(gaps, key=gaps.get, default="none")
                 print(f"{name}: {len(expected)} tensors, {len(gaps)} with other bits; largest difference {gaps.get(furthest, 0):.1e}, {furthest}")
@@ -226,10 +236,10 @@ class Bits(unittest.TestCase):
     def test_evaluation_of_the_training_graph_has_the_bits_of_pytorchs_evaluation(self):
         for name in MODELS:
             with self.subTest(model=name):
-                model, x = make(name), sample(name)
-                got = computed(model, x, target_for(model, x))["evaluation"]
+                model, inputs = make(name), sample(name)
+                got = computed(model, inputs, target_for(model, inputs))["evaluation"]
                 with torch.no_grad():
-                    expected = as_distgpipe(model).eval()(x)
+                    expected = as_distgpipe(model).eval()(*inputs)
                 self.assertEqual(differences({"evaluation": expected}, {"evaluation": got}), {})
 
     def test_modules_that_draw_random_numbers_draw_none_in_evaluation(self):
@@ -240,7 +250,7 @@ class Bits(unittest.TestCase):
                 width = 16 if name == "attention" else 4 if isinstance(module, Recurrent) else 48
                 model = nn.Sequential(nn.Linear(48, 48), module, nn.Linear(width, 3))
                 x = torch.randn(ROWS, 48)
-                got = computed(model, x, torch.arange(ROWS) % 3)
+                got = computed(model, (x,), torch.arange(ROWS) % 3)
                 with torch.no_grad():
                     expected = copy.deepcopy(model).eval()(x)
                     # What would be computed with random numbers is something else.
@@ -249,21 +259,22 @@ class Bits(unittest.TestCase):
 
     def test_a_frozen_backbone_has_the_bits_of_pytorch(self):
         torch.manual_seed(0)
-        model, x = Frozen(0.0), torch.randn(ROWS, 3)
+        model, inputs = Frozen(0.0), (torch.randn(ROWS, 3),)
         target = torch.arange(ROWS) % 2
-        got = computed(model, x, target)
-        self.assert_bits(eager(model, x, target, summed_loss), got)
+        got = computed(model, inputs, target)
+        self.assert_bits(eager(model, inputs, target, summed_loss), got)
         self.assertEqual([name for name in got if name.startswith("gradient/backbone") and got[name].abs().max() > 0], [])
         self.assertEqual(got["state/backbone.1.num_batches_tracked"].item(), 1)
 
     def test_saved_weights_load_into_the_module(self):
-        for name, flags in [("mobilenet_v2", []), ("gpt2", []), ("gpt2", ["--cut", "first=1,last=1"])]:
+        masked = ["--cut", "after=model.roberta.embeddings,model.roberta.encoder.layer.0"]
+        for name, flags in [("mobilenet_v2", []), ("gpt2", []), ("gpt2", ["--cut", "first=1,last=1"]), ("roberta_masked", masked)]:
             with self.subTest(model=name, flags=flags), tempfile.TemporaryDirectory() as folder:
-                model, x = without_dropout(make(name)), sample(name)
+                model, inputs = without_dropout(make(name)), sample(name)
                 archive, batch, saved = (os.path.join(folder, file) for file in ("model.pt2", "batch.safetensors", "mine.safetensors"))
-                export(model, (x,), archive)
-                target = target_for(model, x)
-                save_file({"input": x, "target": target}, batch)
+                export(model, inputs, archive)
+                target = target_for(model, inputs)
+                save_batch(inputs, target, batch)
                 data = ["--data", "tensors", "--data-dir", batch, "--batch", "4", "--device", "cpu"]
                 run("distgpipe", "train", "--model", archive, *data, "--steps", "2", "--chunks", "1", "--no-evaluate", "--save", saved, *flags)
                 before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -278,10 +289,10 @@ class Bits(unittest.TestCase):
                     self.assertIs(model.model.lm_head.weight, model.model.transformer.wte.weight)
                 # The module computes with them what distgpipe does.
                 again, out = os.path.join(folder, "again.pt2"), os.path.join(folder, "out.safetensors")
-                export(model, (x,), again)
+                export(model, inputs, again)
                 run("examples/exported_model", again, batch, out)
                 with torch.no_grad():
-                    expected = as_distgpipe(model).eval()(x)
+                    expected = as_distgpipe(model).eval()(*inputs)
                 self.assertEqual(differences({"evaluation": expected}, {"evaluation": load_file(out)["evaluation"]}), {})
 
 

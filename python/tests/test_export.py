@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from distgpipe_export import OPERATORS, ExportError, Unseen, export  # noqa: E402
+from distgpipe_export import OPERATORS, ExportError, Unseen, compare, export  # noqa: E402
 
 
 class Halved(torch.autograd.Function):
@@ -111,6 +111,28 @@ class Export(unittest.TestCase):
         for zeros in ([head], [Scaled(0.0)], [Scaled(1e-9)], [norm], [nn.LayerNorm(3), Scaled(0.0), head]):
             with self.subTest(zeros=zeros):
                 self.refused(hidden(*zeros), "the gradient of 0.linear.")
+
+    def test_weights_that_the_export_has_changed_are_noticed(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        inputs = (torch.randn(4, 3),)
+        program = export(model, inputs)
+        self.assertEqual(compare(model, program, inputs), [])
+        with torch.no_grad():
+            program.state_dict["2.weight"].add_(0.01)
+        with self.assertRaisesRegex(ExportError, "differs from the module's"):
+            compare(model, program, inputs)
+
+    def test_gradients_that_are_not_numbers_show_nothing(self):
+        class Root(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale, self.empty = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(0))
+
+            def forward(self, x):
+                return x * self.scale.sqrt() + self.empty.sum()
+
+        with self.assertWarnsRegex(Unseen, "nothing was compared of the gradients of scale, empty: they are zero, or not finite,"):
+            export(Root(), (torch.rand(4, 3),))
 
     def test_parameters_without_gradient_are_named(self):
         class Unused(nn.Module):

@@ -283,3 +283,39 @@ fn what_cannot_be_used_is_refused_with_its_flag() {
         assert!(got.contains(said), "{arguments:?}: {got}");
     }
 }
+
+/// The recipe of docs/models.md for a Hugging Face model: its inputs are token ids and a mask, and both cross the cuts that need them.
+#[test]
+fn a_model_with_two_inputs_trains_on_sentences_and_classifies_them() {
+    let folder = directory("exported-sentences");
+    let golden = exported().replace("pt2/digits.pt2", "");
+    let (model, tokenizer) = (format!("{golden}pt2/roberta_masked.pt2"), format!("{golden}tokenizer"));
+    std::fs::create_dir_all(folder.join("RTE")).unwrap();
+    for (file, rows) in [("train.tsv", 2490), ("dev.tsv", 277)] {
+        // The second sentence gives the answer.
+        let rest = |i: usize| ["Day by day.\tentailment", "The facts.\tnot_entailment"][i % 2];
+        let rows: String = (0..rows).map(|i| format!("{i}\tThe facts are {i}.\t{}\n", rest(i))).collect();
+        std::fs::write(folder.join("RTE").join(file), format!("index\tsentence1\tsentence2\tlabel\n{rows}")).unwrap();
+    }
+    let data =
+        ["--data", "rte", "--data-dir", text(&folder), "--tokenizer", &tokenizer, "--limit", "64", "--device", "cpu"];
+    let run =
+        ["--batch", "32", "--chunks", "3", "--epochs", "20", "--optimizer", "adam", "--lr", "0.01", "--seed", "1"];
+    let saved = |name: &str| folder.join(format!("{name}.safetensors"));
+    let train = |name: &str, more: &[&str]| {
+        let path = saved(name);
+        ended(0, &[&["train", "--model", &model], &data[..], &run, more, &["--save", text(&path)]].concat());
+        state(&path)
+    };
+    let whole = train("whole", &["--no-evaluate"]);
+    let names = "after=model.roberta.embeddings,model.roberta.encoder.layer.0";
+    let cut = train("cut", &["--no-evaluate", "--cut", names, "--workers", "processes", "--recompute", "always"]);
+    assert!(cut == whole, "other bits than without a cut");
+    let weights = saved("cut");
+    let predict = ["predict", "--weights", text(&weights), "--device", "cpu", "--json", "--tokenizer", &tokenizer];
+    let pairs = ["The facts are 0. ||| Day by day.", "The facts are 17.|||The facts."];
+    let (out, _) = ended(0, &[&predict[..], &pairs].concat());
+    let outcomes: Vec<serde_json::Value> = serde_json::from_str(&out).expect("JSON");
+    let classes: Vec<String> = outcomes.iter().map(|outcome| outcome["classes"][0]["class"].to_string()).collect();
+    assert_eq!(classes, ["\"entailment\"", "\"not_entailment\""], "{out}");
+}

@@ -2,7 +2,7 @@
 //! with a learning rate of zero. `python/tests/test_bits.py` compares them with PyTorch's, computed on the same machine.
 //!
 //! `cargo run --example exported_model -- my.pt2 batch.safetensors computed.safetensors`, where the batch has the tensors
-//! `input` and `target`. Without arguments, it takes a small network of the tests and random images.
+//! `input`, or `input.0`, `input.1`, …, and `target`. Without arguments, it takes a small network of the tests and random images.
 
 use distgpipe::prelude::*;
 use distgpipe::tch::{Device, Kind, Tensor};
@@ -16,10 +16,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         [model, batch, computed] => {
             let tensors = Tensor::read_safetensors(batch)?;
             let find = |name: &str| tensors.iter().find(|(known, _)| known == name).map(|(_, tensor)| tensor.copy());
-            let (Some(input), Some(target)) = (find("input"), find("target")) else {
-                return Err(format!("{batch}: expected the tensors `input` and `target`").into());
+            let numbered = (0..).map_while(|i| find(&format!("input.{i}")));
+            let inputs: Vec<Tensor> = find("input").into_iter().chain(numbered).collect();
+            let Some(target) = find("target").filter(|_| !inputs.is_empty()) else {
+                return Err(
+                    format!("{batch}: expected the tensors `input`, or `input.0` and more, and `target`").into()
+                );
             };
-            Tensor::write_safetensors(&compute(Path::new(model), &Batch::new(input, target))?, computed)?;
+            Tensor::write_safetensors(
+                &compute(Path::new(model), &Batch { inputs, target, samples: Vec::new() })?,
+                computed,
+            )?;
         }
         [] => {
             let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/pt2/digits.pt2");

@@ -29,7 +29,7 @@ const ROWS: i64 = 5;
 const TIMES: f64 = 8.0;
 const DEVIATION_MIN: f64 = 2e-6;
 
-const MODELS: [&str; 15] = [
+const MODELS: [&str; 16] = [
     "digits",
     "mobilenet_v2",
     "resnet18",
@@ -43,6 +43,7 @@ const MODELS: [&str; 15] = [
     "encoder",
     "gpt",
     "roberta",
+    "roberta_masked",
     "gpt2",
     "llama",
 ];
@@ -59,10 +60,10 @@ fn values(count: i64, seed: i64) -> Vec<f64> {
 
 /// The batch of the figures, with a target for the loss of [`loss`].
 fn batch(model: &Model) -> Batch {
-    let shape = &model.input[0];
-    let dims: Vec<i64> = std::iter::once(ROWS).chain(shape.dims.iter().copied()).collect();
+    let rows_of = |dims: &[i64]| std::iter::once(ROWS).chain(dims.iter().copied()).collect::<Vec<i64>>();
+    let dims = rows_of(&model.input[0].dims);
     let numbers = values(dims.iter().product(), 1);
-    let input = match shape.kind {
+    let input = match model.input[0].kind {
         Kind::Float => Tensor::from_slice(&numbers).to_kind(Kind::Float),
         _ => {
             // Every model of the list has at least 20 tokens, and the figures say how many.
@@ -71,15 +72,20 @@ fn batch(model: &Model) -> Batch {
             Tensor::from_slice(&ids)
         }
     };
+    // A second input is the mask of sentences with 3, 4, 5, … tokens.
+    let mask = |dims: &[i64]| {
+        let tokens = Tensor::arange(dims[0], (Kind::Int64, Device::Cpu));
+        let lengths = Tensor::arange_start(3, 3 + ROWS, (Kind::Int64, Device::Cpu)).unsqueeze(1);
+        tokens.lt_tensor(&lengths).to_kind(Kind::Int64)
+    };
+    let masks = model.input[1..].iter().map(|shape| mask(&shape.dims));
+    let inputs = std::iter::once(input.view(&dims[..])).chain(masks).collect();
     let output = output_dims(model);
     let target = match output[..] {
         [classes] => Tensor::arange(ROWS, (Kind::Int64, Device::Cpu)).remainder(classes),
-        _ => {
-            let dims: Vec<i64> = std::iter::once(ROWS).chain(output).collect();
-            Tensor::zeros(&dims[..], (Kind::Float, Device::Cpu))
-        }
+        _ => Tensor::zeros(&rows_of(&output)[..], (Kind::Float, Device::Cpu)),
     };
-    Batch::new(input.view(&dims[..]), target)
+    Batch { inputs, target, samples: Vec::new() }
 }
 
 fn output_dims(model: &Model) -> Vec<i64> {
@@ -175,7 +181,10 @@ fn exported_models_compute_what_pytorch_computes() {
             .build()
             .unwrap();
         let mut got = Tensors::new();
-        got.insert("evaluation".to_owned(), pipeline.predict(vec![batch.inputs[0].shallow_clone()]).unwrap());
+        got.insert(
+            "evaluation".to_owned(),
+            pipeline.predict(batch.inputs.iter().map(Tensor::shallow_clone).collect()).unwrap(),
+        );
         let (outcome, gradients) = pipeline.gradients(&batch).unwrap();
         got.insert("loss".to_owned(), Tensor::from(outcome.loss));
         got.extend(gradients.into_iter().map(|(name, tensor)| (format!("gradient/{name}"), tensor)));
