@@ -20,6 +20,8 @@ pub use decoder::{Decoder, FrameBody};
 pub(crate) use dtype::dtype_of;
 pub(crate) use encoder::EncodedBytes;
 pub use encoder::Encoder;
+#[cfg(feature = "mpi")]
+pub(crate) use encoder::{EncodedBody, MemoryReach};
 pub use shares::{Hop, ShareCodecs};
 
 use crate::comm::codec_policy::CodecPolicy;

@@ -1,8 +1,9 @@
 //! MPI as the transport uses it. No call blocks but those that start and end MPI, which every rank makes.
 //!
 //! What MPI reads from or writes to stays borrowed until MPI is done with it: a rank that has stopped in the middle of a
-//! transfer keeps the thread that takes part in it, and nothing else.
+//! transfer keeps the thread that takes part in it, and nothing else. It may be the memory of a GPU if the library is CUDA-aware.
 
+use super::cuda::{self, CudaStream};
 use super::{exit_at_once, Layout};
 use crate::failure::Fault;
 use mpi::collective::SystemOperation;
@@ -14,6 +15,7 @@ use mpi::Threading;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void, CStr};
 use std::fmt;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +35,10 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(
 /// If it is 1, threads call MPI one at a time, also where the library would let them do so at once.
 const SERIALIZED: &str = "DISTGPIPE_MPI_SERIALIZED";
 
+/// If it is 0, tensors of GPUs go through host memory, also where the library says that it is CUDA-aware; 1 has the same effect as the
+/// library's word.
+const CUDA_AWARE: &str = "DISTGPIPE_MPI_CUDA";
+
 /// Before this, a wait only yields the processor.
 const YIELD: Duration = Duration::from_micros(50);
 
@@ -43,6 +49,7 @@ pub struct Mpi {
     size: usize,
     ranks_here: usize,
     most_on_one_host: usize,
+    reaches_gpus: bool,
     /// Held during each call, if the library allows one at a time.
     one_at_a_time: Option<Mutex<()>>,
     posted: Mutex<Vec<Posted>>,
@@ -127,6 +134,7 @@ pub fn start_mpi() -> Result<&'static Mpi, Fault> {
         size,
         ranks_here: count(ranks_here),
         most_on_one_host: count(most_on_one_host),
+        reaches_gpus: is_cuda_aware(),
         one_at_a_time,
         posted: Mutex::default(),
         roles,
@@ -139,6 +147,20 @@ pub fn start_mpi() -> Result<&'static Mpi, Fault> {
     // Both would call MPI when they are dropped; `end_mpi` ends it.
     std::mem::forget((own, universe));
     Ok(STARTED.get_or_init(|| started))
+}
+
+/// Whether the library says that it sends from and receives into the memory of GPUs. Open MPI and MPICH have a function for that.
+fn is_cuda_aware() -> bool {
+    match std::env::var(CUDA_AWARE).as_deref() {
+        Ok("0") => return false,
+        Ok("1") => return true,
+        _ => {}
+    }
+    // SAFETY: looks a name up in the libraries that this process has loaded.
+    let query = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"MPIX_Query_cuda_support".as_ptr()) };
+    // SAFETY: by this name, both libraries have a function that takes nothing and returns an int.
+    let query = (!query.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(query) });
+    query.is_some_and(|query| query() == 1)
 }
 
 /// The library, if this process has [started](start_mpi) it.
@@ -178,6 +200,11 @@ impl Mpi {
         self.most_on_one_host
     }
 
+    /// Whether the library is CUDA-aware: it sends from and receives into the memory of GPUs.
+    pub fn reaches_gpus(&self) -> bool {
+        self.reaches_gpus
+    }
+
     /// The next message with this tag, from one rank or from any, if one has arrived.
     pub fn next(&self, from: Option<usize>, tag: i32) -> Result<Option<MpiMessage<'_>>, Fault> {
         let source = from.map_or(
@@ -209,7 +236,8 @@ impl Mpi {
 
     /// Sends bytes as one message that nobody waits for.
     pub fn post(&self, to: usize, tag: i32, bytes: Vec<u8>) -> Result<(), Fault> {
-        let request = self.isend(to, tag, &bytes)?;
+        // SAFETY: the bytes are kept with the request until it is complete.
+        let request = unsafe { self.isend(to, tag, bytes.as_ptr(), bytes.len())? };
         let mut posted = lock(&self.posted);
         posted.push(Posted { request, _bytes: bytes });
         posted.retain_mut(|posted| !matches!(self.test(&mut posted.request), Ok(true) | Err(_)));
@@ -297,16 +325,22 @@ impl Mpi {
     }
 
     fn start_send<'a>(&'a self, to: usize, tag: i32, bytes: &'a [u8]) -> Result<InFlight<'a>, Fault> {
-        Ok(InFlight { mpi: self, request: Some(self.isend(to, tag, bytes)?), _bytes: bytes })
+        // SAFETY: the bytes are borrowed until the request is complete, which `InFlight` sees to.
+        let request = unsafe { self.isend(to, tag, bytes.as_ptr(), bytes.len())? };
+        Ok(InFlight { mpi: self, request: Some(request), memory: PhantomData })
     }
 
-    fn isend(&self, to: usize, tag: i32, bytes: &[u8]) -> Result<ffi::MPI_Request, Fault> {
-        let length = message_length(bytes.len())?;
+    /// Starts to send bytes, of a GPU only if the library [reaches](Self::reaches_gpus) it.
+    ///
+    /// # Safety
+    /// The bytes must be readable, and stay so until the request is complete.
+    unsafe fn isend(&self, to: usize, tag: i32, from: *const u8, bytes: usize) -> Result<ffi::MPI_Request, Fault> {
+        let length = message_length(bytes)?;
         let mut request = MaybeUninit::uninit();
-        // SAFETY: the callers keep the bytes until the request is complete.
+        // SAFETY: the caller keeps the bytes until the request is complete.
         self.call("sending", || unsafe {
-            let from = bytes.as_ptr().cast::<c_void>();
-            ffi::MPI_Isend(from, length, ffi::RSMPI_UINT8_T, rank_number(to), tag, self.comm, request.as_mut_ptr())
+            let (from, to) = (from.cast::<c_void>(), rank_number(to));
+            ffi::MPI_Isend(from, length, ffi::RSMPI_UINT8_T, to, tag, self.comm, request.as_mut_ptr())
         })?;
         // SAFETY: the call has succeeded, so it has set the request.
         Ok(unsafe { request.assume_init() })
@@ -347,20 +381,38 @@ impl Mpi {
 
 impl MpiMessage<'_> {
     /// Receives the message into a buffer of its length.
-    pub fn receive(mut self, into: &mut [u8]) -> Result<(), Fault> {
+    pub fn receive(self, into: &mut [u8]) -> Result<(), Fault> {
         if into.len() != self.bytes {
             return Err(Fault::internal(format!("a buffer of {} bytes", self.bytes), into.len().to_string()));
         }
-        let length = message_length(into.len())?;
+        // SAFETY: the buffer has the length of the message, and is borrowed during the call.
+        unsafe { self.receive_at(into.as_mut_ptr()) }
+    }
+
+    /// Receives the message into a part of a tensor on a GPU, which a library that [reaches](Mpi::reaches_gpus) it does. The caller has
+    /// seen to it that the GPU does not use the memory.
+    pub fn receive_on_gpu(self, into: &mut GpuMemory, at: usize) -> Result<(), Fault> {
+        let (start, bytes) = into.memory();
+        if !self.mpi.reaches_gpus || bytes.checked_sub(at).is_none_or(|left| left < self.bytes) {
+            return Err(Fault::internal(format!("{} bytes on a GPU", self.bytes), format!("{bytes} from {at} on")));
+        }
+        // SAFETY: the part is within the tensor's memory, which is borrowed during the call.
+        unsafe { self.receive_at(start.cast_mut().wrapping_add(at)) }
+    }
+
+    /// # Safety
+    /// As many bytes as the message has must be writable there during the call.
+    unsafe fn receive_at(mut self, to: *mut u8) -> Result<(), Fault> {
+        let length = message_length(self.bytes)?;
         let mut request = MaybeUninit::uninit();
-        // SAFETY: the buffer is borrowed until the request is complete, which `InFlight` sees to.
+        // SAFETY: the memory is the caller's until the request is complete, for which `InFlight` waits.
         self.mpi.call("receiving", || unsafe {
-            let to = into.as_mut_ptr().cast::<c_void>();
+            let to = to.cast::<c_void>();
             ffi::MPI_Imrecv(to, length, ffi::RSMPI_UINT8_T, &mut self.message, request.as_mut_ptr())
         })?;
         // SAFETY: the call has succeeded, so it has set the request.
         let request = Some(unsafe { request.assume_init() });
-        InFlight { mpi: self.mpi, request, _bytes: into }.wait()
+        InFlight { mpi: self.mpi, request, memory: PhantomData }.wait()
     }
 
     /// Receives the message into memory of its own. Its sender has been trusted so far.
@@ -376,7 +428,7 @@ struct InFlight<'a> {
     mpi: &'a Mpi,
     /// `None` once it is complete.
     request: Option<ffi::MPI_Request>,
-    _bytes: &'a [u8],
+    memory: PhantomData<&'a [u8]>,
 }
 
 impl InFlight<'_> {
@@ -402,27 +454,72 @@ impl Drop for InFlight<'_> {
     }
 }
 
+/// What MPI sends. It keeps its memory, and nothing changes that.
+pub trait Sendable: Send + Sync {
+    /// Where the memory starts, and its length in bytes.
+    fn memory(&self) -> (*const u8, usize);
+}
+
+impl Sendable for Vec<u8> {
+    fn memory(&self) -> (*const u8, usize) {
+        (self.as_ptr(), self.len())
+    }
+}
+
+/// The memory of a dense tensor on a GPU.
+pub struct GpuMemory(Tensor);
+
+impl GpuMemory {
+    /// That of a tensor, once its GPU has computed it and does not use its memory for anything else any more. `None` for a tensor that is
+    /// not dense, or not on a GPU.
+    pub fn of(tensor: &Tensor) -> Result<Option<Self>, Fault> {
+        let Some(index) = cuda::index(tensor.device()).filter(|_| super::layout(tensor).is_some()) else { return Ok(None) };
+        // MPI knows nothing of streams. The calling thread's has waited for all others that use the memory.
+        CudaStream::current(index)?.synchronize()?;
+        Ok(Some(GpuMemory(tensor.shallow_clone())))
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> usize {
+        self.0.numel() * self.0.kind().elt_size_in_bytes()
+    }
+}
+
+// SAFETY: through a shared reference, threads only read the tensor's description. libtorch counts its handles atomically.
+unsafe impl Sync for GpuMemory {}
+
+impl Sendable for GpuMemory {
+    fn memory(&self) -> (*const u8, usize) {
+        (self.0.data_ptr().cast_const().cast::<u8>(), self.bytes())
+    }
+}
+
 /// Messages to one rank that are on their way, each with the memory that MPI reads it from. They stay in order.
-pub struct Outbound<B: AsRef<[u8]>> {
+pub struct Outbound {
     mpi: &'static Mpi,
     to: usize,
-    on_their_way: VecDeque<(ffi::MPI_Request, usize, Arc<B>)>,
+    on_their_way: VecDeque<(ffi::MPI_Request, usize, Arc<dyn Sendable>)>,
     bytes: usize,
 }
 
 // SAFETY: a request may be tested by any thread, one at a time, and the memory may be read by any.
-unsafe impl<B: AsRef<[u8]> + Send + Sync> Send for Outbound<B> {}
+unsafe impl Send for Outbound {}
 
-impl<B: AsRef<[u8]>> Outbound<B> {
+impl Outbound {
     /// Nothing to this rank yet.
     pub fn new(mpi: &'static Mpi, to: usize) -> Self {
         Outbound { mpi, to, on_their_way: VecDeque::new(), bytes: 0 }
     }
 
     /// Starts to send a part of some bytes as one message. Nothing may change the bytes until the message has arrived.
-    pub fn start(&mut self, tag: i32, bytes: &Arc<B>, part: Range<usize>) -> Result<(), Fault> {
+    pub fn start(&mut self, tag: i32, bytes: &Arc<dyn Sendable>, part: Range<usize>) -> Result<(), Fault> {
+        let (start, all) = bytes.memory();
+        if part.end > all {
+            return Err(Fault::internal(format!("a part of {all} bytes"), format!("{part:?}")));
+        }
         let length = part.len();
-        let request = self.mpi.isend(self.to, tag, &(**bytes).as_ref()[part])?;
+        // SAFETY: the part is within the memory, which is kept with the request until it is complete.
+        let request = unsafe { self.mpi.isend(self.to, tag, start.wrapping_add(part.start), length)? };
         self.on_their_way.push_back((request, length, bytes.clone()));
         self.bytes += length;
         Ok(())
@@ -448,7 +545,7 @@ impl<B: AsRef<[u8]>> Outbound<B> {
 }
 
 /// MPI reads from the memory until then.
-impl<B: AsRef<[u8]>> Drop for Outbound<B> {
+impl Drop for Outbound {
     fn drop(&mut self) {
         let pause = Backoff::new();
         // A message that fails is the library's no more; those behind it may still be.

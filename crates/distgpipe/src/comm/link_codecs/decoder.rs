@@ -21,7 +21,10 @@ const LARGE_BYTES: u64 = 16 << 20;
 const PIECE_BYTES: usize = 4 << 20;
 // MPI receives messages of the sizes that were sent, which are cut from the whole body.
 #[cfg(feature = "mpi")]
-const _: () = assert!(PIECE_BYTES.is_multiple_of(crate::comm::transport::mpi::PIECE_BYTES));
+const _: () = {
+    use crate::comm::transport::mpi;
+    assert!(PIECE_BYTES.is_multiple_of(mpi::PIECE_BYTES) && PIECE_BYTES.is_multiple_of(mpi::GPU_PIECE_BYTES));
+};
 
 /// A buffer beyond this size is freed as soon as a body needs much less.
 const KEPT_BYTES_MAX: usize = 64 << 20;
@@ -31,7 +34,17 @@ pub trait FrameBody {
     /// Fills `piece` with the next bytes of the body. Every piece but the last is 4 MiB long, or the piece is all of it.
     fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault>;
 
-    /// Compares the body, all of which has been read, with its checksum.
+    /// Whether the body comes from the memory of a GPU, and can be received into that of another.
+    fn comes_from_a_gpu(&self) -> bool {
+        false
+    }
+
+    /// Fills a tensor on a GPU, which has the size of the body, with [such](Self::comes_from_a_gpu) a body.
+    fn read_on_gpu(&mut self, into: &Tensor) -> Result<(), Fault> {
+        Err(Fault::internal("a tensor in host memory", format!("{into:?}")))
+    }
+
+    /// Compares the body, all of which has been read, with its checksum, if it has one.
     fn verify(self) -> Result<(), Fault>;
 }
 
@@ -90,14 +103,20 @@ impl Decoder {
 
     /// Reads and decodes the tensor of a frame whose header has been checked. Compares what body and tensor take with the free memory
     /// before anything is allocated for them.
-    pub fn read(&mut self, header: &Header, meta: &TensorMeta, body: impl FrameBody) -> Result<Tensor, Fault> {
+    pub fn read(&mut self, header: &Header, meta: &TensorMeta, mut body: impl FrameBody) -> Result<Tensor, Fault> {
         let bytes = header.body_bytes;
         if meta.codec == CodecId::Raw && Raw.is_identity(meta.dtype) {
-            self.require_memory(bytes)?;
             let device = self.device(header.kind);
+            // A ring that shares gradients takes them from the host.
+            if device.is_cuda() && header.kind != Kind::Share && body.comes_from_a_gpu() {
+                let tensor = on_device::empty(meta, device)?;
+                body.read_on_gpu(&tensor)?;
+                body.verify()?;
+                return Ok(tensor);
+            }
+            self.require_memory(bytes)?;
             let mut tensor = empty(meta, device)?;
             fill(body, bytes_of(&mut tensor)?)?;
-            // A ring that shares gradients takes the bytes of codecs from the host.
             return if header.kind == Kind::Share { Ok(tensor) } else { on_device::upload(tensor, device) };
         }
         let tag = Tag::of(header);

@@ -29,6 +29,14 @@ impl AsRef<[u8]> for EncodedBytes {
     }
 }
 
+/// An encoded tensor where it is.
+#[cfg(feature = "mpi")]
+pub(crate) enum EncodedBody {
+    Host(EncodedBytes),
+    /// The bytes of a dense tensor on a GPU.
+    Gpu(Tensor),
+}
+
 fn bytes_of(tensor: &Tensor) -> Result<&[u8], Fault> {
     engine::bytes(tensor).ok_or_else(|| not_dense(tensor))
 }
@@ -59,7 +67,7 @@ impl Encoder {
         tensor: &Tensor,
         then: impl FnOnce(TensorMeta, &[u8]) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
-        match self.encode_tensor(message, index, tensor, RawMemory::Host)? {
+        match self.encode_tensor(message, index, tensor, MemoryReach::Host)? {
             (meta, Some(memory)) => then(meta, bytes_of(&engine::on_host(&memory)?)?),
             (meta, None) => then(meta, &self.body),
         }
@@ -73,7 +81,7 @@ impl Encoder {
         tensor: &Tensor,
         decoder: &mut Decoder,
     ) -> Result<Tensor, Fault> {
-        match self.encode_tensor(message, index, tensor, RawMemory::Anywhere)? {
+        match self.encode_tensor(message, index, tensor, MemoryReach::Gpus)? {
             (meta, Some(memory)) => decoder.decode_from(&message.tag, &meta, &memory),
             (meta, None) => decoder.decode(&message.tag, &meta, &self.body),
         }
@@ -88,7 +96,7 @@ impl Encoder {
         tensor: &Tensor,
         unchanging: bool,
     ) -> Result<(TensorMeta, EncodedBytes), Fault> {
-        let (meta, memory) = self.encode_tensor(message, index, tensor, RawMemory::Host)?;
+        let (meta, memory) = self.encode_tensor(message, index, tensor, MemoryReach::Host)?;
         let bytes = match memory.map(|memory| engine::on_host(&memory)).transpose()? {
             None => EncodedBytes::Owned(std::mem::take(&mut self.body)),
             Some(host) if unchanging => EncodedBytes::Tensor(TensorBytes::new(&host).ok_or_else(|| not_dense(&host))?),
@@ -97,13 +105,37 @@ impl Encoder {
         Ok((meta, bytes))
     }
 
+    /// Encodes tensor `index` of a message for a transport that reads this memory. Nothing may change the tensor as long as the link
+    /// needs it.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn encoded_within(
+        &mut self,
+        reach: MemoryReach,
+        message: &Message,
+        index: usize,
+        tensor: &Tensor,
+    ) -> Result<(TensorMeta, EncodedBody), Fault> {
+        if reach == MemoryReach::Gpus && tensor.device().is_cuda() {
+            match self.encode_tensor(message, index, tensor, reach)? {
+                (meta, Some(memory)) if memory.device().is_cuda() => return Ok((meta, EncodedBody::Gpu(memory))),
+                (meta, Some(memory)) => {
+                    let bytes = TensorBytes::new(&memory).ok_or_else(|| not_dense(&memory))?;
+                    return Ok((meta, EncodedBody::Host(EncodedBytes::Tensor(bytes))));
+                }
+                (meta, None) => return Ok((meta, EncodedBody::Host(EncodedBytes::Owned(std::mem::take(&mut self.body))))),
+            }
+        }
+        let (meta, bytes) = self.encoded(message, index, tensor, true)?;
+        Ok((meta, EncodedBody::Host(bytes)))
+    }
+
     /// Encodes a tensor into `body`. If the encoding is the memory of a tensor, on this host or on a GPU, it returns that tensor instead.
     fn encode_tensor(
         &mut self,
         message: &Message,
         index: usize,
         tensor: &Tensor,
-        raw_memory: RawMemory,
+        reach: MemoryReach,
     ) -> Result<(TensorMeta, Option<Tensor>), Fault> {
         let start = now_ns();
         if let Some(gpu) = cuda::index(tensor.device()) {
@@ -125,7 +157,7 @@ impl Encoder {
             return Ok((meta(codec), Some(body)));
         }
         let refused = matches!(on_device, OnDevice::Refused);
-        if raw_memory == RawMemory::Anywhere && Raw.is_identity(dtype) && (refused || !self.has_codec(message)) {
+        if reach == MemoryReach::Gpus && Raw.is_identity(dtype) && (refused || !self.has_codec(message)) {
             self.count_sent_raw(message);
             self.count(message, raw_bytes, raw_bytes as usize, None, start);
             return Ok((meta(CodecId::Raw), Some(on_device::dense(tensor)?)));
@@ -224,12 +256,13 @@ impl Encoder {
     }
 }
 
-/// Where a raw tensor may be left.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum RawMemory {
+/// The memory from which a raw tensor is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemoryReach {
+    /// That of the host, where tensors of GPUs are copied to.
     Host,
-    /// On the host or on a GPU.
-    Anywhere,
+    /// That of the host and of GPUs.
+    Gpus,
 }
 
 /// What became of a tensor on its GPU.

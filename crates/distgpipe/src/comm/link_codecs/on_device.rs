@@ -129,6 +129,21 @@ pub(super) fn upload(tensor: Tensor, device: Device) -> Result<Tensor, Fault> {
     Ok(tensor.f_to_device_(device, tensor.kind(), true, false)?)
 }
 
+/// A tensor on a GPU for a body that is received there, in memory of the thread's own stream.
+pub(super) fn empty(meta: &TensorMeta, device: Device) -> Result<Tensor, Fault> {
+    if let Some(index) = cuda::index(device) {
+        cuda::own_stream(index)?;
+    }
+    let dims: Vec<i64> = meta.shape.dims().iter().map(|&dim| i64::try_from(dim).unwrap_or(i64::MAX)).collect();
+    let options = (kind_of(meta.dtype), device);
+    Ok(match (meta.layout, dims.as_slice()) {
+        (wire::Layout::ChannelsLast, &[n, channels, height, width]) => {
+            Tensor::f_empty([n, height, width, channels], options)?.f_permute([0, 3, 1, 2])?
+        }
+        _ => Tensor::f_empty(&dims, options)?,
+    })
+}
+
 /// The tensor in one of the two layouts.
 pub(super) fn dense(tensor: &Tensor) -> Result<Tensor, Fault> {
     match engine::layout(tensor) {

@@ -12,6 +12,10 @@
 //! receiver while they are in its cache. Pieces are sent from the memory of the tensor and received into that of the tensor. The next
 //! frame begins while the last one is still on its way.
 //!
+//! If the library is CUDA-aware, a tensor on a GPU is sent from there, in larger pieces and without a checksum, which would take a copy
+//! of it on the host. A raw tensor that comes from a GPU is received into the memory of the receiver's GPU. Bodies of codecs are
+//! received on the host, where they are validated. Without such a library, all tensors go through host memory.
+//!
 //! | tag, plus four times the run | messages |
 //! | --- | --- |
 //! | [`Tags::header`] | headers, in the order of the frames of a link; goodbye is the last |
@@ -20,7 +24,7 @@
 //!
 //! MPI delivers what is sent, once and in order, so frames have no sequence numbers here. No call of MPI blocks, so threads poll: the
 //! receiver often while its stage waits for a message, and seldom while it computes. A rank that has stopped is found by its missing
-//! heartbeats. A tensor on a GPU goes through host memory, also where the library is CUDA-aware.
+//! heartbeats.
 
 mod checksum;
 mod heartbeats;
@@ -38,7 +42,7 @@ use crate::comm::traffic::Counters;
 use crate::engine;
 use crate::engine::mpi::{Mpi, Outbound};
 use crate::failure::{Failure, Fault};
-use distgpipe_core::wire::{Header, Kind};
+use distgpipe_core::wire::{Header, Kind, WireError, HEADER_BYTES};
 use heartbeats::{Heartbeats, Pulse};
 use receiver::{Receiver, ReceivingEnd};
 use sender::{Sender, SendingEnd};
@@ -48,12 +52,56 @@ use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Bodies up to this size travel with their header.
 const INLINE_BYTES_MAX: usize = 16 << 10;
 
 /// The size of a piece of a larger body: it fits the cache of a core, and a fabric is fast with it.
 pub(crate) const PIECE_BYTES: usize = 256 << 10;
+
+/// The size of a piece of a body that is sent from a GPU: each costs a copy between GPUs its start.
+pub(crate) const GPU_PIECE_BYTES: usize = 4 << 20;
+
+/// How a body comes that does not travel with its header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LargeBody {
+    /// In pieces of [`PIECE_BYTES`], and then its checksum.
+    Checked = 0,
+    /// In pieces of [`GPU_PIECE_BYTES`], from the memory of a GPU.
+    FromGpu = 1,
+}
+
+impl LargeBody {
+    /// The first message of a frame with this header. It has a checksum of its own, because it is acted on before the body is there.
+    fn head(self, header: &Header) -> Vec<u8> {
+        let mut head = header.encode().to_vec();
+        head.push(self as u8);
+        head.extend_from_slice(&xxh3_64(&head).to_le_bytes());
+        head
+    }
+
+    /// What [`head`](Self::head) has said behind the header.
+    fn of(header: &[u8; HEADER_BYTES], rest: &[u8]) -> Result<Self, Fault> {
+        let wrong = || Fault::protocol("how the body comes, and a checksum", format!("{} bytes", rest.len()));
+        let (&how, checksum) = rest.split_first().ok_or_else(wrong)?;
+        let got = checksum.try_into().map(u64::from_le_bytes).map_err(|_| wrong())?;
+        let expected = xxh3_64(&[&header[..], &[how]].concat());
+        match (got == expected, how) {
+            (false, _) => Err(WireError::Checksum { expected, got }.into()),
+            (true, 0) => Ok(LargeBody::Checked),
+            (true, 1) => Ok(LargeBody::FromGpu),
+            (true, other) => Err(Fault::protocol("a body with a checksum or from a GPU", other.to_string())),
+        }
+    }
+
+    fn piece_bytes(self) -> usize {
+        match self {
+            LargeBody::Checked => PIECE_BYTES,
+            LargeBody::FromGpu => GPU_PIECE_BYTES,
+        }
+    }
+}
 
 /// Tags that all libraries have.
 const RUNS: u64 = 8000;
@@ -145,6 +193,10 @@ impl Link {
 
     fn take_damage(&self) -> Option<u64> {
         self.damage.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn has_damage(&self) -> bool {
+        self.damage.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     fn damage_next(&self, draw: u64) {

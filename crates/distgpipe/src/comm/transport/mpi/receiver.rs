@@ -1,21 +1,21 @@
 //! The thread that receives over all links of a process.
 
 use super::checksum::BodyChecksum;
-use super::{Link, Tags, INLINE_BYTES_MAX, PIECE_BYTES};
+use super::{LargeBody, Link, Tags, INLINE_BYTES_MAX};
 use crate::comm::abort::AbortFlag;
 use crate::comm::arrivals::Receiving;
 use crate::comm::link_codecs::{receive, Decoder, FrameBody};
 use crate::comm::mailbox::Demand;
 use crate::comm::transport::tcp::{Assembler, Frame};
 use crate::comm::transport::{limits, Admit, Deliver, FINISH_FRAME};
-use crate::engine::mpi::{sleep_precisely, Backoff, Mpi, MpiMessage};
+use crate::engine::mpi::{sleep_precisely, Backoff, GpuMemory, Mpi, MpiMessage};
 use crate::failure::Fault;
 use distgpipe_core::wire::{BodyHasher, Header, Kind, WireError, HEADER_BYTES};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use xxhash_rust::xxh3::xxh3_64;
+use tch::Tensor;
 
 /// What may arrive while a mailbox is full. Then the senders wait.
 const OVERFLOW_BYTES_MAX: u64 = 64 << 20;
@@ -183,6 +183,7 @@ enum BodyFrom<'a> {
 
 /// What has been received of a large body.
 struct PieceReceiver {
+    how: LargeBody,
     sum: BodyChecksum,
     bytes: u64,
     /// When the first piece had arrived, which may have waited for this thread.
@@ -198,13 +199,17 @@ impl<'a> Arriving<'a> {
             }
             return Ok(Arriving { link, from: BodyFrom::Inline(rest, Box::new(BodyHasher::new(header))) });
         }
-        let expected = xxh3_64(head);
-        let received = PieceReceiver { sum: BodyChecksum::new(header), bytes: 0, started: None };
-        match rest.try_into().map(u64::from_le_bytes) {
-            Ok(got) if got == expected => Ok(Arriving { link, from: BodyFrom::Pieces(received) }),
-            Ok(got) => Err(WireError::Checksum { expected, got }.into()),
-            Err(_) => Err(Fault::protocol("a header and its checksum", format!("{} bytes more", rest.len()))),
-        }
+        let how = LargeBody::of(head, rest)?;
+        let received = PieceReceiver { how, sum: BodyChecksum::new(header), bytes: 0, started: None };
+        Ok(Arriving { link, from: BodyFrom::Pieces(received) })
+    }
+}
+
+impl PieceReceiver {
+    /// A piece of this length has been received.
+    fn has(&mut self, bytes: usize) {
+        self.bytes += bytes as u64;
+        self.started.get_or_insert_with(Instant::now);
     }
 }
 
@@ -218,13 +223,33 @@ impl FrameBody for Arriving<'_> {
                 *rest = after;
             }
             BodyFrom::Pieces(received) => {
-                for piece in into.chunks_mut(PIECE_BYTES) {
+                for piece in into.chunks_mut(received.how.piece_bytes()) {
                     next_piece(self.link, piece.len())?.receive(piece)?;
-                    received.sum.update(piece);
-                    received.bytes += piece.len() as u64;
-                    received.started.get_or_insert_with(Instant::now);
+                    if received.how == LargeBody::Checked {
+                        received.sum.update(piece);
+                    }
+                    received.has(piece.len());
                 }
             }
+        }
+        Ok(())
+    }
+
+    fn comes_from_a_gpu(&self) -> bool {
+        self.link.mpi.reaches_gpus()
+            && matches!(&self.from, BodyFrom::Pieces(received) if received.how == LargeBody::FromGpu)
+    }
+
+    fn read_on_gpu(&mut self, into: &Tensor) -> Result<(), Fault> {
+        let wrong = || Fault::internal("a dense tensor on a GPU, and a body from one", format!("{into:?}"));
+        let (BodyFrom::Pieces(received), Some(mut memory)) = (&mut self.from, GpuMemory::of(into)?) else {
+            return Err(wrong());
+        };
+        let size = memory.bytes();
+        for at in (0..size).step_by(received.how.piece_bytes()) {
+            let bytes = received.how.piece_bytes().min(size - at);
+            next_piece(self.link, bytes)?.receive_on_gpu(&mut memory, at)?;
+            received.has(bytes);
         }
         Ok(())
     }
@@ -239,7 +264,11 @@ impl FrameBody for Arriving<'_> {
             BodyFrom::Pieces(received) => received,
         };
         if let Some(took) = received.started.map(|start| start.elapsed()) {
-            arrivals.count(received.bytes.saturating_sub(PIECE_BYTES as u64), took);
+            arrivals.count(received.bytes.saturating_sub(received.how.piece_bytes() as u64), took);
+        }
+        if received.how == LargeBody::FromGpu {
+            arrivals.begin(Receiving::Decoding);
+            return Ok(());
         }
         let mut checksum = [0; CHECKSUM_BYTES];
         next_piece(self.link, CHECKSUM_BYTES)?.receive(&mut checksum)?;

@@ -1,27 +1,36 @@
 //! The sending thread of a link.
 
 use super::checksum::BodyChecksum;
-use super::{control_frame, sending_failure, Link, INLINE_BYTES_MAX, PIECE_BYTES};
+use super::{control_frame, sending_failure, LargeBody, Link, INLINE_BYTES_MAX, PIECE_BYTES};
 use crate::comm::abort::POLL;
-use crate::comm::link_codecs::{EncodedBytes, Encoder};
+use crate::comm::link_codecs::{EncodedBody, EncodedBytes, Encoder, MemoryReach};
 use crate::comm::message::Message;
 use crate::comm::traffic::MessageSize;
 use crate::comm::transport::tcp::Framer;
 use crate::comm::transport::{limits, Outgoing};
-use crate::engine::mpi::{sleep_precisely, Backoff, Outbound};
+use crate::engine::mpi::{sleep_precisely, Backoff, GpuMemory, Outbound, Sendable};
+use crate::engine::{self, TensorBytes};
 use crate::failure::Fault;
 use distgpipe_core::wire::{Header, Kind};
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use xxhash_rust::xxh3::xxh3_64;
+use tch::Tensor;
 
 /// The most that is on its way at the same time: enough that the next frame begins while the last one still ends.
 const ON_THEIR_WAY_MAX: (usize, usize) = (64 << 20, 256);
 
 /// The messages of a link that are on their way. Only the sending thread uses them.
-pub(super) type SharedOutbound = Arc<Mutex<Outbound<EncodedBytes>>>;
+pub(super) type SharedOutbound = Arc<Mutex<Outbound>>;
 
-fn lock(outbound: &SharedOutbound) -> MutexGuard<'_, Outbound<EncodedBytes>> {
+impl Sendable for EncodedBytes {
+    fn memory(&self) -> (*const u8, usize) {
+        let bytes: &[u8] = self.as_ref();
+        (bytes.as_ptr(), bytes.len())
+    }
+}
+
+fn lock(outbound: &SharedOutbound) -> MutexGuard<'_, Outbound> {
     outbound.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -121,8 +130,12 @@ impl Outgoing for SendingEnd {
             if self.link.is_cut() {
                 return Err(Fault::Lost);
             }
-            let (header, body) = self.framer.encode_once(&message, slot)?;
-            wire_bytes += self.transmit(header, body)?;
+            let reach = if self.link.mpi.reaches_gpus() { MemoryReach::Gpus } else { MemoryReach::Host };
+            let (header, body) = self.framer.encode_once(&message, slot, reach)?;
+            wire_bytes += match body {
+                EncodedBody::Host(bytes) => self.transmit(header, bytes)?,
+                EncodedBody::Gpu(tensor) => self.transmit_from_gpu(header, &tensor)?,
+            };
         }
         self.link.counters.count_message(MessageSize { payload_bytes, wire_bytes, trains });
         self.link.counters.dequeued();
@@ -134,11 +147,6 @@ impl SendingEnd {
     /// Starts to send a frame. Returns its size.
     fn transmit(&self, mut header: Header, body: EncodedBytes) -> Result<u64, Fault> {
         self.wait_for_room()?;
-        let tags = self.link.tags;
-        let start = |tag: i32, bytes: Vec<u8>| {
-            let whole = 0..bytes.len();
-            lock(&self.outbound).start(tag, &Arc::new(EncodedBytes::Owned(bytes)), whole)
-        };
         let bytes: &[u8] = body.as_ref();
         if bytes.len() <= INLINE_BYTES_MAX {
             header.seal(bytes);
@@ -147,39 +155,71 @@ impl SendingEnd {
             if let Some(draw) = self.link.take_damage() {
                 flip(&mut frame, draw);
             }
-            let size = frame.len() as u64;
-            start(tags.header, frame)?;
-            return Ok(size);
+            return self.start(self.link.tags.header, frame);
         }
         header.body_bytes = bytes.len() as u64;
         header.check(&limits())?;
-        // The checksum of header and body comes last, so the header has one of its own: what it says is acted on before that.
-        let mut head = header.encode().to_vec();
-        head.extend_from_slice(&xxh3_64(&head).to_le_bytes());
+        let mut head = LargeBody::Checked.head(&header);
         let body = Arc::new(body);
-        let (bytes, mut sent): (&[u8], _) = ((*body).as_ref(), body.clone());
+        let (bytes, mut sent): (&[u8], Arc<dyn Sendable>) = ((*body).as_ref(), body.clone());
         if let Some(draw) = self.link.take_damage() {
             if draw % 2 == 0 {
                 flip(&mut head, draw / 2);
             } else {
                 let mut damaged = bytes.to_vec();
                 flip(&mut damaged, draw / 2);
-                sent = Arc::new(EncodedBytes::Owned(damaged));
+                sent = Arc::new(damaged);
             }
         }
-        let head_bytes = head.len();
-        start(tags.header, head)?;
+        let mut size = self.start(self.link.tags.header, head)?;
         let mut checksum = BodyChecksum::new(&header);
-        for at in (0..bytes.len()).step_by(PIECE_BYTES) {
-            let piece = at..bytes.len().min(at + PIECE_BYTES);
+        // Each piece is added while it is on its way.
+        size += self.start_pieces(LargeBody::Checked, &sent, |piece| checksum.update(&bytes[piece]))?;
+        size += self.start(self.link.tags.body, checksum.finish().to_le_bytes().to_vec())?;
+        Ok(size)
+    }
+
+    /// Starts to send a frame whose body is the memory of a tensor on a GPU, which the library reaches. Returns its size.
+    fn transmit_from_gpu(&self, mut header: Header, body: &Tensor) -> Result<u64, Fault> {
+        header.body_bytes = (body.numel() * body.kind().elt_size_in_bytes()) as u64;
+        // Damage is for tests, which are of the checksum.
+        let goes_through_host = header.body_bytes <= PIECE_BYTES as u64 || self.link.has_damage();
+        let memory = if goes_through_host { None } else { GpuMemory::of(body)? };
+        let Some(memory) = memory else {
+            let host = engine::on_host(body)?;
+            let bytes = TensorBytes::new(&host);
+            let bytes = bytes.ok_or_else(|| Fault::internal("a dense tensor in host memory", format!("{host:?}")))?;
+            return self.transmit(header, EncodedBytes::Tensor(bytes));
+        };
+        self.wait_for_room()?;
+        header.check(&limits())?;
+        let head = self.start(self.link.tags.header, LargeBody::FromGpu.head(&header))?;
+        let memory: Arc<dyn Sendable> = Arc::new(memory);
+        Ok(head + self.start_pieces(LargeBody::FromGpu, &memory, |_| {})?)
+    }
+
+    /// Starts to send a message. Returns its size.
+    fn start(&self, tag: i32, bytes: Vec<u8>) -> Result<u64, Fault> {
+        let size = bytes.len();
+        let bytes: Arc<dyn Sendable> = Arc::new(bytes);
+        lock(&self.outbound).start(tag, &bytes, 0..size)?;
+        Ok(size as u64)
+    }
+
+    /// Starts to send the pieces of a body, and passes on where each is. Returns their size.
+    fn start_pieces(
+        &self,
+        how: LargeBody,
+        body: &Arc<dyn Sendable>,
+        mut started: impl FnMut(Range<usize>),
+    ) -> Result<u64, Fault> {
+        let (_, size) = body.memory();
+        for at in (0..size).step_by(how.piece_bytes()) {
+            let piece = at..size.min(at + how.piece_bytes());
             self.wait_for_room()?;
-            lock(&self.outbound).start(tags.body, &sent, piece.clone())?;
-            // While the piece is on its way.
-            checksum.update(&bytes[piece]);
+            lock(&self.outbound).start(self.link.tags.body, body, piece.clone())?;
+            started(piece);
         }
-        let checksum = checksum.finish().to_le_bytes().to_vec();
-        let size = head_bytes + bytes.len() + checksum.len();
-        start(tags.body, checksum)?;
         Ok(size as u64)
     }
 }

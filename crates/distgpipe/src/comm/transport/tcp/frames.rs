@@ -3,6 +3,8 @@
 use super::deadline::{Deadline, Waiting};
 use super::incoming::FrameSource;
 use crate::comm::link_codecs::{receive, Decoder, EncodedBytes, Encoder, FrameBody};
+#[cfg(feature = "mpi")]
+use crate::comm::link_codecs::{EncodedBody, MemoryReach};
 use crate::comm::message::{Message, Tag};
 use crate::comm::suspension::IdleTimer;
 use crate::failure::Fault;
@@ -193,12 +195,17 @@ impl Framer {
     /// The header of such a frame, which is not sealed, and its body. The body may be the memory of the tensor, which must not change
     /// until the frame has arrived.
     #[cfg(feature = "mpi")]
-    pub fn encode_once(&mut self, message: &Message, slot: usize) -> Result<(Header, EncodedBytes), Fault> {
+    pub fn encode_once(
+        &mut self,
+        message: &Message,
+        slot: usize,
+        reach: MemoryReach,
+    ) -> Result<(Header, EncodedBody), Fault> {
         let (header, content) = header_of(message, slot)?;
         match content {
-            Content::Bytes(bytes) => Ok((header, EncodedBytes::Owned(bytes.to_vec()))),
+            Content::Bytes(bytes) => Ok((header, EncodedBody::Host(EncodedBytes::Owned(bytes.to_vec())))),
             Content::Tensor(tensor) => {
-                let (meta, body) = self.encoder.encoded(message, slot, tensor, true)?;
+                let (meta, body) = self.encoder.encoded_within(reach, message, slot, tensor)?;
                 Ok((Header { tensor: Some(meta), ..header }, body))
             }
         }
