@@ -71,6 +71,14 @@ mod ranks {
         )))
     }
 
+    /// Ends a run of ranks that a signal has asked to stop, because the silent worker keeps the step in progress from finishing. A
+    /// scheduler kills all ranks soon after the signal, and then nobody would say why.
+    pub fn worker_is_silent(worker: &str) {
+        if PROGRAM.get().is_some() {
+            signals::end_if_stopping(&format!(", because {worker} does not answer"));
+        }
+    }
+
     /// The ranks as workers of a run of so many, if there are any.
     pub fn workers(count: usize) -> anyhow::Result<Option<Workers>> {
         let Some(program) = PROGRAM.get() else { return Ok(None) };
@@ -115,6 +123,8 @@ mod ranks {
         }
     }
 
+    pub fn worker_is_silent(_: &str) {}
+
     pub fn workers(_: usize) -> anyhow::Result<Option<Workers>> {
         Ok(None)
     }
@@ -124,4 +134,4 @@ mod ranks {
     }
 }
 
-pub use ranks::{check_flags, enter, exit, workers};
+pub use ranks::{check_flags, enter, exit, worker_is_silent, workers};

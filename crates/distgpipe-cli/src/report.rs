@@ -9,6 +9,7 @@ pub mod run;
 pub mod table;
 pub mod units;
 
+use crate::mpi;
 use crate::option_names::with_flags;
 use anyhow::Context;
 use distgpipe::Notice;
@@ -115,6 +116,9 @@ pub fn notice(notice: &Notice) {
         }
     }
     note(&notice.to_string());
+    if let Notice::Silent { worker, .. } = &notice {
+        mpi::worker_is_silent(worker);
+    }
 }
 
 /// The notice with the name of the server in place of that of the worker, if the user has joined it by name.

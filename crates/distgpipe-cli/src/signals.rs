@@ -123,6 +123,19 @@ pub fn end_worker(last_line: impl Fn(&str) -> String + Send + 'static) -> anyhow
     Ok(())
 }
 
+/// Ends the process at once if a signal has asked the run to stop, because the step in progress cannot be finished. `why` completes the
+/// line about it.
+#[cfg(feature = "mpi")]
+pub fn end_if_stopping(why: &str) {
+    let Some(state) = STATE.get() else { return };
+    let signal = state.received.load(Ordering::SeqCst);
+    // Held until the process has ended, so that no step begins meanwhile.
+    let phase = state.phase();
+    if signal != 0 && matches!(*phase, Phase::Training) {
+        state.end_at_once(signal, why);
+    }
+}
+
 /// From now on there is something to finish.
 pub fn begin() -> Training {
     set(Phase::Training);

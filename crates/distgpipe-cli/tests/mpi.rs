@@ -177,10 +177,11 @@ fn a_number_of_ranks_that_does_not_fit_is_refused_with_the_one_that_does() {
     let (status, said) = ended(mpirun(3, &TRAIN));
     assert_eq!(status, Some(2), "{said}");
     assert!(said.contains("error: expected 2 MPI ranks") && said.contains("`mpirun -n 2`"), "{said}");
-    for workers in ["threads", "processes"] {
-        let (status, said) = ended(mpirun(2, &[&TRAIN[..], &["--workers", workers]].concat()));
+    for [flag, value] in [["--workers", "threads"], ["--workers", "processes"], ["--server", "gpu-box"]] {
+        let (status, said) = ended(mpirun(2, &[&TRAIN[..], &[flag, value]].concat()));
         assert_eq!(status, Some(2), "{said}");
-        assert!(said.contains(&format!("error: --workers {workers}: MPI has started 2 ranks")), "{said}");
+        let named = if flag == "--server" { flag.to_owned() } else { format!("{flag} {value}") };
+        assert!(said.contains(&format!("error: {named}: MPI has started 2 ranks")), "{said}");
     }
 }
 
@@ -268,6 +269,23 @@ fn a_stopped_rank_is_named_and_ends_all() {
     let (status, said) = run.ended();
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains("error: lost the connection to w1: nothing arrived for 5.0 s"), "{said}");
+}
+
+/// As a scheduler ends a job whose rank has died. Such a job once said nothing until the scheduler killed it.
+#[test]
+fn a_run_that_is_to_stop_does_not_wait_for_a_rank_that_does_not_answer() {
+    let folder = folder("stopping");
+    let saved = folder.join("saved");
+    let run = slow(&["--checkpoint", saved.to_str().expect("UTF-8"), "--checkpoint-every", "1"]);
+    let start = Instant::now();
+    signal(run.rank(1), "-STOP");
+    signal(run.rank(0), "-TERM");
+    let (status, said) = run.ended();
+    assert_eq!(status, Some(143), "{said}");
+    assert!(said.contains("SIGTERM: ended at once, because w1 does not answer"), "{said}");
+    assert!(said.contains("to go on from the newest checkpoint: distgpipe train "), "{said}");
+    // The limit after which the connection counts as broken is 20 s.
+    assert!(start.elapsed() < Duration::from_secs(15), "took {:?}", start.elapsed());
 }
 
 /// Rank 0 cannot say why, so another rank does.

@@ -25,6 +25,7 @@ use distgpipe_core::wire::HEADER_BYTES;
 use distgpipe_core::WorkerId;
 use failure_scenarios::{
     actions, assert_link_named, assert_named, batch, plan, run_replicas_until_failure, run_until_failure,
+    run_wide_until_failure,
 };
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::process::Command;
@@ -99,6 +100,7 @@ const CHECKS: &[(&str, Check)] = &[
     ("a_driver_that_fails_ends_the_run_of_the_ranks", a_driver_that_fails_ends_the_run_of_the_ranks),
     ("a_replica_that_fails_is_named", a_replica_that_fails_is_named),
     ("a_broken_link_is_found_at_any_message", a_broken_link_is_found_at_any_message),
+    ("a_broken_link_is_found_within_a_large_body", a_broken_link_is_found_within_a_large_body),
     ("delays_change_nothing", delays_change_nothing),
     ("the_cause_survives_large_messages", the_cause_survives_large_messages),
     ("a_job_that_a_rank_cannot_run_fails_with_its_reason", a_job_that_a_rank_cannot_run_fails_with_its_reason),
@@ -222,9 +224,10 @@ fn large_tensors_arrive_whole(program: &MpiProgram) {
         };
         let ((ranks, links), (threads, _)) = (learned(program.first(2).into()), learned(Workers::Threads));
         one_device::assert_identical(&format!("{hidden} wide"), &ranks, &threads);
-        // Two frames in each direction, with a header and two checksums, and the driver's frames of the targets.
+        // Two frames in each direction, with a header, a byte that says how the body comes, and two checksums, and the driver's frames
+        // of the targets.
         let header = HEADER_BYTES as u64;
-        let tensors = 7 * u64::try_from(hidden).unwrap() * 4 + 2 * (header + 16);
+        let tensors = 7 * u64::try_from(hidden).unwrap() * 4 + 2 * (header + 1 + 16);
         let sent: Vec<u64> = links.iter().map(|link| link.training_bytes).collect();
         assert_eq!(sent, [tensors + 7 * 8 + 2 * header, tensors], "{hidden} wide");
     }
@@ -286,6 +289,25 @@ fn a_broken_link_is_found_at_any_message(program: &MpiProgram) {
         }
     }
     assert_goes_on(program, "broken links");
+}
+
+/// A large body has another path than one that travels with its header. The seeds damage the message that announces it as well as its
+/// pieces.
+fn a_broken_link_is_found_within_a_large_body(program: &MpiProgram) {
+    let (plan, workers) = (plan(), || program.first(2).into());
+    for (from, to, messages) in [
+        ("client", "server", plan.messages(WorkerId(0), WorkerId(1))),
+        ("server", "client", plan.messages(WorkerId(1), WorkerId(0))),
+    ] {
+        for message in 0..messages as u64 {
+            let faults = ["corrupt", "corrupt", "corrupt", ["cut", "stall"][message as usize % 2]];
+            for (seed, fault) in faults.into_iter().enumerate() {
+                let scenario = format!("seed={};{from}>{to}:{fault}@{message}", 10 * message + seed as u64);
+                assert_link_named(run_wide_until_failure(workers(), &scenario), &scenario, "client");
+            }
+        }
+    }
+    assert_goes_on(program, "links that broke within a body");
 }
 
 fn delays_change_nothing(program: &MpiProgram) {

@@ -36,6 +36,10 @@ fn build(workers: Workers, scenario: &str) -> Result<Pipeline, BuildError> {
 
 /// One direction of the link has a codec, whose thread must end as well; the other is raw.
 pub fn builder(workers: Workers, scenario: &str) -> Builder {
+    of_width(16, workers, scenario)
+}
+
+fn of_width(width: i64, workers: Workers, scenario: &str) -> Builder {
     let waits = scenario.contains(":hang@") || scenario.contains(":stall@");
     let mut timeouts = if waits { SHORT } else { PATIENT };
     if scenario.contains(":cut@") {
@@ -43,7 +47,7 @@ pub fn builder(workers: Workers, scenario: &str) -> Builder {
         timeouts.reconnect_s = 0.0;
     }
     let links = vec!["0-1=feedback(tile:8),raw".parse().unwrap()];
-    Pipeline::builder(Mlp { hidden: vec![16, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
+    Pipeline::builder(Mlp { hidden: vec![width, 16], dropout: 0.0, ..Mlp::default() }.model().unwrap())
         .device(distgpipe::engine::Device::Cpu)
         .threads(1)
         .place("client,server,client")
@@ -63,6 +67,12 @@ pub fn run_until_failure(workers: Workers, scenario: &str) -> (Failure, Duration
 #[allow(dead_code)]
 pub fn run_replicas_until_failure(workers: Workers, scenario: &str) -> (Failure, Duration) {
     until_failure(builder(workers, scenario).replicas(2), scenario)
+}
+
+/// The same with tensors of a megabyte between client and server.
+#[allow(dead_code)]
+pub fn run_wide_until_failure(workers: Workers, scenario: &str) -> (Failure, Duration) {
+    until_failure(of_width(200_000, workers, scenario), scenario)
 }
 
 fn until_failure(builder: Builder, scenario: &str) -> (Failure, Duration) {
