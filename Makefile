@@ -60,6 +60,7 @@ mpi: setup ## build the binary with MPI, for `mpirun distgpipe train`; see docs/
 
 test-mpi: setup ## the tests of MPI, under mpirun
 	scripts/mpi-packages.sh
+	cargo test --locked -p distgpipe --features mpi --lib -- mpi:: block_sums
 	cargo test --locked -p distgpipe -p distgpipe-cli --features distgpipe/mpi,distgpipe-cli/mpi --test mpi
 
 examples: setup ## run all examples of the library

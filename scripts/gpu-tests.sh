@@ -6,6 +6,7 @@
 # the codecs, and of tests/device_graphs.rs, which has layers that cannot be recorded, and our own kernels of layers. UNIT_TESTS is the
 # program of the library's own tests, of which those that use a GPU run: links, and copies beside the computation.
 # `cargo test --release -p distgpipe --lib --test device_codecs --test device_graphs --no-run` makes them and says where they are.
+# MPIRUN is the mpirun of an MPI library that reaches GPUs, for a BINARY of `make mpi`: then ranks train on the GPU, too.
 # Where compute-sanitizer is installed, it looks for faults of memory and races in the kernels of the codecs, for SANITIZER_S seconds each
 # (120 by default).
 # Prints one line per test, and exits with 1 if one fails. The last output is committed in runs/*-gpu-tests.
@@ -34,7 +35,8 @@ mobilenet="--model mobilenet_v2 --set image=32 --set dropout=0.0"
 mlp="--model mlp --set dropout=0.1"
 roberta="--model roberta --set layers=2 --set hidden=64 --set heads=4 --set feed_forward=128 --set vocabulary=1000 --set tokens=16"
 
-# Trains ten steps in the background. The log is $work/NAME.
+# Trains ten steps in the background, as a process or with a launcher in front of it. The log is $work/NAME.
+launcher=
 train() { # NAME FLAGS...
     local name=$1
     shift
@@ -44,7 +46,7 @@ train() { # NAME FLAGS...
     [[ "$*" == *--optimizer* ]] && flags="--data digits --limit 640 --epochs 1"
     [[ "$*" == *resnet* ]] && flags="--data digits --limit 640 --epochs 1 --optimizer sgd --lr 1e-9 --momentum 0"
     [[ "$*" == *--schedule* ]] || flags+=" --schedule gpipe"
-    "$binary" train --batch 64 --threads 2 $evaluation --log "$work/$name" $flags "$@" >"$work/$name.out" 2>&1 &
+    $launcher "$binary" train --batch 64 --threads 2 $evaluation --log "$work/$name" $flags "$@" >"$work/$name.out" 2>&1 &
     trained+=($!)
 }
 
@@ -118,6 +120,14 @@ raw="$mobilenet --chunks 4 --cudnn-deterministic $split --schedule 1f1b"
 train raw-threads $gpu $raw
 train raw-processes $gpu $raw --workers processes
 train raw-eager $gpu $raw --workers processes --graphs off
+if [[ -n ${MPIRUN-} ]]; then
+    launcher="env DISTGPIPE_MPI_CUDA=1 $MPIRUN -n 2"
+    train raw-ranks $gpu $raw
+    train bits-ranks $gpu $deterministic
+    launcher="env DISTGPIPE_MPI_CUDA=0 $MPIRUN -n 2"
+    train raw-ranks-host $gpu $raw
+    launcher=
+fi
 # More threads than libtorch has streams: workers that are left without one of their own do not record.
 crowd="$model --chunks 2 --layers all --partitions 8 --place a,b,c,d,e,f,g,h --codec f16"
 train crowd-eager $gpu $crowd --graphs off
@@ -154,6 +164,14 @@ done
 for name in processes eager; do
     compare raw-$name raw-threads 10 0 "MobileNetV2 with deterministic kernels and raw links, bit for bit ($name)"
 done
+if [[ -n ${MPIRUN-} ]]; then
+    compare raw-ranks raw-threads 10 0 "MobileNetV2 with deterministic kernels, ranks of MPI with raw links from GPU to GPU, bit for bit"
+    compare raw-ranks-host raw-threads 10 0 "MobileNetV2 with deterministic kernels, ranks of MPI with raw links through the host, bit for bit"
+    compare bits-ranks bits-threads 10 0 "MobileNetV2 with deterministic kernels, ranks of MPI with tile:4, bit for bit"
+    grep -q 'MPI sends tensors from GPU to GPU' "$work/raw-ranks.out" || { failed=1; echo "FAILED  the ranks have not used MPI between GPUs"; }
+else
+    echo "NOT RUN ranks of MPI: MPIRUN is not set"
+fi
 # Training would amplify rounding, so it hardly moves the weights. The running statistics of batch norms decide the loss on the test data.
 compare norms-stream norms-eager 10 1e-5 "graphs on one stream and no graphs (batch norms)"
 compare norms-graphs norms-eager 10 1e-5 "graphs on several streams and no graphs (batch norms)"
@@ -181,7 +199,7 @@ for program in ${DEVICE_TESTS-}; do
     DISTGPIPE_GPU_TESTS=1 "$program" --nocapture --test-threads 1 || failed=1
 done
 if [[ -n ${UNIT_TESTS-} ]]; then
-    filters="links_of_a_gpu tensors_arrive_with the_batches_for_a_pipeline"
+    filters="links_of_a_gpu raw_tensors_from_a_gpu tensors_arrive_with the_batches_for_a_pipeline"
     # shellcheck disable=SC2086  # filters are words
     DISTGPIPE_GPU_TESTS=1 "$UNIT_TESTS" --nocapture --test-threads 1 $filters >"$work/unit.out" 2>&1 || failed=1
     cat "$work/unit.out"

@@ -68,6 +68,11 @@ impl Compute {
             )
         })
     }
+
+    /// Whether workers that this process starts run on a GPU.
+    pub fn uses_gpu(&self) -> bool {
+        self.devices.iter().any(|device| device.starts_with("cuda"))
+    }
 }
 
 impl fmt::Display for Compute {
@@ -81,7 +86,7 @@ impl fmt::Display for Compute {
             let where_to = if self.remote { " per host at most" } else { "" };
             write!(f, " ({}, {}{where_to})", plural(cores(), "core"), plural(workers, "worker"))?;
         }
-        if self.replicas_lack_graphs && self.devices.iter().any(|device| device.starts_with("cuda")) {
+        if self.replicas_lack_graphs && self.uses_gpu() {
             f.write_str("; without CUDA graphs, because replicas share gradients while backward passes run")?;
         }
         Ok(())

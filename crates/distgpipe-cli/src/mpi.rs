@@ -2,15 +2,27 @@
 
 use crate::exit::usage;
 use distgpipe::engine::is_one_of_several_ranks;
+use std::ffi::OsString;
 
 /// The commands whose workers can be ranks.
 const COMMANDS: [&str; 3] = ["train", "evaluate", "predict"];
 
 /// Whether this process is one of several ranks with such a command.
 fn is_rank_of_run() -> bool {
-    let command = std::env::args_os().nth(1);
+    let command = command(std::env::args_os().skip(1));
     let takes_ranks = command.is_some_and(|command| COMMANDS.iter().any(|name| command == *name));
     takes_ranks && is_one_of_several_ranks()
+}
+
+/// The command among the arguments. Only --allow-op may stand before it.
+fn command(mut arguments: impl Iterator<Item = OsString>) -> Option<OsString> {
+    loop {
+        match arguments.next()? {
+            flag if flag == "--allow-op" => drop(arguments.next()),
+            flag if flag.as_encoded_bytes().starts_with(b"--allow-op=") => {}
+            command => return Some(command),
+        }
+    }
 }
 
 #[cfg(feature = "mpi")]
@@ -20,8 +32,9 @@ mod ranks {
     use crate::{report, signals};
     use distgpipe::engine::exit_at_once;
     use distgpipe::model::zoo;
-    use distgpipe::{MpiProgram, Workers};
-    use std::sync::OnceLock;
+    use distgpipe::{MpiProgram, Notice, Workers};
+    use std::collections::BTreeSet;
+    use std::sync::{Mutex, OnceLock, PoisonError};
 
     static PROGRAM: OnceLock<MpiProgram> = OnceLock::new();
 
@@ -71,10 +84,26 @@ mod ranks {
         )))
     }
 
-    /// Ends a run of ranks that a signal has asked to stop, because the silent worker keeps the step in progress from finishing. A
-    /// scheduler kills all ranks soon after the signal, and then nobody would say why.
-    pub fn worker_is_silent(worker: &str) {
-        if PROGRAM.get().is_some() {
+    /// The workers that have not been heard for a while.
+    static SILENT: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+    /// Notes which workers are silent, and ends the run if it cannot go on.
+    pub fn take_notice(notice: &Notice) {
+        let mut silent = SILENT.lock().unwrap_or_else(PoisonError::into_inner);
+        match notice {
+            Notice::Silent { worker, .. } => drop(silent.insert(worker.clone())),
+            Notice::Back { worker, .. } => drop(silent.remove(worker)),
+            _ => return,
+        }
+        drop(silent);
+        end_if_a_worker_is_silent();
+    }
+
+    /// Ends a run of ranks that a signal has asked to stop, if a silent worker keeps the step in progress from finishing. A scheduler
+    /// kills all ranks soon after the signal, and then nobody would say why.
+    pub fn end_if_a_worker_is_silent() {
+        let silent = SILENT.lock().unwrap_or_else(PoisonError::into_inner).first().cloned();
+        if let (Some(_), Some(worker)) = (PROGRAM.get(), silent) {
             signals::end_if_stopping(&format!(", because {worker} does not answer"));
         }
     }
@@ -93,6 +122,17 @@ mod ranks {
         Ok(Some(program.ranks().into()))
     }
 
+    /// Prints which way tensors take between GPUs.
+    pub fn note_gpus() {
+        let Some(program) = PROGRAM.get() else { return };
+        report::note(match program.reaches_gpus() {
+            true => "MPI sends tensors from GPU to GPU (DISTGPIPE_MPI_CUDA=0 sends them through host memory)",
+            false => {
+                "tensors go from GPU to GPU through host memory: the MPI library does not say that it is CUDA-aware"
+            }
+        });
+    }
+
     /// Ends this process with a status, and the other ranks with it.
     pub fn exit(status: i32) -> ! {
         match PROGRAM.get() {
@@ -109,7 +149,7 @@ mod ranks {
     use super::{is_rank_of_run, usage};
     use crate::args::TrainFlags;
     use distgpipe::engine::exit_at_once;
-    use distgpipe::Workers;
+    use distgpipe::{Notice, Workers};
 
     pub fn enter() {}
 
@@ -123,7 +163,11 @@ mod ranks {
         }
     }
 
-    pub fn worker_is_silent(_: &str) {}
+    pub fn take_notice(_: &Notice) {}
+
+    pub fn end_if_a_worker_is_silent() {}
+
+    pub fn note_gpus() {}
 
     pub fn workers(_: usize) -> anyhow::Result<Option<Workers>> {
         Ok(None)
@@ -134,4 +178,4 @@ mod ranks {
     }
 }
 
-pub use ranks::{check_flags, enter, exit, worker_is_silent, workers};
+pub use ranks::{check_flags, end_if_a_worker_is_silent, enter, exit, note_gpus, take_notice, workers};

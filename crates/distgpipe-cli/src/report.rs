@@ -116,9 +116,7 @@ pub fn notice(notice: &Notice) {
         }
     }
     note(&notice.to_string());
-    if let Notice::Silent { worker, .. } = &notice {
-        mpi::worker_is_silent(worker);
-    }
+    mpi::take_notice(&notice);
 }
 
 /// The notice with the name of the server in place of that of the worker, if the user has joined it by name.

@@ -2,6 +2,7 @@
 //! checkpoint and the log are written, and the report is printed. One that comes after the last step lets the run write its results.
 //! A second one ends the process at once.
 
+use crate::mpi;
 use crate::report::note;
 use anyhow::Context;
 use distgpipe::engine::{exit_at_once, spawn};
@@ -37,7 +38,7 @@ impl State {
         if let Some(command) = command {
             note(&format!("to go on from the newest checkpoint: {command}"));
         }
-        exit_at_once(status(signal))
+        mpi::exit(status(signal))
     }
 }
 
@@ -88,6 +89,7 @@ pub fn watch() -> anyhow::Result<()> {
             };
             drop(phase);
             note(&format!("{}: {doing}; a second one ends the run at once", name(signal)));
+            mpi::end_if_a_worker_is_silent();
         }
     })?;
     Ok(())
@@ -123,8 +125,8 @@ pub fn end_worker(last_line: impl Fn(&str) -> String + Send + 'static) -> anyhow
     Ok(())
 }
 
-/// Ends the process at once if a signal has asked the run to stop, because the step in progress cannot be finished. `why` completes the
-/// line about it.
+/// Ends the process at once if a signal has asked the run to stop and the step in progress cannot be finished. `why` completes the line
+/// about it.
 #[cfg(feature = "mpi")]
 pub fn end_if_stopping(why: &str) {
     let Some(state) = STATE.get() else { return };
@@ -155,6 +157,11 @@ impl Training {
     /// The signal that asked the run to stop.
     pub fn stop_requested(&self) -> Option<i32> {
         STATE.get().map(|state| state.received.load(Ordering::SeqCst)).filter(|&signal| signal != 0)
+    }
+
+    /// The step that was in progress when the signal came is done. What is left is to save it and to write the results.
+    pub fn finish(&self) {
+        set(Phase::Finishing);
     }
 }
 

@@ -464,7 +464,8 @@ fn a_worker_that_is_not_there_is_missed_and_one_that_a_signal_ends_says_so() {
     let mut line = String::new();
     BufReader::new(worker.stdout.take().expect("piped")).read_line(&mut line).expect("it says where it listens");
     let address = line.trim().strip_prefix("listening ").expect("listening ADDRESS");
-    let run = ["train", "--partitions", "2", "--epochs", "100000", "--no-evaluate", "--workers", address];
+    let run =
+        ["train", "--partitions", "2", "--epochs", "100000", "--no-evaluate", "--restarts", "0", "--workers", address];
     let drive = || distgpipe(&run).env("DISTGPIPE_TOKEN", &token).spawn().expect("it starts");
     let driver = drive();
     let mut log = BufReader::new(worker.stderr.take().expect("piped")).lines().map(|line| line.expect("text"));

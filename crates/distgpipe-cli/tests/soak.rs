@@ -114,6 +114,7 @@ fn signal(process: u32, signal: &str) {
 /// What a process has.
 #[derive(Clone, Copy)]
 struct Usage {
+    at: Instant,
     process: u32,
     memory_mb: u64,
     descriptors: usize,
@@ -129,7 +130,8 @@ impl Usage {
         };
         let descriptors = std::fs::read_dir(format!("/proc/{process}/fd")).ok()?.count();
         // One that has just been killed has no memory any more.
-        Some(Usage { process, memory_mb: field("VmRSS:")? / 1000, descriptors, threads: field("Threads:")? })
+        let memory_mb = field("VmRSS:")? / 1000;
+        Some(Usage { at: Instant::now(), process, memory_mb, descriptors, threads: field("Threads:")? })
     }
 }
 
@@ -300,9 +302,9 @@ impl Samples {
     fn show(&self) -> String {
         let mut text = String::new();
         for (who, samples) in [("client", &self.client), ("server", &self.server), ("job", &self.job)] {
-            for (i, sample) in samples.iter().enumerate().step_by((samples.len() / 20).max(1)) {
-                let seconds = i as f64 * SAMPLE_EVERY.as_secs_f64();
-                text.push_str(&format!("{who}, process {}, about {seconds:.0} s: {sample}\n", sample.process));
+            for sample in samples.iter().step_by((samples.len() / 20).max(1)) {
+                let seconds = (sample.at - samples[0].at).as_secs_f64();
+                text.push_str(&format!("{who}, process {}, after {seconds:.0} s: {sample}\n", sample.process));
             }
         }
         text
@@ -372,8 +374,8 @@ fn a_run_with_faults_all_along_ends_with_the_weights_of_an_undisturbed_one() {
     assert_flat("client", &samples.client, 32, &report);
     assert_flat("server", &samples.server, 16, &report);
     let watched = samples.longest_job();
-    let least = (length / 6).as_millis() / SAMPLE_EVERY.as_millis();
-    assert!(watched.len() as u128 >= least, "one job is watched for long: {} samples\n{report}", watched.len());
+    let for_s = watched.first().zip(watched.last()).map_or(0.0, |(first, last)| (last.at - first.at).as_secs_f64());
+    assert!(for_s >= length.as_secs_f64() / 6.0, "one job is watched for long: {for_s:.0} s\n{report}");
     assert_flat("job", watched, 16, &report);
     // A job is a new process, so none has more than another.
     let most = samples.job.iter().map(|usage| usage.descriptors).max().unwrap_or(0);

@@ -58,6 +58,14 @@ pub(crate) use upload::{attach_to_gpu, in_pinned_memory, Uploading, Uploads};
 use crate::failure::Fault;
 use tch::Tensor;
 
+/// Whether other processes may have mapped memory of this one's GPU: then none of it may be returned to the driver.
+pub(crate) fn gpu_memory_is_shared() -> bool {
+    #[cfg(feature = "mpi")]
+    return mpi::started_mpi().is_some_and(mpi::Mpi::reaches_gpus);
+    #[cfg(not(feature = "mpi"))]
+    false
+}
+
 /// Gives each channel of each image mean 0 and variance 1, from the image's own statistics.
 pub fn instance_norm(x: &Tensor) -> Result<Tensor, Fault> {
     if let Some(result) = kernels::instance_norm(x) {

@@ -23,7 +23,7 @@ pub enum Fault {
     Engine(#[source] tch::TchError),
     /// A thread would record a CUDA graph in a stream that others use.
     #[error(
-        "{device} has no stream left for CUDA graphs of this worker: the threads of this process hold libtorch's 32. Put fewer workers on \
+        "{device} has no stream left for CUDA graphs of this worker: the threads of this process hold all that they may. Put fewer workers on \
          it, run them in several processes, let each compute fewer micro-batches at a time, or let graphs be optional (`auto`)"
     )]
     NoStream {
@@ -228,11 +228,11 @@ impl Fault {
         Fault::Io { doing: doing.into(), source }
     }
 
-    /// An error that the C++ shim returned as text.
     pub(crate) fn no_stream(device: usize) -> Self {
         Fault::NoStream { device: format!("cuda:{device}") }
     }
 
+    /// An error that the C++ shim returned as text.
     pub(crate) fn engine(message: String) -> Self {
         Fault::Engine(tch::TchError::Torch(message))
     }

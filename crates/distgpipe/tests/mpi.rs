@@ -79,12 +79,17 @@ const CHECKS: &[(&str, Check)] = &[
     ("roberta_is_transparent", |program| matrix::check_model("roberta", ranks(program))),
     ("amoebanet_d_is_transparent", |program| matrix::check_model("amoebanet_d", ranks(program))),
     ("mobilenet_v2_in_bf16_is_transparent", |program| matrix::check_model_in_bf16("mobilenet_v2", ranks(program))),
+    ("unet_in_bf16_is_transparent", |program| matrix::check_model_in_bf16("unet", ranks(program))),
+    ("amoebanet_d_in_bf16_is_transparent", |program| matrix::check_model_in_bf16("amoebanet_d", ranks(program))),
     ("roberta_in_bf16_is_transparent", |program| matrix::check_model_in_bf16("roberta", ranks(program))),
     ("every_model_may_be_cut_after_any_layer", |program| matrix::check_every_cut(ranks(program))),
     ("every_model_in_bf16_may_be_cut_after_any_layer", |program| matrix::check_every_cut_in_bf16(ranks(program))),
     ("ten_steps_have_the_losses_of_one_device", |program| matrix::check_ten_steps(ranks(program))),
     ("two_replicas_are_two_devices_that_add_up_their_gradients", |program| {
         replicas::check_two(one_device::subjects(), ranks(program))
+    }),
+    ("two_replicas_in_bf16_are_two_devices_in_bf16", |program| {
+        replicas::check_two(one_device::in_bf16(one_device::subjects()), ranks(program))
     }),
     ("three_replicas_train_identically_in_ranks_and_threads", |program| {
         replicas::check_three(one_device::subjects(), || program.first(6).into())
@@ -94,6 +99,7 @@ const CHECKS: &[(&str, Check)] = &[
         coded::check_rounding(|| program.first(2).into())
     }),
     ("every_codec_trains_identically_in_ranks_and_threads", every_codec_trains_identically),
+    ("evaluating_in_between_changes_nothing", evaluating_in_between_changes_nothing),
     ("large_tensors_arrive_whole", large_tensors_arrive_whole),
     ("a_rank_that_panics_or_errs_is_named", a_rank_that_panics_or_errs_is_named),
     ("a_rank_that_hangs_is_named", a_rank_that_hangs_is_named),
@@ -210,6 +216,15 @@ fn every_codec_trains_identically(program: &MpiProgram) {
     }
 }
 
+fn evaluating_in_between_changes_nothing(program: &MpiProgram) {
+    for text in distgpipe_core::codec::ALL.iter().map(|member| member.examples[0]) {
+        let learned = |evaluate| coded::learned(coded::codecs(text, text), program.first(2).into(), evaluate);
+        one_device::assert_identical(text, &learned(true), &learned(false));
+        let learned = |evaluate| coded::learned_in_bf16(coded::codecs(text, text), program.first(2).into(), evaluate);
+        one_device::assert_identical(text, &learned(true), &learned(false));
+    }
+}
+
 /// Bodies of one piece, of several, and with a ragged last one, in both directions.
 fn large_tensors_arrive_whole(program: &MpiProgram) {
     for hidden in [4096, 20_000, 65_536, 100_001] {
@@ -248,10 +263,10 @@ fn a_rank_that_panics_or_errs_is_named(program: &MpiProgram) {
 }
 
 fn a_rank_that_hangs_is_named(program: &MpiProgram) {
-    for scenario in ["server:hang@1F0", "server:hang@1B2"] {
-        let action = scenario.rsplit('@').next().map(|a| a.parse().expect("an action"));
-        assert_named(run_until_failure(program.first(2).into(), scenario), scenario, "server", action);
-        assert_goes_on(program, scenario);
+    for (worker, action) in actions(&plan()).into_iter().filter(|(worker, _)| worker == "server") {
+        let scenario = format!("{worker}:hang@{action}");
+        assert_named(run_until_failure(program.first(2).into(), &scenario), &scenario, &worker, Some(action));
+        assert_goes_on(program, &scenario);
     }
 }
 

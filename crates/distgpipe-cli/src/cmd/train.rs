@@ -233,6 +233,9 @@ fn run_steps(config: &RunConfig, pipeline: &mut Pipeline, balance: &[usize]) -> 
     let summary = trainer.run(|event, run| {
         if training.stop_requested().is_some() {
             run.stop();
+            if matches!(event, Event::StepDone(_)) {
+                training.finish();
+            }
         }
         progress.on(event)?;
         match (event, &config.capture) {
@@ -291,6 +294,9 @@ fn rescue_model(config: &RunConfig, pipeline: &mut Pipeline, error: &TrainError,
 /// Prints the devices and threads, the cut that `--auto-balance` found, and a warning if the codecs have no link.
 fn note_setup(config: &RunConfig, pipeline: &Pipeline) {
     report::note(&config.compute.to_string());
+    if config.compute.uses_gpu() {
+        crate::mpi::note_gpus();
+    }
     if let Some(cut) = found_cut(config, pipeline) {
         report::note(&cut);
     }

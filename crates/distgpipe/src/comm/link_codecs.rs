@@ -42,7 +42,7 @@ pub struct LinkCodecs {
     codecs: Arc<CodecPolicy>,
     plan: Arc<Plan>,
     executor: Arc<dyn Executor>,
-    /// The worker's device. Received tensors are decoded into host memory that it can read directly.
+    /// The worker's device. Tensors that are decoded on the host are put into memory that it can read directly.
     device: tch::Device,
     /// How often the codecs have been reset.
     resets: Arc<AtomicU64>,
@@ -62,6 +62,12 @@ impl LinkCodecs {
             resets: Arc::default(),
             background: BackgroundRecorder::new(job.worker.0, job.trace),
         }
+    }
+
+    /// The worker's device.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn device(&self) -> tch::Device {
+        self.device
     }
 
     /// The codecs of a link that is measured without a job.
@@ -372,6 +378,67 @@ mod tests {
         let (header, body) = frame("bf16", Kind::Activation);
         read(&mut decoder, &header, &body).unwrap();
         assert!(decoder.kept_bytes() < 1 << 20);
+    }
+
+    /// A body that comes from a GPU, in the memory of another process.
+    struct GpuBody {
+        values: Tensor,
+        verified: bool,
+    }
+
+    impl FrameBody for &mut GpuBody {
+        fn read(&mut self, piece: &mut [u8]) -> Result<(), Fault> {
+            panic!("{} bytes are read on the host", piece.len())
+        }
+
+        fn comes_from_a_gpu(&self) -> bool {
+            true
+        }
+
+        fn read_on_gpu(&mut self, into: &Tensor) -> Result<(), Fault> {
+            assert!(into.device().is_cuda());
+            tch::no_grad(|| into.shallow_clone().copy_(&self.values));
+            Ok(())
+        }
+
+        fn verify(self) -> Result<(), Fault> {
+            self.verified = true;
+            Ok(())
+        }
+    }
+
+    /// Without `DISTGPIPE_GPU_TESTS=1` it does nothing, because CI has no GPU.
+    #[test]
+    fn raw_tensors_from_a_gpu_arrive_with_their_layout_and_values() {
+        if std::env::var_os("DISTGPIPE_GPU_TESTS").is_none() {
+            return println!("NOT TESTED: needs a GPU and DISTGPIPE_GPU_TESTS=1");
+        }
+        let gpu = crate::engine::Device::Cuda(0).open().unwrap();
+        let mut link_codecs = link_codecs("raw");
+        link_codecs.device = gpu;
+        let mut decoder = Decoder::new(link_codecs, Counters::default());
+        for layout in [crate::engine::Layout::Contiguous, crate::engine::Layout::ChannelsLast] {
+            for kind in [tch::Kind::Float, tch::Kind::BFloat16] {
+                let values = tch::no_grad(|| Tensor::randn([3, 5, 7, 9], (tch::Kind::Float, gpu)).to_kind(kind));
+                let values = crate::engine::with_layout(&values, layout).unwrap();
+                let meta = TensorMeta {
+                    codec: CodecId::Raw,
+                    dtype: dtype_of(kind).unwrap(),
+                    shape: Shape::new(&[3, 5, 7, 9]).unwrap(),
+                    layout: match layout {
+                        crate::engine::Layout::Contiguous => distgpipe_core::wire::Layout::Contiguous,
+                        crate::engine::Layout::ChannelsLast => distgpipe_core::wire::Layout::ChannelsLast,
+                    },
+                };
+                let body_bytes = (values.numel() * values.kind().elt_size_in_bytes()) as u64;
+                let header = Header { to: 1, tensor: Some(meta), body_bytes, ..Header::new(Kind::Activation) };
+                let mut body = GpuBody { values, verified: false };
+                let got = decoder.read(&header, &meta, &mut body).unwrap();
+                assert!(got.device().is_cuda() && body.verified);
+                assert_eq!((got.kind(), got.stride()), (kind, body.values.stride()));
+                assert!(got.equal(&body.values));
+            }
+        }
     }
 
     /// A worker with a GPU and one without send the same bytes and get the same values, step by step. Without `DISTGPIPE_GPU_TESTS=1`

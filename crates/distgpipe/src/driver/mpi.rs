@@ -21,6 +21,7 @@ use crate::engine;
 use crate::engine::is_one_of_several_ranks;
 use crate::engine::mpi::{start_mpi, Beat, Mpi};
 use crate::failure::{Failure, Fault};
+use crate::model::exported::{allow_operators, allowed_operators};
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
 use distgpipe_core::wire::Kind;
@@ -54,8 +55,8 @@ const RANK_0_SILENCE_MIN: Duration = Duration::from_secs(5);
 /// What rank 0 tells another rank between two runs. An empty message says that it is there.
 #[derive(Serialize, Deserialize)]
 enum Order {
-    /// Take part in a run.
-    Run { build: String, run: u64, job: Box<Job> },
+    /// Take part in a run, in which exported models may use further operators.
+    Run { build: String, run: u64, job: Box<Job>, allow_ops: Vec<String> },
     /// The program is over.
     End,
 }
@@ -124,6 +125,11 @@ impl MpiProgram {
         self.mpi.size()
     }
 
+    /// Whether the MPI library is CUDA-aware. Then it sends tensors on GPUs without a copy in host memory.
+    pub fn reaches_gpus(&self) -> bool {
+        self.mpi.reaches_gpus()
+    }
+
     /// All ranks, as the workers of a run.
     pub fn ranks(&self) -> MpiRanks {
         self.first(self.size())
@@ -145,9 +151,11 @@ impl MpiProgram {
         loop {
             match self.next_order(silence).map_err(failed)? {
                 Order::End => return Ok(()),
-                Order::Run { build, run, job } => {
+                Order::Run { build, run, job, allow_ops } => {
                     RUN.store(run, Ordering::Relaxed);
                     silence = job.timeouts.silence().max(RANK_0_SILENCE_MIN);
+                    // An operator that libtorch does not have here is missed where the model is built.
+                    let _ = allow_operators(&allow_ops);
                     self.take_part(&build, run, *job, models)?;
                 }
             }
@@ -357,7 +365,8 @@ impl MpiRanks {
         let links = MpiLinks::start(mpi, run, links.collect(), local.mailbox.demand().clone())?;
         for rank in 1..members {
             let job = Box::new(Job { worker: WorkerId::new(rank), ..local.job.clone() });
-            let order = serde_json::to_vec(&Order::Run { build: BUILD.to_owned(), run, job });
+            let order = Order::Run { build: BUILD.to_owned(), run, job, allow_ops: allowed_operators() };
+            let order = serde_json::to_vec(&order);
             let order = order.map_err(|e| Fault::internal("a job that serializes", e.to_string()))?;
             mpi.post(rank, Tags::ORDERS, order)?;
         }

@@ -4,7 +4,7 @@
 //! transfer keeps the thread that takes part in it, and nothing else. It may be the memory of a GPU if the library is CUDA-aware.
 
 use super::cuda::{self, CudaStream};
-use super::{exit_at_once, Layout};
+use super::{attach_to_gpu, exit_at_once, Layout};
 use crate::failure::Fault;
 use mpi::collective::SystemOperation;
 use mpi::ffi;
@@ -12,13 +12,14 @@ use mpi::raw::AsRaw;
 use mpi::topology::{Color, Communicator};
 use mpi::traits::CommunicatorCollectives;
 use mpi::Threading;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void, CStr};
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tch::{Kind, Tensor};
@@ -39,6 +40,14 @@ const SERIALIZED: &str = "DISTGPIPE_MPI_SERIALIZED";
 /// library's word.
 const CUDA_AWARE: &str = "DISTGPIPE_MPI_CUDA";
 
+/// No GPU has this number.
+const NO_GPU: usize = usize::MAX;
+
+thread_local! {
+    /// The GPU that MPI uses on this thread.
+    static ATTACHED_TO: Cell<usize> = const { Cell::new(NO_GPU) };
+}
+
 /// Before this, a wait only yields the processor.
 const YIELD: Duration = Duration::from_micros(50);
 
@@ -50,6 +59,8 @@ pub struct Mpi {
     ranks_here: usize,
     most_on_one_host: usize,
     reaches_gpus: bool,
+    /// The GPU whose memory is sent and received, or [`NO_GPU`].
+    gpu: AtomicUsize,
     /// Held during each call, if the library allows one at a time.
     one_at_a_time: Option<Mutex<()>>,
     posted: Mutex<Vec<Posted>>,
@@ -135,6 +146,7 @@ pub fn start_mpi() -> Result<&'static Mpi, Fault> {
         ranks_here: count(ranks_here),
         most_on_one_host: count(most_on_one_host),
         reaches_gpus: is_cuda_aware(),
+        gpu: AtomicUsize::new(NO_GPU),
         one_at_a_time,
         posted: Mutex::default(),
         roles,
@@ -159,7 +171,8 @@ fn is_cuda_aware() -> bool {
     // SAFETY: looks a name up in the libraries that this process has loaded.
     let query = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"MPIX_Query_cuda_support".as_ptr()) };
     // SAFETY: by this name, both libraries have a function that takes nothing and returns an int.
-    let query = (!query.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(query) });
+    let query =
+        (!query.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> c_int>(query) });
     query.is_some_and(|query| query() == 1)
 }
 
@@ -203,6 +216,13 @@ impl Mpi {
     /// Whether the library is CUDA-aware: it sends from and receives into the memory of GPUs.
     pub fn reaches_gpus(&self) -> bool {
         self.reaches_gpus
+    }
+
+    /// From now on, memory of this GPU may be sent and received, if the library reaches it.
+    pub fn use_gpu(&self, device: usize) {
+        if self.reaches_gpus {
+            self.gpu.store(device, Ordering::Release);
+        }
     }
 
     /// The next message with this tag, from one rank or from any, if one has arrived.
@@ -355,6 +375,7 @@ impl Mpi {
     }
 
     fn call(&self, doing: &'static str, call: impl FnOnce() -> c_int) -> Result<(), Fault> {
+        self.attach_thread_to_gpu()?;
         let one = self.one_at_a_time.as_ref().map(lock);
         let code = call();
         drop(one);
@@ -362,6 +383,17 @@ impl Mpi {
             0 => Ok(()),
             code => Err(Fault::Mpi { doing, text: error_text(code) }),
         }
+    }
+
+    /// Makes the GPU whose memory is sent the calling thread's current one. Any call may go on with the transfers of other threads, and
+    /// the library copies on the current GPU of the thread that calls it.
+    fn attach_thread_to_gpu(&self) -> Result<(), Fault> {
+        let gpu = self.gpu.load(Ordering::Acquire);
+        if gpu != NO_GPU && ATTACHED_TO.get() != gpu {
+            attach_to_gpu(gpu)?;
+            ATTACHED_TO.set(gpu);
+        }
+        Ok(())
     }
 
     /// Ends MPI, with all ranks. The library may wait for them.
@@ -473,7 +505,9 @@ impl GpuMemory {
     /// That of a tensor, once its GPU has computed it and does not use its memory for anything else any more. `None` for a tensor that is
     /// not dense, or not on a GPU.
     pub fn of(tensor: &Tensor) -> Result<Option<Self>, Fault> {
-        let Some(index) = cuda::index(tensor.device()).filter(|_| super::layout(tensor).is_some()) else { return Ok(None) };
+        let Some(index) = cuda::index(tensor.device()).filter(|_| super::layout(tensor).is_some()) else {
+            return Ok(None);
+        };
         // MPI knows nothing of streams. The calling thread's has waited for all others that use the memory.
         CudaStream::current(index)?.synchronize()?;
         Ok(Some(GpuMemory(tensor.shallow_clone())))

@@ -272,7 +272,9 @@ impl WorkerGraphs {
             Progress::WarmUp(steps) if same && steps >= WARM_UP_STEPS => {
                 self.progress = Progress::Recording;
                 // What the steps so far have left would be held beside the pools.
-                cuda::empty_cache()?;
+                if !engine::gpu_memory_is_shared() {
+                    cuda::empty_cache()?;
+                }
                 true
             }
             Progress::WarmUp(steps) => {

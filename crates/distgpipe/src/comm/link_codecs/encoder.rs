@@ -122,7 +122,9 @@ impl Encoder {
                     let bytes = TensorBytes::new(&memory).ok_or_else(|| not_dense(&memory))?;
                     return Ok((meta, EncodedBody::Host(EncodedBytes::Tensor(bytes))));
                 }
-                (meta, None) => return Ok((meta, EncodedBody::Host(EncodedBytes::Owned(std::mem::take(&mut self.body))))),
+                (meta, None) => {
+                    return Ok((meta, EncodedBody::Host(EncodedBytes::Owned(std::mem::take(&mut self.body)))))
+                }
             }
         }
         let (meta, bytes) = self.encoded(message, index, tensor, true)?;

@@ -241,6 +241,9 @@ impl MpiLinks {
         let (mut receiving, mut pulses, mut meter) = (BTreeMap::new(), Vec::new(), None);
         for (rank, end) in options {
             let counters = end.counters;
+            if let Some(gpu) = engine::cuda::index(end.link_codecs.device()) {
+                mpi.use_gpu(gpu);
+            }
             let link = Arc::new(Link {
                 mpi,
                 rank,
@@ -348,5 +351,39 @@ fn sending_failure(link: &Link, fault: Fault) -> Failure {
     match fault {
         Fault::Lost => Failure::connection(&link.peer, fault),
         fault => Failure::new(&link.local, "sending", fault),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A receiver acts on the first message of a large body before the body is there.
+    #[test]
+    fn the_first_message_of_a_large_body_is_verified() {
+        let header = Header { to: 1, body_bytes: 1 << 20, ..Header::new(Kind::Activation) };
+        let read = |head: &[u8]| {
+            let (header, rest) = head.split_first_chunk::<HEADER_BYTES>().expect("a header");
+            LargeBody::of(header, rest)
+        };
+        for how in [LargeBody::Checked, LargeBody::FromGpu] {
+            let head = how.head(&header);
+            assert_eq!(read(&head).expect("intact"), how);
+            for bit in 0..head.len() * 8 {
+                let mut damaged = head.clone();
+                damaged[bit / 8] ^= 1 << (bit % 8);
+                let refused = read(&damaged).expect_err("damaged").to_string();
+                assert!(refused.contains("checksum"), "bit {bit}: {refused}");
+            }
+            for length in HEADER_BYTES..head.len() {
+                let refused = read(&head[..length]).expect_err("cut").to_string();
+                assert!(refused.contains("how the body comes, and a checksum"), "{length} bytes: {refused}");
+            }
+        }
+        let mut unknown = header.encode().to_vec();
+        unknown.push(2);
+        unknown.extend_from_slice(&xxh3_64(&unknown).to_le_bytes());
+        let refused = read(&unknown).expect_err("unknown").to_string();
+        assert!(refused.contains("a body with a checksum or from a GPU"), "{refused}");
     }
 }
