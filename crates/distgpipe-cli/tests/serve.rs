@@ -8,7 +8,7 @@ mod serving;
 use archives::exported;
 use command::refused;
 use serving::{capture, losses, path, Serve, LIMIT, TRAIN};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
@@ -558,7 +558,7 @@ fn losses_of(
 }
 
 /// Two replicas of two workers, on this process and three servers, with batches that do not divide evenly: gradients go from
-/// replica to replica over TLS, raw and through a codec that remembers.
+/// replica to replica over TLS, raw and through a codec that remembers, and the statistics of batch norms from the first to the other.
 #[test]
 fn replicas_of_a_pipeline_over_servers_train_as_threads_do() {
     let mut third = Serve::start("serve-replicas-third", &[]);
@@ -571,15 +571,46 @@ fn replicas_of_a_pipeline_over_servers_train_as_threads_do() {
                 builder.balance([2, 2]).place("client,server").micro_batches(3).replicas(2).codecs(codecs.clone())
             })
         };
-        let servers = [&first, &second, &third].map(|server| {
-            let parsed: distgpipe::JoinString = server.join_string.parse().expect("a join string");
-            distgpipe::JoinString { addresses: vec![server.address.clone()], ..parsed }
-        });
-        let workers = distgpipe::Workers::Servers { servers: servers.into(), labels_leave: true, listen: None };
-        assert_eq!(train(workers), train(distgpipe::Workers::Threads), "{codec}");
+        assert_eq!(train(over([&first, &second, &third])), train(distgpipe::Workers::Threads), "{codec}");
         // The place of a run is free when its process has ended.
         [&mut first, &mut second, &mut third].into_iter().for_each(|server| server.wait_for_ends(number + 1));
     }
+    let (servers, threads) = (learned(over([&first, &second, &third])), learned(distgpipe::Workers::Threads));
+    assert!(threads.len() > 300, "{} tensors", threads.len());
+    for (name, bits) in &threads {
+        assert!(servers.get(name) == Some(bits), "{name} differs");
+    }
+}
+
+/// These servers as workers that get labels.
+fn over(servers: [&Serve; 3]) -> distgpipe::Workers {
+    let servers = servers.map(|server| {
+        let parsed: distgpipe::JoinString = server.join_string.parse().expect("a join string");
+        distgpipe::JoinString { addresses: vec![server.address.clone()], ..parsed }
+    });
+    distgpipe::Workers::Servers { servers: servers.into(), labels_leave: true, listen: None }
+}
+
+/// The bits of everything that two replicas of a model with batch norms and dropout have learned after two steps, and of the gradients
+/// of a third one.
+fn learned(workers: distgpipe::Workers) -> BTreeMap<String, Vec<u8>> {
+    use distgpipe::prelude::*;
+    use distgpipe::tch::{Device as TorchDevice, Kind, Tensor};
+    use distgpipe::zoo::MobileNetV2;
+    let model = MobileNetV2 { width: 0.25, image: 16, strides: [1, 1, 2, 1, 1, 1, 2, 1], ..MobileNetV2::default() };
+    let builder = Pipeline::builder(model.model().expect("a model")).device(Device::Cpu).threads(1).learning_rate(0.01);
+    let builder = builder.balance([9, 11]).place("client,server").micro_batches(2).replicas(2).workers(workers);
+    let mut pipeline = builder.build().unwrap_or_else(|failure| panic!("{failure}"));
+    let x = (Tensor::arange(13 * 768, (Kind::Float, TorchDevice::Cpu)).view([13, 3, 16, 16]) * 0.37).sin();
+    let batch = Batch::new(x, Tensor::arange(13, (Kind::Int64, TorchDevice::Cpu)).remainder(10));
+    for _ in 0..2 {
+        assert!(pipeline.train_step(&batch).unwrap_or_else(|error| panic!("{error}")).loss < 4.0);
+    }
+    let gradients = pipeline.gradients(&batch).unwrap_or_else(|error| panic!("{error}")).1;
+    let state = pipeline.state().unwrap_or_else(|error| panic!("{error}"));
+    let gradients = gradients.into_iter().map(|(name, tensor)| (format!("gradient of {name}"), tensor));
+    let bits = |tensor: &Tensor| distgpipe::engine::bytes(&tensor.contiguous()).expect("dense").to_vec();
+    gradients.chain(state).map(|(name, tensor)| (name, bits(&tensor))).collect()
 }
 
 /// In the data, in the handshake of TLS, and in the first frames after it.
