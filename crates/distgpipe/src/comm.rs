@@ -6,7 +6,7 @@
 //!
 //!  stage ── message ──► transport: memory │ loopback │ tcp ──► admission ──► mailbox ──► stage
 //!                       link_codecs: encode by codec_policy      (between processes,
-//!                       traffic: count                            after a handshake)
+//!                       traffic: count                 tensor_bounds      after a handshake)
 //!                       probe: measure the link before        arrivals: time
 //!
 //!  failures  abort: ends all threads of a run; status, watchdog: find who stalls; timeouts: say when
@@ -29,6 +29,7 @@ pub mod protocol;
 pub mod server_identity;
 pub mod status;
 pub mod suspension;
+pub mod tensor_bounds;
 pub mod timeouts;
 pub mod topology;
 pub mod traffic;

@@ -2,6 +2,7 @@
 
 use crate::comm::mailbox::Mailbox;
 use crate::comm::message::{Message, Tag};
+use crate::comm::tensor_bounds::TensorBounds;
 use crate::comm::topology::Topology;
 use crate::failure::Fault;
 use crate::runtime::all_reduce::GRADIENT_SHARE_BYTES_MAX;
@@ -30,6 +31,8 @@ pub struct Delivery {
     pub workers: BTreeMap<WorkerId, Arc<Mailbox>>,
     /// The driver's mailbox, if the driver is in this process.
     pub driver: Option<Arc<Mailbox>>,
+    /// How large the tensors may be.
+    pub bounds: Arc<TensorBounds>,
 }
 
 impl Delivery {
@@ -41,11 +44,11 @@ impl Delivery {
                 let expected = format!("a gradient segment of at most {GRADIENT_SHARE_BYTES_MAX} bytes");
                 Err(Fault::protocol(expected, header.body_bytes.to_string()))
             }
-            kind => self.mailbox_of(kind, header.micro_batch, header.from, header.to)?.check_budget(
-                self.worker(),
-                kind,
-                header.step,
-            ),
+            kind => {
+                let mailbox = self.mailbox_of(kind, header.micro_batch, header.from, header.to)?;
+                mailbox.check_budget(self.worker(), kind, header.step)?;
+                self.bounds.check(header)
+            }
         }
     }
 
@@ -123,7 +126,8 @@ mod tests {
         let topology = Arc::new(Topology::new(Schedule::OneFOneB.plan(&request).unwrap(), replicas));
         let mailbox = || Mailbox::new(AbortFlag::default(), 1);
         let workers = BTreeMap::from([(WorkerId(here), mailbox())]);
-        let delivery = Delivery { topology, peer, workers, driver: (here == 0).then(mailbox) };
+        let bounds = Arc::new(TensorBounds::of_worker());
+        let delivery = Delivery { topology, peer, workers, driver: (here == 0).then(mailbox), bounds };
         let (kind, micro_batch, from, to) = message;
         delivery.admit(&Header { micro_batch, from, to, ..Header::new(kind) }).is_ok()
     }
@@ -170,7 +174,8 @@ mod tests {
         let request = Request::new("one".parse().unwrap(), 1);
         let topology = Arc::new(Topology::new(Schedule::OneFOneB.plan(&request).unwrap(), 2));
         let workers = BTreeMap::from([(WorkerId(1), Mailbox::new(AbortFlag::default(), 1))]);
-        let delivery = Delivery { topology, peer: Peer::Driver, workers, driver: None };
+        let bounds = Arc::new(TensorBounds::of_worker());
+        let delivery = Delivery { topology, peer: Peer::Driver, workers, driver: None, bounds };
         let header = |body_bytes| Header { to: 1, body_bytes, ..Header::new(Kind::Share) };
         assert!(delivery.admit(&header(GRADIENT_SHARE_BYTES_MAX)).is_ok());
         assert!(delivery.admit(&header(GRADIENT_SHARE_BYTES_MAX + 1)).is_err());

@@ -10,6 +10,7 @@ use crate::comm::notice::{Notice, Notify};
 use crate::comm::protocol::Job;
 use crate::comm::server_identity::JoinString;
 use crate::comm::status::SharedStatus;
+use crate::comm::tensor_bounds::TensorBounds;
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::byte_stream::ByteStream;
@@ -166,6 +167,8 @@ pub(super) struct WorkerSet {
     pub abort: AbortFlag,
     /// What each worker is doing, by worker number.
     pub statuses: Vec<Arc<SharedStatus>>,
+    /// How large the tensors of workers in other processes may be.
+    pub bounds: Arc<TensorBounds>,
     notify: Notify,
     threads: Vec<JoinHandle<()>>,
     connections: BTreeMap<WorkerId, Connection>,
@@ -197,6 +200,7 @@ pub(super) fn start(
         outgoing: BTreeMap::new(),
         abort,
         statuses,
+        bounds: Arc::new(TensorBounds::of_driver()),
         notify: options.notify,
         threads: vec![],
         connections: BTreeMap::new(),
@@ -264,22 +268,23 @@ impl Launch<'_> {
             let name = self.topology.name(worker);
             move |fault| Failure::new(name, "joining the run", fault)
         };
+        let abort = &self.locals[&WorkerId(0)].worker.abort;
         let mut streams = Vec::new();
         for (&worker, endpoint) in remote.iter().zip(endpoints) {
             let _watch = watch_joining(self.topology.name(worker), limit, notify).map_err(at(worker))?;
-            let dialed =
-                endpoint.dial(Role::Driver, run, key, Resume::first(limit)).map_err(|fault| match (fault, endpoint) {
-                    (Fault::TimedOut { limit_s, .. }, _) => Fault::NoAnswer { limit_s },
-                    (Fault::Io { source, .. }, _) if source.kind() == io::ErrorKind::TimedOut => {
-                        Fault::NoAnswer { limit_s: limit.as_secs_f64() }
-                    }
-                    (Fault::Io { source, .. }, Endpoint::Plain { address, .. })
-                        if source.kind() == io::ErrorKind::ConnectionRefused =>
-                    {
-                        Fault::NobodyListens { address: address.clone() }
-                    }
-                    (other, _) => other,
-                });
+            let resume = Resume { abort: abort.clone(), ..Resume::first(limit) };
+            let dialed = endpoint.dial(Role::Driver, run, key, resume).map_err(|fault| match (fault, endpoint) {
+                (Fault::TimedOut { limit_s, .. }, _) => Fault::NoAnswer { limit_s },
+                (Fault::Io { source, .. }, _) if source.kind() == io::ErrorKind::TimedOut => {
+                    Fault::NoAnswer { limit_s: limit.as_secs_f64() }
+                }
+                (Fault::Io { source, .. }, Endpoint::Plain { address, .. })
+                    if source.kind() == io::ErrorKind::ConnectionRefused =>
+                {
+                    Fault::NobodyListens { address: address.clone() }
+                }
+                (other, _) => other,
+            });
             streams.push(dialed.map_err(at(worker))?.0);
         }
         for (&worker, stream) in remote.iter().zip(&mut streams) {
@@ -345,8 +350,12 @@ impl WorkerSet {
             let (own, status) = (Job { worker, ..job.clone() }, self.statuses[worker.index()].clone());
             let local = LocalWorker::new(own, topology.clone(), self.abort.clone(), status);
             let counters = topology.members().map(|other| (other, Counters::default())).collect();
-            let worker = local.map_err(failed_in("starting workers"))?;
+            let mut worker = local.map_err(failed_in("starting workers"))?;
+            worker.bounds = self.bounds.clone();
             locals.insert(worker.id(), LocalThread { worker, counters });
+        }
+        if !remote.is_empty() {
+            self.bounds.set_model(model, &job.balance).map_err(failed_in("starting workers"))?;
         }
         let launch = Launch { job, topology, model, locals };
         #[cfg(feature = "mpi")]

@@ -8,6 +8,7 @@ use crate::comm::mailbox::Mailbox;
 use crate::comm::notice::Notify;
 use crate::comm::protocol::Job;
 use crate::comm::status::SharedStatus;
+use crate::comm::tensor_bounds::TensorBounds;
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::byte_stream::ByteStream;
@@ -29,6 +30,8 @@ pub(super) struct LocalWorker {
     pub job: Job,
     pub topology: Arc<Topology>,
     pub mailbox: Arc<Mailbox>,
+    /// How large the tensors of its peers may be.
+    pub bounds: Arc<TensorBounds>,
     pub link_codecs: LinkCodecs,
     pub scenario: Scenario,
     /// Counts the memory of this worker's tensors.
@@ -105,7 +108,11 @@ impl LocalWorker {
         let mailbox = Mailbox::new(abort.clone(), topology.mailbox_capacity(job.worker));
         let link_codecs = LinkCodecs::new(&job, topology.plan());
         let meter = Meter::new();
-        Ok(LocalWorker { job, topology, mailbox, link_codecs, scenario, meter, abort, status })
+        let bounds = Arc::new(match job.worker {
+            WorkerId(0) => TensorBounds::of_driver(),
+            _ => TensorBounds::of_worker(),
+        });
+        Ok(LocalWorker { job, topology, mailbox, bounds, link_codecs, scenario, meter, abort, status })
     }
 
     pub fn id(&self) -> WorkerId {
@@ -131,6 +138,7 @@ impl LocalWorker {
             peer: remote.peer,
             workers: remote.mailboxes,
             driver: remote.driver,
+            bounds: self.bounds.clone(),
         });
         let (local, peer) = (self.name(), self.topology.name(other));
         let (admission, room) = (delivery.clone(), delivery.clone());
@@ -174,6 +182,7 @@ impl LocalWorker {
             topology: self.topology.clone(),
             model,
             mailbox: self.mailbox.clone(),
+            bounds: self.bounds.clone(),
             outgoing: links.outgoing,
             driver: links.driver,
             links: links.counters,

@@ -10,6 +10,7 @@ use crate::comm::mailbox::Mailbox;
 use crate::comm::message::{Message, Tag};
 use crate::comm::protocol::{Command, Job, StepReport};
 use crate::comm::status::{Activity, SharedStatus};
+use crate::comm::tensor_bounds::TensorBounds;
 use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::Outgoing;
@@ -42,6 +43,8 @@ pub struct Worker {
     pub model: Model,
     /// Receives every message to this worker.
     pub mailbox: Arc<Mailbox>,
+    /// How large the tensors of its peers may be, if they are in other processes.
+    pub bounds: Arc<TensorBounds>,
     /// The links to the other workers.
     pub outgoing: BTreeMap<WorkerId, Box<dyn Outgoing>>,
     /// The link to the driver.
@@ -123,8 +126,8 @@ struct BuiltWorker {
 
 impl BuiltWorker {
     fn build(worker: Worker) -> Result<Self, Fault> {
-        let Worker { job, topology, model, mailbox, mut outgoing, driver, links, link_codecs, meter, abort, status } =
-            worker;
+        let Worker { job, topology, model, mailbox, bounds, mut outgoing, driver, links, .. } = worker;
+        let Worker { link_codecs, meter, abort, status, .. } = worker;
         let device = job.device();
         let device = device.open().map_err(|e| Fault::Device { device: device.to_string(), source: e.into() })?;
         // Replicas share gradients while backward passes still run, and a graph tells nothing of a gradient before its end.
@@ -158,6 +161,8 @@ impl BuiltWorker {
         let stream = Stream::new(job.seed);
         let groups = ParameterGroups::new(&job.groups, &job.frozen).map_err(|e| Fault::invalid_job("the groups", e))?;
         let mut partitions = build_partitions(&job, &topology, &model, device, &abort)?;
+        // The driver sends nothing of a step before it has heard that this worker is ready.
+        bounds.set_model(&model, &job.balance)?;
         for partition in partitions.values_mut() {
             partition.freeze(|name| groups.freezes(name))?;
         }

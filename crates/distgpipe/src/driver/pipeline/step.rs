@@ -43,6 +43,7 @@ impl Pipeline {
         let rows = MicroBatches::split(batch.rows(), split.replicas * split.micro_batches)?;
         self.track_plan(&request, split.micro_batches);
         let start = Instant::now();
+        self.workers.bounds.begin_step(rows.len(MicroBatchId(0)));
         let number = self.next_command();
         let step = self.next_step(batch, &request, after, &rows, split.micro_batches);
         for worker in self.topology.members() {
