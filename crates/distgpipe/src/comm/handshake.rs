@@ -20,7 +20,7 @@ use crate::engine;
 use crate::failure::{printable, Fault};
 use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
 use std::fmt;
-use std::io::Read;
+use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -156,22 +156,42 @@ pub fn dial_again(
     introduce(connect(address, Instant::now() + resume.limit, &resume.abort)?.into(), role, credentials, resume)
 }
 
-/// Connects to a server at the first of its addresses that answers, and has both ends prove who they are.
-pub fn dial_server(addresses: &[String], expected: &Expected<'_>, limit: Duration) -> Result<ByteStream, Fault> {
+/// Connects to a server at the first of its addresses that answers, and has both ends prove who they are. `limit` bounds all of it;
+/// gives up earlier when the run fails.
+pub fn dial_server(
+    addresses: &[String],
+    expected: &Expected<'_>,
+    limit: Duration,
+    abort: &AbortFlag,
+) -> Result<ByteStream, Fault> {
     let deadline = Instant::now() + limit;
     let mut failed = Fault::invalid_job("a join string", "it has no address");
-    for address in addresses {
-        let socket = match connect(address, deadline, &AbortFlag::default()) {
-            Ok(socket) => socket,
-            Err(fault) => {
-                failed = fault;
-                continue;
+    for (i, address) in addresses.iter().enumerate() {
+        let share = share_of(deadline, addresses.len() - i);
+        let connected = connect(address, share, abort).and_then(|socket| {
+            let left = share.saturating_duration_since(Instant::now());
+            tls::connect(socket, expected, left, abort)
+        });
+        failed = match connected {
+            Ok(stream) => return Ok(stream.into()),
+            // What answers is not the server, or does not let this end in: so it is at every address.
+            Err(fault @ (Fault::WrongKey | Fault::WrongSecret(_) | Fault::Refused { .. } | Fault::Reported(_))) => {
+                return Err(fault)
             }
+            Err(fault) => fault,
         };
-        let left = deadline.saturating_duration_since(Instant::now());
-        return tls::connect(socket, expected, left).map(ByteStream::from);
     }
-    Err(failed)
+    Err(match failed {
+        // The time of all addresses, and not that of the last.
+        Fault::TimedOut { what, .. } => Fault::TimedOut { what, limit_s: limit.as_secs_f64() },
+        other => other,
+    })
+}
+
+/// When the next of so many attempts has to end, so that each of them gets an equal share of the time that is left.
+fn share_of(deadline: Instant, attempts: usize) -> Instant {
+    let now = Instant::now();
+    now + deadline.saturating_duration_since(now) / u32::try_from(attempts.max(1)).unwrap_or(u32::MAX)
 }
 
 /// The first word of the address of a server in a job.
@@ -211,8 +231,8 @@ pub fn connect_to(address: &str, limit: Duration) -> Result<(TcpStream, SocketAd
     Ok((socket, to))
 }
 
-/// Connects to an address, and to the next one that its name resolves to if that fails. The deadline is that of all of them
-/// together; gives up earlier when the run fails. Neither the system's resolver nor a connection attempt can be ended from
+/// Connects to an address, and to the next one that its name resolves to if that fails. The deadline is that of the lookup and of all
+/// of them together; gives up earlier when the run fails. Neither the system's resolver nor a connection attempt can be ended from
 /// outside, so they get a thread, which is left alone if it takes too long.
 fn connect(address: &str, deadline: Instant, abort: &AbortFlag) -> Result<TcpStream, Fault> {
     let (sender, connected) = mpsc::sync_channel(1);
@@ -243,19 +263,26 @@ fn resolve_and_connect(address: &str, deadline: Instant) -> Result<TcpStream, Fa
             found.take(ADDRESSES_MAX).collect()
         }
     };
-    let mut failed = Fault::invalid_job("a worker's address", format!("`{address}` resolves to no address"));
-    // A host name may resolve to several addresses, of which the worker listens on some.
-    for resolved in resolved {
-        let left = deadline.saturating_duration_since(Instant::now());
+    let none = || Fault::invalid_job("a worker's address", format!("`{address}` resolves to no address"));
+    let Some(connected) = connect_to_first(&resolved, deadline) else { return Err(none()) };
+    connected.map_err(|e| Fault::io(format!("connecting to {address}"), e))
+}
+
+/// Connects to the first of these addresses that answers. A host name may resolve to several, of which the worker listens on some;
+/// one that never answers, such as that of an IPv6 network that is down, uses its share of the time.
+fn connect_to_first(addresses: &[SocketAddr], deadline: Instant) -> Option<io::Result<TcpStream>> {
+    let mut last = None;
+    for (i, address) in addresses.iter().enumerate() {
+        let left = share_of(deadline, addresses.len() - i).saturating_duration_since(Instant::now());
         if left.is_zero() {
-            break;
+            return last.or(Some(Err(io::ErrorKind::TimedOut.into())));
         }
-        match TcpStream::connect_timeout(&resolved, left) {
-            Ok(stream) => return Ok(stream),
-            Err(e) => failed = Fault::io(format!("connecting to {address}"), e),
+        match TcpStream::connect_timeout(address, left) {
+            Ok(stream) => return Some(Ok(stream)),
+            Err(e) => last = Some(Err(e)),
         }
     }
-    Err(failed)
+    last
 }
 
 /// The most addresses of one name that are tried.
@@ -365,5 +392,135 @@ fn refusal(reason: String) -> Fault {
     match reason.split_whitespace().next() {
         Some(BUSY) => Fault::Busy { text: reason },
         _ => Fault::Refused { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::acceptor::{Acceptor, Arrival, TlsServer};
+    use crate::comm::server_identity::ServerIdentity;
+    use crate::failure::Failure;
+    use std::net::TcpListener;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::Arc;
+
+    /// An address where nobody answers: the queue of its listener is full. The connections keep it so.
+    fn black_hole() -> (SocketAddr, TcpListener, Vec<TcpStream>) {
+        engine::raise_open_files_limit().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut queued = Vec::new();
+        // Two in a row, because a loaded machine may be slow once.
+        let mut full = 0;
+        while full < 2 {
+            match TcpStream::connect_timeout(&address, Duration::from_millis(300)) {
+                Ok(stream) => queued.push(stream),
+                Err(_) => full += 1,
+            }
+            assert!(queued.len() < 10_000, "the queue has an end");
+        }
+        (address, listener, queued)
+    }
+
+    /// A server of TLS that answers until it is dropped.
+    struct Answering {
+        addresses: Vec<String>,
+        identity: ServerIdentity,
+        stop: Arc<AtomicBool>,
+    }
+
+    impl Answering {
+        fn start() -> Self {
+            let identity = ServerIdentity::generate().unwrap();
+            let tls = TlsServer { config: tls::server_config(&identity).unwrap(), secret: identity.secret };
+            let mut acceptor = Acceptor::new(TcpListener::bind("127.0.0.1:0").unwrap(), Some(tls)).unwrap();
+            let (addresses, stop) = (vec![acceptor.listener().address().unwrap()], Arc::new(AtomicBool::new(false)));
+            let stopped = stop.clone();
+            std::thread::spawn(move || {
+                while !stopped.load(Ordering::Relaxed) {
+                    assert!(!matches!(acceptor.next(POLL, &|_| None), Some(Arrival::Peer(_))));
+                }
+            });
+            Answering { addresses, identity, stop }
+        }
+
+        fn dial(&self, addresses: &[String], limit: Duration, abort: &AbortFlag) -> Result<ByteStream, Fault> {
+            let expected = Expected { key: &self.identity.key, secret: &self.identity.secret, run: None };
+            dial_server(addresses, &expected, limit, abort)
+        }
+    }
+
+    impl Drop for Answering {
+        fn drop(&mut self) {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// The first address, if nobody answered there, once used all the time, and the others were never tried.
+    #[test]
+    fn an_address_that_never_answers_leaves_time_for_the_next() {
+        let (server, (dead, _listener, _queued)) = (Answering::start(), black_hole());
+        // One whose system answers, and whose program does not.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let silent = silent.local_addr().map(|address| (address, silent)).unwrap();
+        let addresses = [&[dead.to_string(), silent.0.to_string()], &server.addresses[..]].concat();
+        let (start, limit) = (Instant::now(), Duration::from_secs(6));
+        server.dial(&addresses, limit, &AbortFlag::default()).unwrap();
+        assert!(start.elapsed() < limit, "{:?}", start.elapsed());
+        // The addresses of one name.
+        let good = server.addresses[0].parse().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(3);
+        let connected = connect_to_first(&[dead, good], deadline).unwrap().unwrap();
+        assert_eq!(connected.peer_addr().unwrap(), good);
+        assert!(Instant::now() < deadline);
+        // In vain, all of the time is used, and named.
+        let limit = Duration::from_millis(600);
+        let failed = server.dial(&[dead.to_string(), silent.0.to_string()], limit, &AbortFlag::default());
+        assert!(matches!(&failed, Err(Fault::TimedOut { limit_s, .. }) if *limit_s == 0.6), "{failed:?}");
+    }
+
+    /// The dial of a server once had a flag of its own, and went on when its run had failed.
+    #[test]
+    fn a_run_that_fails_ends_the_dial_of_a_server_at_once() {
+        let (server, (dead, _listener, _queued)) = (Answering::start(), black_hole());
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        for address in [dead.to_string(), silent.local_addr().unwrap().to_string()] {
+            let (abort, limit) = (AbortFlag::default(), Duration::from_secs(60));
+            let failing = abort.clone();
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(100));
+                failing.fail(Failure::new("the driver", "ending the run", Fault::Lost));
+            });
+            let start = Instant::now();
+            let failed = server.dial(&[address], limit, &abort);
+            assert!(matches!(&failed, Err(Fault::Reported(_))), "{failed:?}");
+            assert!(start.elapsed() < limit / 4, "{:?}", start.elapsed());
+        }
+    }
+
+    /// What a peer of another release is told: both versions.
+    #[test]
+    fn a_peer_of_another_software_version_is_refused_with_both() {
+        let token = Token([7; 32]);
+        let hello = |token: Token, build: &str| Hello {
+            build: build.to_owned(),
+            ..hello(Role::Driver, &credentials(token), &Resume::first(POLL))
+        };
+        let refused =
+            |hello: &Hello, run| Terms { token: &token, run, busy: None }.check(hello).err().unwrap_or_default();
+        for run in [None, Some([1; 16])] {
+            assert_eq!(refused(&hello(token, BUILD), run), "");
+            let said = refused(&hello(token, "99.0.1\x1b["), run);
+            assert!(said.contains(&format!("this end runs distgpipe {BUILD}, the peer 99.0.1")), "{said}");
+            assert!(said.contains("install the same version on both") && !said.contains('\x1b'), "{said}");
+            // A stranger does not learn the version.
+            let said = refused(&hello(Token([8; 32]), "99.0.1"), run);
+            assert!(!said.is_empty() && !said.contains(BUILD), "{said}");
+        }
+    }
+
+    fn credentials(token: Token) -> Credentials {
+        Credentials { run: [1; 16], token }
     }
 }

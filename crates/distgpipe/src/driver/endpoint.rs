@@ -1,6 +1,6 @@
 //! How the driver reaches the workers that are not in its process, and what it does not send them.
 
-use crate::comm::abort::POLL;
+use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::acceptor::{HANDSHAKE_LIMIT, PENDING_MAX};
 use crate::comm::handshake::{self, Credentials, Token};
 use crate::comm::probe::{self, LinkMeasurement};
@@ -40,8 +40,8 @@ impl Endpoint {
             Endpoint::Server(server, listener) => {
                 let expected = Expected { key: &server.key, secret: &server.secret, run: None };
                 let stream = match listener {
-                    Some(listener) => listener.accept(&expected, limit)?,
-                    None => handshake::dial_server(&server.addresses, &expected, limit)?,
+                    Some(listener) => listener.accept(&expected, limit, &resume.abort)?,
+                    None => handshake::dial_server(&server.addresses, &expected, limit, &resume.abort)?,
                 };
                 handshake::introduce(stream, role, &Credentials { run, token: *key }, resume)
             }
@@ -159,7 +159,7 @@ impl ServerListener {
 
     /// Waits for the expected server. Whoever else connects is sent away, and delays nobody: each handshake has a thread, and
     /// when there are too many, the oldest gives way, of the address that has most.
-    pub fn accept(&self, expected: &Expected<'_>, limit: Duration) -> Result<ByteStream, Fault> {
+    pub fn accept(&self, expected: &Expected<'_>, limit: Duration, abort: &AbortFlag) -> Result<ByteStream, Fault> {
         let (key, secret, run) = (*expected.key, *expected.secret, expected.run);
         let listener = self.listener()?;
         let (sender, handshakes) = mpsc::channel();
@@ -167,15 +167,16 @@ impl ServerListener {
         let mut last =
             Fault::TimedOut { what: "waiting for the server to connect".to_owned(), limit_s: limit.as_secs_f64() };
         while start.elapsed() < limit {
+            abort.check()?;
             let accepted = listener.accept();
             let pause = if accepted.is_ok() { Duration::ZERO } else { POLL };
             // A connection that cannot be served, for lack of threads or descriptors, is dropped: the server tries again.
             if let Ok((socket, from)) = accepted {
                 let Some(pending) = self.enter(&socket, from.ip()) else { continue };
-                let sender = sender.clone();
+                let (sender, abort) = (sender.clone(), abort.clone());
                 drop(engine::spawn("handshake with a server", move || {
                     let expected = Expected { key: &key, secret: &secret, run };
-                    let connected = tls::connect(socket, &expected, HANDSHAKE_LIMIT);
+                    let connected = tls::connect(socket, &expected, HANDSHAKE_LIMIT, &abort);
                     // From here on it gives way to nobody.
                     drop(pending);
                     let _ = sender.send(connected);
@@ -278,7 +279,7 @@ mod tests {
                 }
             });
             let expected = Expected { key: &identity.key, secret: &identity.secret, run: None };
-            let accepted = listener.accept(&expected, Duration::from_secs(20));
+            let accepted = listener.accept(&expected, Duration::from_secs(20), &AbortFlag::default());
             stop.store(true, Ordering::Relaxed);
             assert!(accepted.is_ok(), "{accepted:?}");
             assert!(lock(&listener.pending).len() <= PENDING_MAX);
@@ -295,7 +296,8 @@ mod tests {
         let _server = TcpStream::connect(open.local_addr().unwrap()).unwrap();
         let expected = Expected { key: &identity.key, secret: &identity.secret, run: None };
         let limit = Duration::from_millis(300);
-        let ended = with_refused("handshake with a server", || listener.accept(&expected, limit));
+        let ended =
+            with_refused("handshake with a server", || listener.accept(&expected, limit, &AbortFlag::default()));
         assert!(matches!(ended, Err(Fault::TimedOut { .. })), "{ended:?}");
         assert!(lock(&listener.pending).is_empty());
     }

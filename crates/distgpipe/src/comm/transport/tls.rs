@@ -143,14 +143,18 @@ pub struct Expected<'a> {
     pub run: Option<[u8; 16]>,
 }
 
-/// Makes a connected socket a protected stream to the expected server. `limit` bounds all of it.
-pub fn connect(socket: TcpStream, expected: &Expected<'_>, limit: Duration) -> Result<TlsStream, Fault> {
+/// Makes a connected socket a protected stream to the expected server. `limit` bounds all of it; gives up earlier when the run fails.
+pub fn connect(
+    socket: TcpStream,
+    expected: &Expected<'_>,
+    limit: Duration,
+    abort: &AbortFlag,
+) -> Result<TlsStream, Fault> {
     let name = ServerName::try_from("distgpipe.invalid").map_err(|e| Fault::internal("a valid name", e.to_string()))?;
     let connection = ClientConnection::new(client_config(expected.key)?, name).map_err(Fault::Tls)?;
     let stream = TlsStream::new(socket, connection.into());
-    let abort = AbortFlag::default();
-    let deadline = Deadline::new(&abort, limit).with_total(limit);
-    stream.complete_handshake(limit)?;
+    let deadline = Deadline::new(abort, limit).with_total(limit);
+    stream.complete_handshake(limit, abort)?;
     proof::show(stream, expected, &deadline)
 }
 
@@ -269,10 +273,11 @@ impl TlsStream {
         lock(&self.0.crypto).refresh_traffic_keys().map_err(Fault::Tls)
     }
 
-    fn complete_handshake(&self, limit: Duration) -> Result<(), Fault> {
+    fn complete_handshake(&self, limit: Duration, abort: &AbortFlag) -> Result<(), Fault> {
         ByteStream::from(self.clone()).set_up()?;
         let start = Instant::now();
         loop {
+            abort.check()?;
             self.flush_pending().map_err(fault_of)?;
             if !lock(&self.0.crypto).is_handshaking() {
                 return Ok(());
@@ -429,4 +434,4 @@ impl Write for TlsStream {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -7,7 +7,7 @@
 use super::relay::relay;
 use super::runs::Run;
 use super::{GatewayEvent, Shared};
-use crate::comm::abort::POLL;
+use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::acceptor::{Acceptor, Arrival, ArrivedPeer, HANDSHAKE_LIMIT};
 use crate::comm::handshake::{self, parse_server_address};
 use crate::comm::listener::Listener;
@@ -73,7 +73,8 @@ fn dial(shared: &Shared, run: &Run, peer: &mut ArrivedPeer) -> Result<ByteStream
     }
     let expected = Expected { key: &key, secret: run.key(), run: Some(run.number()) };
     let limit = shared.options.limits.timeouts.connect();
-    let mut server = handshake::dial_server(&allowed, &expected, limit)?;
+    // The process ends its own connection when the run fails.
+    let mut server = handshake::dial_server(&allowed, &expected, limit, &AbortFlag::default())?;
     let hello = Hello { token: run.key().0, ..peer.hello.clone() };
     handshake::send_text(&mut server, Kind::Hello, &hello.encode(), limit)?;
     Ok(server)

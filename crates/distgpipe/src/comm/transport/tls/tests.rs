@@ -27,11 +27,83 @@ fn accept(listener: &TcpListener, config: Arc<ServerConfig>, secret: Token) -> R
 }
 
 fn dial(address: SocketAddr, key: &PublicKey, secret: &Token) -> Result<TlsStream, Fault> {
-    connect(TcpStream::connect(address).unwrap(), &Expected { key, secret, run: None }, LIMIT)
+    let expected = Expected { key, secret, run: None };
+    connect(TcpStream::connect(address).unwrap(), &expected, LIMIT, &AbortFlag::default())
 }
 
 fn identity() -> ServerIdentity {
     ServerIdentity::generate().unwrap()
+}
+
+/// The ClientHello of a client that expects this key, in records, with its extensions as `edit` leaves them.
+pub(crate) fn client_hello(key: &PublicKey, edit: impl FnOnce(&mut Vec<(u16, Vec<u8>)>)) -> Vec<u8> {
+    let name = ServerName::try_from("distgpipe.invalid").unwrap();
+    let mut connection = ClientConnection::new(client_config(key).unwrap(), name).unwrap();
+    let mut record = Vec::new();
+    connection.write_tls(&mut record).unwrap();
+    // Behind the heads of the record and of the message: a version, 32 random bytes, a session id, ciphers, compressions.
+    let hello = &record[5 + 4..];
+    let number = |bytes: &[u8]| usize::from(u16::from_be_bytes([bytes[0], bytes[1]]));
+    let mut at = 2 + 32;
+    at += 1 + usize::from(hello[at]);
+    at += 2 + number(&hello[at..]);
+    at += 1 + usize::from(hello[at]);
+    let (head, mut rest) = (&hello[..at], &hello[at + 2..]);
+    let mut extensions = Vec::new();
+    while !rest.is_empty() {
+        let end = 4 + number(&rest[2..]);
+        extensions.push((number(rest) as u16, rest[4..end].to_vec()));
+        rest = &rest[end..];
+    }
+    edit(&mut extensions);
+    let length = |bytes: &[u8]| u16::try_from(bytes.len()).unwrap().to_be_bytes();
+    let body = extensions.iter().flat_map(|(kind, data)| [&kind.to_be_bytes()[..], &length(data), data].concat());
+    let body: Vec<u8> = body.collect();
+    let hello = [head, &length(&body), &body].concat();
+    let message = [&[1][..], &(hello.len() as u32).to_be_bytes()[1..], &hello].concat();
+    message.chunks(16 << 10).flat_map(|piece| [&[0x16, 3, 1][..], &length(piece), piece].concat()).collect()
+}
+
+/// A client that offers TLS 1.2 gets the alert `protocol_version`, and no answer that it could use.
+#[test]
+fn a_client_that_offers_an_older_version_is_refused() {
+    const SUPPORTED_VERSIONS: u16 = 43;
+    let identity = identity();
+    for (older, expected) in [(true, [0x15, 3, 3, 0, 2, 2, 70]), (false, [0x16, 3, 3, 0, 122, 2, 0])] {
+        let (address, served) = serve(server_config(&identity).unwrap(), SECRET);
+        let mut client = TcpStream::connect(address).unwrap();
+        // Without this extension, a ClientHello is that of TLS 1.2.
+        let hello = client_hello(&identity.key, |extensions| {
+            extensions.retain(|(kind, _)| !older || *kind != SUPPORTED_VERSIONS);
+        });
+        client.write_all(&hello).unwrap();
+        client.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut answer = [0; 7];
+        client.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, expected, "older: {older}");
+        drop(client);
+        assert!(served.join().unwrap().is_err());
+    }
+}
+
+/// A ticket would let a connection begin without the key of the server, and early data could be replayed.
+#[test]
+fn a_client_gets_no_tickets_for_later_sessions() {
+    let identity = identity();
+    let (address, served) = serve(server_config(&identity).unwrap(), SECRET);
+    let mut client = dial(address, &identity.key, &SECRET).unwrap();
+    let mut server = served.join().unwrap().unwrap();
+    // A server sends tickets before anything else.
+    server.write_all(&[7; 1000]).unwrap();
+    let abort = AbortFlag::default();
+    crate::comm::transport::tcp::read_exact(&mut client, &mut [0; 1000], &Deadline::new(&abort, LIMIT)).unwrap();
+    match &mut *lock(&client.0.crypto) {
+        Connection::Client(client) => {
+            assert_eq!((client.tls13_tickets_received(), client.early_data().is_some()), (0, false));
+            assert_eq!(client.protocol_version(), Some(rustls::ProtocolVersion::TLSv1_3));
+        }
+        Connection::Server(_) => panic!("it is the client"),
+    };
 }
 
 /// Writes this many bytes that `seed` determines.
@@ -270,7 +342,7 @@ fn a_client_with_another_version_of_the_proof_is_told_both() {
     let name = ServerName::try_from("distgpipe.invalid").unwrap();
     let connection = ClientConnection::new(client_config(&identity.key).unwrap(), name).unwrap();
     let mut client = TlsStream::new(TcpStream::connect(address).unwrap(), connection.into());
-    client.complete_handshake(LIMIT).unwrap();
+    client.complete_handshake(LIMIT, &AbortFlag::default()).unwrap();
     let mut claim = [0; CLAIM_BYTES];
     claim[..10].copy_from_slice(b"dgpproof\x02\x00");
     claim[CLAIM_BYTES - 24..][..5].copy_from_slice(b"9.9\x1b[");
@@ -312,7 +384,7 @@ fn input_over_its_limit_is_an_error_and_takes_no_memory() {
     let connection = ClientConnection::new(client_config(&identity.key).unwrap(), name).unwrap();
     let client = TlsStream::new(socket, connection.into());
     let sending = std::thread::spawn(move || {
-        client.complete_handshake(LIMIT)?;
+        client.complete_handshake(LIMIT, &AbortFlag::default())?;
         let abort = AbortFlag::default();
         let deadline = Deadline::new(&abort, LIMIT);
         crate::comm::transport::tcp::write_all(&mut client.clone(), &vec![7; 1 << 20], &deadline)
