@@ -261,7 +261,8 @@ impl Acceptor {
     /// Waits until there is something to do.
     fn wait(&self, limit: Duration) {
         // A handshake that waits for its turn at the rate of its address has input already.
-        let sockets = self.pending.iter().filter(|pending| !self.rates.waits(pending.from.ip()));
+        let now = Instant::now();
+        let sockets = self.pending.iter().filter(|pending| !self.rates.waits(pending.from.ip(), now));
         let mut sockets: Vec<_> = sockets.map(|pending| pending.stage.socket()).collect();
         sockets.push(self.listener.as_raw_fd());
         // Time-outs are looked at meanwhile.
@@ -395,12 +396,12 @@ impl Acceptor {
         tls: &TlsServer,
     ) -> Step {
         loop {
-            if !self.rates.may_begin(from.ip()) {
+            if !self.rates.may_begin(from.ip(), Instant::now()) {
                 return Step::Wait(Stage::ClientHello { acceptor, socket, bytes });
             }
             match acceptor.accept() {
                 Ok(Some(accepted)) => {
-                    self.rates.begin(from.ip());
+                    self.rates.begin(from.ip(), Instant::now());
                     return match accepted.into_connection(tls.config.clone()) {
                         Ok(connection) => {
                             let stream = TlsStream::new(socket, connection.into());
@@ -415,7 +416,7 @@ impl Acceptor {
                 }
                 Ok(None) => {}
                 Err((error, mut alert)) => {
-                    self.rates.begin(from.ip());
+                    self.rates.begin(from.ip(), Instant::now());
                     let _ = alert.write_all(&mut socket);
                     return Step::Rejected(Fault::Tls(error));
                 }

@@ -81,19 +81,18 @@ impl Rates {
     }
 
     /// Whether an address may begin a handshake now.
-    pub fn may_begin(&self, address: IpAddr) -> bool {
-        !self.waits(address)
+    pub fn may_begin(&self, address: IpAddr, now: Instant) -> bool {
+        !self.waits(address, now)
     }
 
     /// Whether an address has to wait for its next handshake.
-    pub fn waits(&self, address: IpAddr) -> bool {
+    pub fn waits(&self, address: IpAddr, now: Instant) -> bool {
         let used = self.used.borrow();
-        used.get(&group(address)).is_some_and(|usage| usage.left_at(Instant::now()) < 1.0)
+        used.get(&group(address)).is_some_and(|usage| usage.left_at(now) < 1.0)
     }
 
     /// Counts a handshake that begins.
-    pub fn begin(&self, address: IpAddr) {
-        let now = Instant::now();
+    pub fn begin(&self, address: IpAddr, now: Instant) {
         self.with(address, now, |usage| {
             usage.left = usage.left_at(now) - 1.0;
             usage.at = now;
@@ -142,6 +141,25 @@ mod tests {
         assert_ne!(of("2001:db8:1:2::3"), of("2001:db8:2:2::3"));
         assert_eq!(of("::ffff:192.0.2.1"), of("192.0.2.1"));
         assert_ne!(of("192.0.2.1"), of("192.0.2.2"));
+    }
+
+    #[test]
+    fn an_address_begins_200_handshakes_at_once_and_then_1000_per_second() {
+        let (rates, start) = (Rates::default(), Instant::now());
+        let [stranger, other] = ["192.0.2.1", "192.0.2.2"].map(|text| address(text).ip());
+        // As many as it may begin at this time, up to a number that no limit allows.
+        let begun = |address: IpAddr, now: Instant| {
+            (0..100_000).take_while(|_| rates.may_begin(address, now)).map(|_| rates.begin(address, now)).count()
+        };
+        assert_eq!(begun(stranger, start), 200);
+        assert!(rates.waits(stranger, start) && !rates.waits(other, start));
+        // Half a second later it could have begun 500, but it has not saved up more than 200.
+        assert_eq!(begun(stranger, start + Duration::from_millis(100)), 100);
+        assert_eq!(begun(stranger, start + Duration::from_millis(600)), 200);
+        assert_eq!(begun(stranger, start + Duration::from_millis(601)), 1);
+        assert_eq!(begun(other, start), 200, "each has its own");
+        let [network, same] = ["2001:db8:1::1", "2001:db8:1:ffff::2"].map(|text| address(text).ip());
+        assert_eq!((begun(network, start), begun(same, start)), (200, 0));
     }
 
     #[test]
