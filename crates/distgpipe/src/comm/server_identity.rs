@@ -62,14 +62,20 @@ pub enum JoinStringError {
     #[error("expected the line that `distgpipe serve` prints, `distgpipe:1:KEY:SECRET:CHECK@HOST:PORT`")]
     Format,
     /// It is of another version.
-    #[error("expected a join string of version 1, got another: install the same version of distgpipe on both ends")]
-    Version,
+    #[error("expected a join string of version {VERSION}, got version {got}: install the same version of distgpipe on both ends")]
+    Version {
+        /// The version in it.
+        got: u32,
+    },
     /// A character of it is wrong or missing.
     #[error("the join string is damaged: copy the whole line that `distgpipe serve` prints")]
     Checksum,
 }
 
 const PREFIX: &str = "distgpipe:";
+
+/// The version of join strings.
+const VERSION: u32 = 1;
 
 /// The most addresses of one server.
 const ADDRESSES_MAX: usize = 16;
@@ -81,7 +87,7 @@ impl JoinString {
     /// The text form, which contains the secret.
     pub fn to_text(&self) -> String {
         let addresses = self.addresses.join(",");
-        let start = format!("{PREFIX}1:{}:{}", self.key, self.secret);
+        let start = format!("{PREFIX}{VERSION}:{}:{}", self.key, self.secret);
         format!("{start}:{}@{addresses}", check(&start, &addresses))
     }
 }
@@ -97,14 +103,16 @@ impl FromStr for JoinString {
         let rest = text.strip_prefix(PREFIX).ok_or(JoinStringError::Format)?;
         let (head, addresses) = rest.split_once('@').ok_or(JoinStringError::Format)?;
         let mut fields = head.split(':');
-        if fields.next() != Some("1") {
-            return Err(JoinStringError::Version);
+        match fields.next().and_then(|version| version.parse().ok()) {
+            Some(VERSION) => {}
+            Some(got) => return Err(JoinStringError::Version { got }),
+            None => return Err(JoinStringError::Format),
         }
         let (Some(key), Some(secret), Some(given), None) = (fields.next(), fields.next(), fields.next(), fields.next())
         else {
             return Err(JoinStringError::Format);
         };
-        if check(&format!("{PREFIX}1:{key}:{secret}"), addresses) != given {
+        if check(&format!("{PREFIX}{VERSION}:{key}:{secret}"), addresses) != given {
             return Err(JoinStringError::Checksum);
         }
         let secret = secret.parse().map_err(|_| JoinStringError::Format)?;
@@ -282,7 +290,10 @@ mod tests {
             let changed = String::from_utf8(changed).unwrap();
             assert!(changed.parse::<JoinString>().is_err(), "{changed}");
         }
-        assert_eq!(text.replacen(":1:", ":2:", 1).parse::<JoinString>(), Err(JoinStringError::Version));
+        let other = text.replacen(":1:", ":23:", 1).parse::<JoinString>();
+        assert_eq!(other, Err(JoinStringError::Version { got: 23 }));
+        let said = JoinStringError::Version { got: 23 }.to_string();
+        assert!(said.contains("version 1, got version 23"), "{said}");
     }
 
     #[test]
