@@ -30,11 +30,21 @@ impl Default for Timeouts {
 /// meanwhile.
 pub const JOIN_S_MAX: f64 = 600.0;
 
+/// The most seconds of [`Timeouts::silence_s`] that a worker grants a job: a driver that is gone without a word holds it for so long.
+pub const SILENCE_S_MAX: f64 = 600.0;
+
+/// The most seconds of [`Timeouts::stall_s`] that a worker grants a job.
+pub const STALL_S_MAX: f64 = 86_400.0;
+
 impl Timeouts {
     /// These time-outs as far as a worker grants them.
     pub(crate) fn granted(self) -> Self {
-        let (connect_s, reconnect_s) = (self.connect_s.min(JOIN_S_MAX), self.reconnect_s.min(JOIN_S_MAX));
-        Timeouts { connect_s, reconnect_s, ..self }
+        Timeouts {
+            stall_s: self.stall_s.min(STALL_S_MAX),
+            silence_s: self.silence_s.min(SILENCE_S_MAX),
+            connect_s: self.connect_s.min(JOIN_S_MAX),
+            reconnect_s: self.reconnect_s.min(JOIN_S_MAX),
+        }
     }
 
     /// [`Self::stall_s`] as a duration.

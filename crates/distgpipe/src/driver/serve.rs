@@ -190,7 +190,12 @@ impl Server {
             let end = match driver {
                 Ok((stream, hello)) => {
                     let busy = BusyListener::new(self, &mut arrivals, from, hello.run);
-                    self.serve_job(stream, from, busy, &report)
+                    let end = self.serve_job(stream, from, busy, &report);
+                    // The next job may be small, and come hours later. The process of a stranger's job ends with it.
+                    if self.options.limits.is_none() {
+                        engine::release_memory();
+                    }
+                    end
                 }
                 Err(fault) => {
                     rejected(&report, from, fault);
@@ -333,8 +338,10 @@ impl Server {
         }
         let mut job: Job = serde_json::from_slice(&frame.body).map_err(|e| Fault::malformed("the job", e))?;
         job.timeouts = job.timeouts.granted();
-        if let Some(limits) = &self.options.limits {
-            limits.apply(&mut job)?;
+        match &self.options.limits {
+            Some(limits) => limits.apply(&mut job)?,
+            None if !self.options.listen.ip().is_loopback() => check_exposed(&job)?,
+            None => {}
         }
         let topology = job.topology()?;
         if let Some(limits) = &self.options.limits {
@@ -407,6 +414,20 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// Refuses what a job from another machine may not ask of a worker. Those of this host may: tests inject faults into their workers.
+fn check_exposed(job: &Job) -> Result<(), Fault> {
+    if !job.faults.is_empty() {
+        let wrong = "a worker that other machines can reach injects no faults: leave it out";
+        return Err(Fault::invalid_job("the fault scenario", wrong));
+    }
+    let cores = engine::default_threads(1);
+    if job.threads > cores {
+        let wrong = format!("this worker's host has {cores} cores, got {} threads: use at most {cores}", job.threads);
+        return Err(Fault::invalid_job("`Builder::threads`", wrong));
+    }
+    Ok(())
 }
 
 /// Checks that a job is for a worker of its run that is not in the driver's process.
@@ -839,11 +860,34 @@ mod tests {
 
     /// Whatever the driver says, others get a worker back whose run cannot begin.
     #[test]
-    fn a_worker_grants_a_job_ten_minutes_to_connect() {
-        let asked = Timeouts { connect_s: 1e7, reconnect_s: f64::INFINITY, stall_s: 1e7, silence_s: 3.0 };
-        let granted = Timeouts { connect_s: 600.0, reconnect_s: 600.0, ..asked };
+    fn a_worker_grants_a_job_limited_time_outs() {
+        let asked = Timeouts { connect_s: 1e7, reconnect_s: f64::INFINITY, stall_s: 1e7, silence_s: 1e7 };
+        let granted = Timeouts { connect_s: 600.0, reconnect_s: 600.0, stall_s: 86_400.0, silence_s: 600.0 };
         assert_eq!(asked.granted(), granted);
+        let less = Timeouts { connect_s: 1.0, reconnect_s: 0.0, stall_s: 2.0, silence_s: 3.0 };
+        assert_eq!(less.granted(), less);
         assert_eq!(Timeouts::default().granted(), Timeouts::default());
+    }
+
+    /// Whoever had the token could make a worker of another machine kill itself, or start a thousand threads.
+    #[test]
+    fn a_worker_that_other_machines_reach_injects_no_faults_and_has_the_threads_of_its_host() {
+        let cores = engine::default_threads(1);
+        let refused = |listen: &str, faults: &str, threads: usize| {
+            let listen = format!("{listen}:0").parse().unwrap();
+            let server = Serving::of(ServeOptions { expose: true, ..ServeOptions::new(listen, TOKEN) });
+            let port = server.address.rsplit_once(':').unwrap().1.to_owned();
+            let workers = Workers::Remote { addresses: vec![format!("127.0.0.1:{port}")], token: TOKEN };
+            let builder = Pipeline::builder(zoo::Mlp::default().model().unwrap()).place("client,server");
+            let builder = builder.device(Device::Cpu).threads(threads).workers(workers).faults(faults);
+            builder.build().err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        let faults = refused("0.0.0.0", "server:panic@1F0", 1);
+        assert!(faults.contains("injects no faults"), "{faults}");
+        let threads = refused("0.0.0.0", "", cores + 1);
+        assert!(threads.contains(&format!("has {cores} cores, got {} threads", cores + 1)), "{threads}");
+        assert_eq!(refused("0.0.0.0", "", cores), "");
+        assert_eq!(refused("127.0.0.1", "server:panic@1F0", cores + 1), "");
     }
 
     /// It once waited until the first driver had sent its job, which may take a minute, and often gave up before.
