@@ -48,6 +48,35 @@ fn the_join_string_is_printed_on_a_terminal_or_on_request_and_nowhere_else() {
     assert!(!server.seen.iter().any(|line| line.contains(server.secret())), "{:#?}", server.seen);
 }
 
+/// On a terminal, the join string is one line, which a user can copy.
+#[test]
+fn the_join_string_is_printed_once_on_a_terminal() {
+    let (keyboard, terminal) = terminal();
+    let folder = command::directory("serve-on-a-terminal");
+    let mut serve = command::distgpipe(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu", "--identity"]);
+    let mut child = serve.arg(folder.join("identity")).stdout(terminal).spawn().expect("it was built");
+    // The command holds a handle on the terminal.
+    drop(serve);
+    let mut shown = BufReader::new(keyboard).lines().map_while(Result::ok);
+    let mut line = || shown.next().expect("it prints").trim_end().to_owned();
+    let address = line().strip_prefix("listening ").expect("an address").to_owned();
+    let join_string: distgpipe::JoinString = line().parse().expect("a join string");
+    assert_eq!(join_string.addresses, [address]);
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    assert_eq!(shown.collect::<Vec<String>>(), Vec::<String>::new());
+}
+
+#[test]
+fn a_server_without_tls_warns_and_listens_on_this_host_alone() {
+    let mut server = Serve::start("serve-insecure", &["--insecure"]);
+    server.wait_for("warning: --insecure: nothing is encrypted");
+    for listen in ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"] {
+        let said = refused(2, &["serve", "--insecure", "--listen", listen]);
+        assert!(said.contains("--insecure: expected --listen with a loopback address"), "{said}");
+    }
+}
+
 /// Without TLS the key of a run is the server's secret, which another server must not learn.
 #[test]
 fn a_server_without_tls_connects_to_no_other_server() {
@@ -173,16 +202,22 @@ fn labels_leave_the_client_only_if_the_user_says_so() {
     assert!(allowed.status.success(), "{}", String::from_utf8_lossy(&allowed.stderr));
 }
 
-/// The terminal once showed the secret. It is as before afterwards, also when the command is interrupted.
-#[test]
-fn a_join_string_that_is_pasted_into_a_terminal_is_not_shown() {
+/// A terminal of this test, and what it shows.
+fn terminal() -> (std::fs::File, std::fs::File) {
     use rustix::pty::{grantpt, openpt, ptsname, unlockpt, OpenptFlags};
-    use rustix::termios::{tcgetattr, LocalModes};
-    let server = Serve::start("serve-terminal", &[]);
-    let mut keyboard = std::fs::File::from(openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a terminal"));
+    let keyboard = std::fs::File::from(openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).expect("a terminal"));
     grantpt(&keyboard).and_then(|()| unlockpt(&keyboard)).expect("it is this test's");
     let name = ptsname(&keyboard, Vec::new()).expect("a name").into_string().expect("text");
     let terminal = std::fs::OpenOptions::new().read(true).write(true).open(name).expect("it is there");
+    (keyboard, terminal)
+}
+
+/// The terminal once showed the secret. It is as before afterwards, also when the command is interrupted.
+#[test]
+fn a_join_string_that_is_pasted_into_a_terminal_is_not_shown() {
+    use rustix::termios::{tcgetattr, LocalModes};
+    let server = Serve::start("serve-terminal", &[]);
+    let (mut keyboard, terminal) = terminal();
     let before = tcgetattr(&terminal).expect("a terminal");
     assert!(before.local_modes.contains(LocalModes::ECHO));
     for interrupted in [true, false] {
@@ -267,6 +302,74 @@ fn a_client_hears_whether_the_key_or_the_secret_is_wrong() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(1) && said.contains(expected), "{said}");
     }
+}
+
+/// A run over a server that has begun, or why it has not.
+fn join(server: &Serve) -> Result<distgpipe::Pipeline, String> {
+    use distgpipe::prelude::*;
+    let servers = vec![server.join_string.parse().expect("a join string")];
+    let run = Pipeline::builder(Mlp::default().model().expect("a model")).balance([1, 2, 1]);
+    let workers = Workers::Servers { servers, labels_leave: false, listen: None };
+    let run = run.place("client,server,client").micro_batches(2).device(Device::Cpu).threads(1).workers(workers);
+    run.build().map_err(|error| error.to_string())
+}
+
+/// The loss of a step of training.
+fn step(pipeline: &mut distgpipe::Pipeline) -> f64 {
+    use distgpipe::tch::{Device, Kind, Tensor};
+    let x = Tensor::ones([16, 1, 8, 8], (Kind::Float, Device::Cpu));
+    let batch = distgpipe::Batch::new(x, Tensor::zeros([16], (Kind::Int64, Device::Cpu)));
+    pipeline.train_step(&batch).expect("a step").loss
+}
+
+/// What the server says about its jobs: their number at a time, and the gigabytes of each.
+fn announced_memory(server: &mut Serve) -> f64 {
+    let line = server.wait_for("memory each");
+    let gigabytes = line.split(", ").nth(1).and_then(|rest| rest.split(" GB").next());
+    gigabytes.and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("{line}"))
+}
+
+#[test]
+fn jobs_share_the_memory_of_a_server_and_run_at_the_same_time() {
+    let mut alone = Serve::start("serve-one-job", &[]);
+    let mut many = Serve::start("serve-many-jobs", &["--jobs", "16"]);
+    // Other tests use memory as well.
+    let (whole, part) = (announced_memory(&mut alone), announced_memory(&mut many));
+    assert!((8.0..32.0).contains(&(whole / part)), "{whole} GB alone, {part} GB each of 16");
+    let mut server = Serve::start("serve-two-jobs", &["--jobs", "2"]);
+    let each = announced_memory(&mut server);
+    let mut both = [0, 1].map(|_| join(&server).expect("there are two places"));
+    for job in [0, 1] {
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.process_of_run(job))).expect("it runs");
+        let line = limits.lines().find(|line| line.starts_with("Max data size")).expect("a limit");
+        let bytes: f64 = line.split_whitespace().nth(3).and_then(|word| word.parse().ok()).expect("a number");
+        assert!((bytes / 1e9 - each).abs() < 0.051, "{line}, and {each} GB announced");
+    }
+    let losses = [0, 1, 0, 1].map(|job| step(&mut both[job]));
+    assert_eq!((losses[0], losses[2]), (losses[1], losses[3]));
+    let refused = join(&server).err().expect("there is no third place");
+    assert!(refused.contains("busy with another run since") && refused.contains(", and with another run"), "{refused}");
+    let [first, mut second] = both;
+    drop(first);
+    server.wait_for_ends(1);
+    let mut third = join(&server).expect("there is a place again");
+    assert!(step(&mut third).is_finite() && step(&mut second).is_finite());
+}
+
+/// The answer comes within a second, of which the server waits half for the last run to end. The best of a few, because other tests
+/// use the machine as well.
+#[test]
+fn a_client_hears_within_a_second_that_the_server_is_busy() {
+    let server = Serve::start("serve-busy-answer", &[]);
+    let mut first = join(&server).expect("it is free");
+    let answers = [0, 1, 2, 3, 4].map(|_| {
+        let start = Instant::now();
+        let refused = join(&server).err().expect("it is busy");
+        assert!(refused.contains("busy with another run since 20"), "{refused}");
+        start.elapsed()
+    });
+    assert!(answers.iter().any(|answer| *answer < Duration::from_secs(1)), "{answers:?}");
+    assert!(step(&mut first).is_finite());
 }
 
 #[test]

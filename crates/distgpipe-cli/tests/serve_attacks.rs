@@ -45,6 +45,8 @@ fn a_client_that_is_killed_while_its_model_is_built_leaves_its_place_to_the_next
 #[test]
 fn what_is_over_a_limit_is_refused_with_the_figure_and_the_server_goes_on() {
     let server = Serve::start("serve-limits", &["--threads", "2", "--memory", "1GiB"]);
+    assert_eq!(server.train("before", &[]).len(), 4);
+    let before_mb = usage(server.child.id()).2;
     let said = |more: &[&str]| {
         let output = server.client(&[&TRAIN[..], &["--server", "box"], more].concat(), None);
         assert_eq!(output.status.code(), Some(1), "{more:?}");
@@ -58,6 +60,8 @@ fn what_is_over_a_limit_is_refused_with_the_figure_and_the_server_goes_on() {
     assert!(huge.contains("takes 10.0 GB of memory, and this host has"), "{huge}");
     let codec = said(&["--codec", "delta:900(tile:4)"]);
     assert!(codec.contains("may keep 3600 MiB") && codec.contains("gives a job 1024 MiB"), "{codec}");
+    let after_mb = usage(server.child.id()).2;
+    assert!(after_mb <= before_mb + 20, "{after_mb} MB, and {before_mb} MB before");
     assert_eq!(server.train("after", &[]).len(), 4);
 }
 
@@ -121,7 +125,8 @@ impl Drop for Strangers {
 fn strangers_delay_nobody_and_leave_nothing_behind() {
     distgpipe::engine::raise_open_files_limit().expect("a process may raise its limit to the hard one");
     let mut server = Serve::start("serve-strangers", &[]);
-    let alone = (0..3).map(|run| time_to_join(&mut server, run)).max().expect("three");
+    let mut alone = [0, 1, 2].map(|run| time_to_join(&mut server, run));
+    alone.sort_unstable();
     let before = server.resources();
     let address = server.address.clone();
     let one_byte = move |held: &mut Vec<TcpStream>| {
@@ -143,10 +148,9 @@ fn strangers_delay_nobody_and_leave_nothing_behind() {
     let kinds: [Round; 2] = [Box::new(one_byte), Box::new(slow)];
     for (kind, round) in kinds.into_iter().enumerate() {
         let strangers = Strangers::start(round);
-        // The median, because other tests use the machine as well.
-        let mut took = [0, 1, 2].map(|run| time_to_join(&mut server, 3 + 3 * kind + run));
-        took.sort_unstable();
-        assert!(took[1] < alone + Duration::from_secs(2), "{took:?}, and {alone:?} alone");
+        let took = [0, 1, 2].map(|run| time_to_join(&mut server, 3 + 3 * kind + run));
+        let limit = alone[1] + Duration::from_secs(2);
+        assert!(took.iter().all(|took| *took < limit), "{took:?}, and {alone:?} alone");
         drop(strangers);
     }
     // Handshakes that never end are dropped after five seconds.
@@ -156,6 +160,120 @@ fn strangers_delay_nobody_and_leave_nothing_behind() {
         std::thread::sleep(Duration::from_millis(100));
     }
 }
+
+/// Nobody else connects, so nothing but the time ends them.
+#[test]
+fn a_silent_connection_is_closed_after_five_seconds() {
+    let server = Serve::start("serve-silent-strangers", &[]);
+    let silent: Vec<(TcpStream, Instant)> = (0..10)
+        .map(|number| {
+            let mut stranger = TcpStream::connect(&server.address).expect("it listens");
+            // Some begin a handshake.
+            stranger.write_all(&[0x16, 3, 1][..number % 4]).expect("it is open");
+            stranger.set_read_timeout(Some(LIMIT)).expect("a time-out");
+            (stranger, Instant::now())
+        })
+        .collect();
+    for (mut stranger, since) in silent {
+        assert!(!matches!(stranger.read(&mut [0]), Ok(1..)), "it says nothing");
+        let held = since.elapsed();
+        assert!((Duration::from_secs(3)..Duration::from_secs(15)).contains(&held), "{held:?}");
+    }
+}
+
+/// A pipe that is full and that nobody reads, in place of the server's log.
+#[test]
+fn a_server_whose_log_nobody_reads_goes_on() {
+    use std::os::unix::net::UnixStream;
+    let folder = command::directory("serve-full-log");
+    let (mut log, written) = UnixStream::pair().expect("a pair");
+    let mut serve = distgpipe(&["serve", "--listen", "127.0.0.1:0", "--device", "cpu", "--identity"]);
+    let error = std::os::fd::OwnedFd::from(written.try_clone().expect("a handle"));
+    serve.arg(folder.join("identity")).stderr(Stdio::from(error));
+    let (child, address) = listening(&mut serve);
+    // The command has a handle on the log.
+    drop(serve);
+    // It has written its first lines when the last of them is here.
+    let mut seen = Vec::new();
+    while !String::from_utf8_lossy(&seen).contains("prints the join string\n") {
+        let mut byte = [0];
+        log.read_exact(&mut byte).expect("it goes on");
+        seen.extend(byte);
+    }
+    written.set_nonblocking(true).expect("a socket");
+    while (&written).write(&[b'.'; 1 << 12]).is_ok() {}
+    while (&written).write(&[b'.']).is_ok() {}
+    written.set_nonblocking(false).expect("a socket");
+    for _ in 0..500 {
+        let mut stranger = TcpStream::connect(&address).expect("it listens");
+        let _ = stranger.write_all(&[b'?'; 200]);
+    }
+    let identity = folder.join("identity");
+    let joining = ["serve", "--join-string", "--listen", &address, "--identity", path(&identity)];
+    let printed = distgpipe(&joining).output().expect("it was built");
+    let join_string = String::from_utf8_lossy(&printed.stdout).trim_end().to_owned();
+    let output = distgpipe(&TRAIN).env("DISTGPIPE_SERVER", &join_string).output().expect("it runs");
+    end(child);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // Nothing was lost of what waited, and nothing was added to it.
+    drop(written);
+    let mut rest = Vec::new();
+    log.read_to_end(&mut rest).expect("it has ended");
+    assert!(rest.len() > 1 << 12 && rest[..1 << 12].iter().all(|&byte| byte == b'.'));
+}
+
+/// The memory of a job whose parameters fit and whose activations do not. The process ends with its job.
+#[test]
+fn a_job_that_needs_more_memory_than_it_has_in_a_step_is_told_so_and_the_next_is_accepted() {
+    let mut server = Serve::start("serve-out-of-memory", &["--memory", "1GiB"]);
+    // 8192 rows of 30,000 values at the server are 983 MB.
+    let output = server.client(&[&WIDE[..], &["--server", "box", "--set", "hidden=[16,30000,16]"]].concat(), None);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    server.wait_for_ends(1);
+    let ended = server.wait_for("ended after");
+    assert!(said.contains("memory") || ended.contains("memory"), "{said}\n{ended}");
+    assert!(said.contains("1F0") || ended.contains("at its memory limit"), "in a step: {said}\n{ended}");
+    assert_eq!(server.train("next", &[]).len(), 4);
+}
+
+/// Its heartbeats go on, and it is not idle: one action takes longer than the owner allows.
+#[test]
+fn a_job_that_hangs_in_an_action_is_ended_by_the_server() {
+    let mut server = Serve::start("serve-hang", &["--idle", "1", "--threads", "1"]);
+    // A forward pass of 590 GFLOP.
+    let slow = ["--server", "box", "--threads", "1", "--set", "hidden=[16,6000,6000]"];
+    let output = server.client(&[&WIDE[..], &slow].concat(), None);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("made no progress for 1 s"), "{said}");
+    server.wait_for_ends(1);
+    assert!(!Path::new(&format!("/proc/{}", server.process_of_run(0))).exists());
+    assert_eq!(server.train("next", &[]).len(), 4);
+}
+
+/// One step with a batch of 8192 rows in one micro-batch; the two larger layers are at the server.
+const WIDE: [&str; 19] = [
+    "train",
+    "--model",
+    "mlp",
+    "--balance",
+    "1,2,1",
+    "--place",
+    "client,server,client",
+    "--steps",
+    "1",
+    "--data",
+    "synthetic",
+    "--samples",
+    "8192",
+    "--batch",
+    "8192",
+    "--no-evaluate",
+    "--chunks=1",
+    "--restarts",
+    "0",
+];
 
 /// A client whose heartbeats go on holds a server no longer than the owner allows.
 #[test]
@@ -313,6 +431,17 @@ fn a_client_with_the_secret_hurts_only_its_own_job() {
     let mut malformed = Header::new(FrameKind::Job);
     malformed.seal(job.as_bytes());
     let malformed = [&malformed.encode()[..], job.as_bytes()].concat();
+    let state = |number: u32, slots: u16| {
+        let shape = Shape::new(&[1]).expect("a shape");
+        let meta = TensorMeta { dtype: DType::F32, layout: Layout::Contiguous, shape, codec: CodecId::Raw };
+        let (sequence, tensor) = (1 + u64::from(number), Some(meta));
+        let mut header =
+            Header { micro_batch: number, from: 1, slots, sequence, tensor, ..Header::new(FrameKind::State) };
+        header.seal(&[0; 4]);
+        header
+    };
+    let slots = state(0, 2);
+    let many_states = (0..16_500).flat_map(|number| [&state(number, 1).encode()[..], &[0; 4]].concat()).collect();
     let huge = "a tensor from a peer takes 2.1 GB of memory";
     let attacks = [
         (1, malformed, r"cannot decode the job: unknown variant `\u{1b}[2J`"),
@@ -320,13 +449,17 @@ fn a_client_with_the_secret_hurts_only_its_own_job() {
         (2, announced(FrameKind::State, CodecId::Raw, 0), "expected a tensor of at most"),
         // Ten bytes that are to decode to gigabytes.
         (2, announced(FrameKind::Activation, CodecId::TopK, 10), huge),
+        // A state tensor is a message of its own, and few of them wait.
+        (2, [&slots.encode()[..], &[0; 4]].concat(), "slots"),
+        (2, many_states, "at most 16384 tensors of a state transfer that wait"),
         (2, goodbye.encode().to_vec(), "the connection closed unexpectedly"),
     ];
     for (i, (honest_frames, bytes, expected)) in attacks.into_iter().enumerate() {
         // Each repeats the number of the run, so the one before must have ended.
         server.wait_for_ends(i + 1);
         let mut stream = begin(&server, &sent[..honest_frames]);
-        stream.write_all(&bytes).expect("it reads");
+        // The worker may have cut it off before the end of a flood.
+        let _ = stream.write_all(&bytes);
         // The socket stays open.
         let Some(notice) = abort_notice(&mut stream) else {
             server.wait_for_ends(i + 2);
@@ -496,6 +629,43 @@ fn idle_run(address: &str, token: &str) {
     let builder = builder.place("client,server,client").device(Device::Cpu).threads(1);
     drop(builder.workers(workers).build().expect("it starts"));
 }
+
+/// The memory of a finished job once stayed with the worker for the rest of its life.
+#[test]
+fn a_worker_returns_the_memory_of_a_large_job_when_the_job_ends() {
+    let token = "19".repeat(32);
+    let (worker, address) = start_worker(&token);
+    idle_run(&address, &token);
+    let small_mb = usage(worker.id()).2;
+    // Some layers of 16 MB each, with their gradients and the optimizer's state: more than 200 MB in all.
+    let large = ["--workers", &address, "--set", "hidden=[64,2000,2000,2000,2000,64]", "--balance", "1,5,1"];
+    let output = distgpipe(&LARGE).args(large).env("DISTGPIPE_TOKEN", &token).output().expect("it runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(peak_mb(worker.id()) > small_mb + 100, "{} MB, and {small_mb} MB before", peak_mb(worker.id()));
+    let deadline = Instant::now() + LIMIT;
+    while usage(worker.id()).2 > small_mb + 60 {
+        assert!(Instant::now() < deadline, "{} MB, and {small_mb} MB before", usage(worker.id()).2);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    end(worker);
+}
+
+/// A few steps of split learning; the caller says how the model is cut.
+const LARGE: [&str; 13] = [
+    "train",
+    "--model",
+    "mlp",
+    "--place",
+    "client,server,client",
+    "--steps",
+    "2",
+    "--limit",
+    "64",
+    "--batch",
+    "32",
+    "--no-evaluate",
+    "--chunks=4",
+];
 
 /// A driver that went on sending after the end of a run once left a thread, a descriptor and memory behind in the worker. 500 jobs,
 /// over four workers.
