@@ -3,8 +3,10 @@
 mod command;
 
 use command::{directory, ended, fine, json};
+use distgpipe::engine::Device;
 use serde_json::Value;
 use std::path::Path;
+use std::process::Command;
 
 /// Standard error of a command that was called wrongly.
 fn refused(arguments: &[&str]) -> String {
@@ -48,7 +50,13 @@ fn a_table_has_our_figures_or_the_reason_beside_the_published_ones() {
     let tables = fine(&["recipe", "tables"]);
     let line = |name: &str| tables.lines().find(|line| line.split(' ').next() == Some(name)).expect("a line");
     assert!(line("unet-speed").contains("U-Net (5, 64) Speed Benchmark"), "{tables}");
-    assert_eq!(line("cola").split_whitespace().collect::<Vec<_>>()[1..3], ["4", "4"], "{tables}");
+    let counts = |name: &str| line(name).split_whitespace().skip(1).take(4).map(str::to_owned).collect::<Vec<_>>();
+    // Rows, and how many of them have all figures, some, and simulated ones.
+    assert!(tables.lines().next().is_some_and(|line| line.contains("rows  measured  in part  simulated")), "{tables}");
+    assert_eq!(counts("cola"), ["4", "4", "0", "0"], "{tables}");
+    // Their speeds were measured, and their scores were not.
+    assert_eq!(counts("resnet101-imagenet"), ["8", "0", "0", "6"], "{tables}");
+    assert_eq!(counts("pipeline-vs-data-parallel")[1], "2", "{tables}");
     // By its title, from a document that the user has open.
     let cola = fine(&["recipe", "table", "Ablation Study: COLA"]);
     let row = |text: &str, part: &str| {
@@ -59,8 +67,8 @@ fn a_table_has_our_figures_or_the_reason_beside_the_published_ones() {
     assert!(found.contains("15.01 ± 1.96") && found.contains("0.252"), "{cola}");
     assert!(row(&cola, "- Model:").contains("not comparable with the published ones"), "{cola}");
     let food = fine(&["recipe", "table", "food101"]);
-    let needs = "Validation Acc needs Food-101 (`distgpipe data get food101`) and a GPU (`--device cuda:0`); MobileNetV2's ImageNet \
-                 weights for a score that compares";
+    let needs = "Validation Acc needs Food-101 (`distgpipe data get food101`) and a CPU (`--device cpu`) or a GPU (`--device cuda:0`); \
+                 MobileNetV2's ImageNet weights for a score that compares";
     assert!(row(&food, "83.77%").contains(needs), "{food}");
     let shown = fine(&["recipe", "table", "parameters"]);
     assert!(row(&shown, "133.05").contains("133,047,848"), "{shown}");
@@ -84,6 +92,97 @@ fn the_tables_of_the_readmes_are_made_from_the_committed_runs() {
     assert!(said.contains("the tables are not those of runs/recipes"), "{said}");
     fine(&["recipe", "readme", copied]);
     assert!(std::fs::read_to_string(&copy).unwrap() == text);
+}
+
+/// The cells of a Markdown table, without its first two lines. `heading` is its first line up to the end of a cell.
+fn cells(markdown: &str, heading: &str) -> Vec<Vec<String>> {
+    let from = markdown.find(heading).unwrap_or_else(|| panic!("no table starts with: {heading}"));
+    let rows = markdown[from..].lines().skip(2).take_while(|line| line.starts_with('|'));
+    rows.map(|row| row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()).collect()
+}
+
+/// These tables have several runs side by side, so `recipe readme` does not make them: they were typed.
+#[test]
+fn the_accuracies_of_the_readme_are_those_of_the_committed_reports() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+    let readme = read("README.md");
+    let report = |path: String| -> Value { serde_json::from_str(&read(&path)).unwrap() };
+    let last =
+        |report: &Value, figure: &str| report["epochs"].as_array().unwrap().last().unwrap()[figure].as_f64().unwrap();
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let with_deviation = |values: &[f64], decimals: usize| {
+        let squares: f64 = values.iter().map(|value| (value - mean(values)).powi(2)).sum();
+        let deviation = (squares / (values.len() - 1) as f64).sqrt();
+        format!("{:.decimals$} ± {deviation:.decimals$}", mean(values))
+    };
+    let wire_of_raw = |cuts: &mut dyn Iterator<Item = &Value>| {
+        let (mut wire, mut raw) = (0.0, 0.0);
+        for cut in cuts {
+            wire += cut["wire_bytes"].as_f64().unwrap();
+            raw += cut["raw_bytes"].as_f64().unwrap();
+        }
+        wire / raw
+    };
+
+    let table = cells(&readme, "| codec | bytes relative to `raw` |");
+    assert_eq!(table.len(), 6, "{table:?}");
+    for row in table {
+        let codec = row[0].trim_matches('`').replace(':', "-");
+        let cifar10 = report(format!("runs/2026-11-15-mobilenet-cifar10/{codec}.json"));
+        let seeds =
+            |task: &str| [0, 1, 2].map(|seed| report(format!("runs/2026-11-15-{task}/{task}-{codec}-seed{seed}.json")));
+        let (cola, rte) = (seeds("cola"), seeds("rte"));
+        let of = |reports: &[Value; 3], figure: &str, scale: f64| {
+            reports.each_ref().map(|report| scale * last(report, figure))
+        };
+        let expected = [
+            format!("{:.2}", 100.0 * last(&cifar10, "test_accuracy")),
+            with_deviation(&of(&cola, "test_matthews", 100.0), 1),
+            with_deviation(&of(&rte, "train_loss", 1.0), 3),
+            with_deviation(&of(&rte, "test_accuracy", 100.0), 1),
+        ];
+        assert_eq!(row[2..], expected, "{codec}");
+        let (above, below) = row[1].split_once('/').unwrap_or((&row[1], "1"));
+        let share = above.parse::<f64>().unwrap() / below.parse::<f64>().unwrap();
+        for report in cola.iter().chain(&rte).chain([&cifar10]).filter(|_| codec != "raw") {
+            let links = report["links"].as_array().unwrap();
+            let measured = wire_of_raw(&mut links.iter().flat_map(|link| link["cuts"].as_array().unwrap()));
+            // A fraction of small numbers, beside bytes with their headers.
+            assert!((measured / share - 1.0).abs() < 0.03, "{codec}: {measured}, not {}", row[1]);
+        }
+    }
+
+    let lines =
+        |path: &str| -> Vec<Value> { read(path).lines().map(|line| serde_json::from_str(line).unwrap()).collect() };
+    let (runs, bits) =
+        (lines("runs/2026-11-16-few-bits/cifar10.jsonl"), lines("runs/2026-11-16-few-bits/cifar10-bits.jsonl"));
+    let accuracy = |codec: &str| {
+        let runs: Vec<f64> =
+            runs.iter().filter(|run| run["codec"] == codec).map(|run| 100.0 * last(run, "test_accuracy")).collect();
+        assert_eq!(runs.len(), 2, "{codec}: the seeds");
+        mean(&runs)
+    };
+    let table = cells(&readme, "| codecs for activations and gradients | bits per value |");
+    assert_eq!(table.len(), 3, "{table:?}");
+    for row in table {
+        // zstd changes the bits, and not the values.
+        let zstd = row[0].replace(['`', ' '], "");
+        let codecs: Vec<&str> =
+            zstd.split(',').map(|codec| codec.trim_start_matches("zstd(").trim_end_matches(')')).collect();
+        let found = accuracy(&codecs.join(","));
+        assert_eq!(row[2], format!("{found:.2}"), "{zstd}");
+        if zstd == "raw" {
+            assert_eq!(row[1..].join("|"), format!("32|{found:.2}|"));
+            continue;
+        }
+        let both = [codecs[0], codecs.last().unwrap()].map(|codec| format!("zstd({codec})")).join(",");
+        let sizes = bits.iter().find(|line| line["codecs"] == both).unwrap_or_else(|| panic!("no sizes of {both}"));
+        let per_value = 32.0 * wire_of_raw(&mut sizes["cuts"].as_array().unwrap().iter());
+        assert_eq!(row[1], format!("{per_value:.2}"), "{zstd}");
+        let loss: f64 = row[3].replace('−', "-").parse().unwrap();
+        assert!((found - accuracy("raw") - loss).abs() <= 0.0051, "{zstd}: {loss}");
+    }
 }
 
 /// Small enough for a test: everything about a row is there but its size.
@@ -224,6 +323,28 @@ fn rows_that_cannot_run_are_skipped_with_the_reason_and_memory_is_an_outcome() {
     assert!(!Path::new(other).join("cola.json").exists());
     let said = refused(&["recipe", "run", "--table", "cola", "--save", "model.safetensors"]);
     assert!(said.contains("--save: it belongs to one run: name a recipe instead of --table"), "{said}");
+}
+
+/// Without `--device`, a row asks for as many GPUs as were published. Nothing is missing where there are as many.
+#[test]
+fn a_row_that_lacks_gpus_says_how_many_and_what_will_do_instead() {
+    let gpus = (0..2).filter(|&index| Device::Cuda(index).open().is_ok()).count();
+    if gpus > 0 {
+        return;
+    }
+    let out = directory("table-no-gpu");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"));
+    command.args(["recipe", "run", "--table", "time-vgg13", "--threads", "1", "--out"]).arg(&out);
+    let output = command.output().expect("the binary was built with this test");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    let instead = "--device cpu, or --device cuda:0, has all workers share one device";
+    for (recipe, count) in [("time-vgg13-sgd-2", 2), ("time-vgg13-sgd-4", 4)] {
+        let why = format!("{recipe}: skipped: it needs {count} GPUs, and this machine has 0; {instead}");
+        assert!(said.contains(&why), "{why} is not in: {said}");
+    }
+    assert!(said.contains("--table time-vgg13: no row can run here; the first: it needs 2 GPUs"), "{said}");
+    assert!(!out.join("time-vgg13.json").exists());
 }
 
 #[test]

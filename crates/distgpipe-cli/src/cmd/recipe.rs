@@ -10,7 +10,7 @@ use crate::recipe::deviations::{deviations, weights};
 use crate::recipe::measured::Measured;
 use crate::recipe::readme;
 use crate::recipe::table_run::TableRun;
-use crate::recipe::table_view::TableView;
+use crate::recipe::table_view::{Coverage, TableView};
 use crate::recipe::tables::{self, PublishedTable};
 use crate::recipe::{all, find, Recipe};
 use crate::report;
@@ -231,22 +231,20 @@ fn list_tables(all: &[PublishedTable]) -> anyhow::Result<String> {
         ("table", Side::Left),
         ("rows", Side::Right),
         ("measured", Side::Right),
+        ("in part", Side::Right),
         ("simulated", Side::Right),
         ("title", Side::Left),
         ("document", Side::Left),
     ]);
     for one in all {
-        let runs = |row: &tables::TableRow, simulated: bool| {
-            let mut runs = row.recipes().flat_map(|recipe| measured.rows(&one.name, recipe));
-            runs.any(|(_, row)| row.is_simulated() == simulated)
-        };
-        let is_measured = |row: &&tables::TableRow| row.model.is_some() || runs(row, false);
-        let is_simulated = |row: &&tables::TableRow| !is_measured(row) && runs(row, true);
+        let view = TableView::new(one, &measured)?;
+        let rows = |coverage| view.rows_with(coverage).to_string();
         table.row(vec![
             one.name.clone(),
             one.rows.len().to_string(),
-            one.rows.iter().filter(is_measured).count().to_string(),
-            one.rows.iter().filter(is_simulated).count().to_string(),
+            rows(Coverage::Complete),
+            rows(Coverage::Partial),
+            rows(Coverage::Simulated),
             one.title.clone(),
             one.document.clone(),
         ]);

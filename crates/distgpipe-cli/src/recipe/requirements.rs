@@ -19,17 +19,21 @@ pub fn devices(recipe: &Recipe) -> usize {
 }
 
 /// The least with which this program measures a figure of a row, in words. Neither the published GPUs nor the published weights are
-/// needed: a measurement without them says how it deviates.
+/// needed: a measurement without them says how it deviates. Speeds, times and memory are those of a GPU, because the published ones
+/// are; the other figures do not depend on the device.
 pub fn needs(recipe: &Recipe, metric: Metric) -> String {
-    match metric {
+    let needed = match metric {
+        metric if metric.is_a_score() => return score(recipe),
         // Between threads there is no link.
-        Metric::Bandwidth => format!("workers in processes (`--workers processes`) on {}", shared_gpu(recipe)),
-        metric if metric.is_a_score() => score(recipe),
-        // Neither depends on what the rows contain.
-        _ if recipe.run.data.is_some_and(|data| data != DataName::Synthetic) => {
-            format!("{}; `--data synthetic` will do", gpu(recipe, metric))
+        Metric::Bandwidth | Metric::Compression => {
+            format!("{} processes on a CPU (`--workers processes --device cpu`)", devices(recipe))
         }
         _ => gpu(recipe, metric),
+    };
+    // None of these depends on what the rows contain.
+    match recipe.run.data.is_some_and(|data| data != DataName::Synthetic) {
+        true => format!("{needed}; `--data synthetic` will do"),
+        false => needed,
     }
 }
 
@@ -46,13 +50,6 @@ fn gpu(recipe: &Recipe, metric: Metric) -> String {
     }
 }
 
-fn shared_gpu(recipe: &Recipe) -> &'static str {
-    match devices(recipe) {
-        1 => "a GPU",
-        _ => "a GPU (`--device cuda:0`)",
-    }
-}
-
 fn score(recipe: &Recipe) -> String {
     let data = match recipe.run.data {
         Some(DataName::Cifar10) => Some("CIFAR-10 (`distgpipe data get cifar10`)"),
@@ -63,8 +60,11 @@ fn score(recipe: &Recipe) -> String {
         Some(DataName::Cola) => Some("CoLA (`distgpipe data get cola`), a tokenizer"),
         Some(DataName::Digits | DataName::Synthetic | DataName::Text | DataName::Tensors) | None => None,
     };
-    let shared = shared_gpu(recipe);
-    let needed = data.map_or_else(|| shared.to_owned(), |data| format!("{data} and {shared}"));
+    let device = match devices(recipe) {
+        1 => "a CPU (`--device cpu`) or a GPU",
+        _ => "a CPU (`--device cpu`) or a GPU (`--device cuda:0`)",
+    };
+    let needed = data.map_or_else(|| device.to_owned(), |data| format!("{data} and {device}"));
     let weights = recipe.starts_from.as_ref().map(|weights| weights.split(" (").next().unwrap_or(weights));
     weights.map_or(needed.clone(), |weights| format!("{needed}; {weights} for a score that compares"))
 }
@@ -82,7 +82,8 @@ mod tests {
     use super::*;
     use crate::recipe::find;
 
-    /// It said that rows need as many GPUs as were published, beside others that had been measured on one.
+    /// It said that rows need as many GPUs as were published, beside others that had been measured on one, and that codecs and scores
+    /// need a GPU.
     #[test]
     fn needs_are_the_least_that_a_figure_takes() {
         let said = |name, metric| needs(&find(name).unwrap(), metric);
@@ -99,13 +100,19 @@ mod tests {
         );
         assert_eq!(
             said("rte-roberta-data-parallel-3", score),
-            "RTE (`distgpipe data get rte`), a tokenizer and a GPU (`--device cuda:0`); RoBERTa-base's weights for a score that compares"
+            "RTE (`distgpipe data get rte`), a tokenizer and a CPU (`--device cpu`) or a GPU (`--device cuda:0`); RoBERTa-base's weights \
+             for a score that compares"
         );
-        assert_eq!(said("imagenet-resnet101-pipeline-1k", Metric::Error), "ImageNet and a GPU (`--device cuda:0`)");
         assert_eq!(
-            said("cifar10-sort16", Metric::Bandwidth),
-            "workers in processes (`--workers processes`) on a GPU (`--device cuda:0`)"
+            said("imagenet-resnet101-pipeline-1k", Metric::Error),
+            "ImageNet and a CPU (`--device cpu`) or a GPU (`--device cuda:0`)"
         );
+        for metric in [Metric::Bandwidth, Metric::Compression] {
+            assert_eq!(
+                said("cifar10-sort16", metric),
+                "2 processes on a CPU (`--workers processes --device cpu`); `--data synthetic` will do"
+            );
+        }
         // Client and three servers.
         assert_eq!(devices(&find("cifar10-mobilenet-pipeline-4-chunks-4").unwrap()), 4);
     }

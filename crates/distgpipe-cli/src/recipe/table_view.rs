@@ -35,6 +35,35 @@ struct ViewRow {
     not_measured: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     recipe: Option<String>,
+    /// Not a row of ours that the published table does not have.
+    #[serde(skip)]
+    coverage: Option<Coverage>,
+}
+
+/// How many of a row's published figures have one of ours beside them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Coverage {
+    /// All of them, measured or counted.
+    Complete,
+    /// Some of them.
+    Partial,
+    /// Those that there are come from a simulation.
+    Simulated,
+    Nothing,
+}
+
+impl Coverage {
+    fn of(figures: &[Option<Ours<'_>>], not_measured: Option<&str>) -> Self {
+        let runs = || figures.iter().flatten().filter_map(|figure| figure.from);
+        let simulated = runs().any(|(_, row)| row.is_simulated());
+        let measured = runs().any(|(_, row)| !row.is_simulated());
+        match (not_measured, measured, simulated) {
+            (None, _, false) => Coverage::Complete,
+            (_, true, _) => Coverage::Partial,
+            (_, false, true) => Coverage::Simulated,
+            (Some(_), false, false) => Coverage::Nothing,
+        }
+    }
 }
 
 /// One file with figures of ours.
@@ -101,10 +130,12 @@ impl<'a> TableView<'a> {
             Shown { columns: all.clone().filter(|i| !same(i)).collect(), ours: all.clone().map(has_ours).collect() };
         let mut rows = Vec::new();
         for (row, figures) in table.rows.iter().zip(&figures) {
+            let not_measured = not_measured(table, measured, row, figures)?;
             rows.push(ViewRow {
                 cells: shown.cells(|i| row.cells[i].clone(), |i| Some(figures[i].as_ref()?.text.clone())),
-                not_measured: not_measured(table, measured, row, figures)?,
                 recipe: row.recipes().next().map(str::to_owned),
+                coverage: Some(Coverage::of(figures, not_measured.as_deref())),
+                not_measured,
             });
         }
         for row in &extra {
@@ -112,7 +143,7 @@ impl<'a> TableView<'a> {
             let first = shown.columns.first().copied();
             let published = |i| label.clone().filter(|_| first == Some(i)).unwrap_or_else(|| NONE.to_owned());
             let cells = shown.cells(published, |i| extra_figure(table, i, row));
-            rows.push(ViewRow { cells, not_measured: None, recipe: None });
+            rows.push(ViewRow { cells, not_measured: None, recipe: None, coverage: None });
         }
         Ok(TableView {
             table,
@@ -121,6 +152,11 @@ impl<'a> TableView<'a> {
             rows,
             sources: sources(table, measured, figures.iter().flatten().flatten(), &extra),
         })
+    }
+
+    /// How many rows of the published table are covered like this.
+    pub fn rows_with(&self, coverage: Coverage) -> usize {
+        self.rows.iter().filter(|row| row.coverage == Some(coverage)).count()
     }
 
     /// The table as text, with its title, and what differs.
@@ -393,7 +429,7 @@ fn sources<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::measured::MeasuredRun;
+    use crate::recipe::measured::{MeasuredRun, Outcome};
     use crate::recipe::tables;
     use std::collections::BTreeMap;
     use std::path::Path;
@@ -430,9 +466,38 @@ mod tests {
         assert_eq!([ours(2), ours(3), ours(4)], [["20.00/s", "1.000×"], ["30.00/s", "1.500×"], ["40.00/s", "–"]]);
         assert_eq!(
             view.rows[3].not_measured.as_deref(),
-            Some("not measured: Top-1 error (%) needs ImageNet and a GPU (`--device cuda:0`)")
+            Some(
+                "not measured: Top-1 error (%) needs ImageNet and a CPU (`--device cpu`) or a GPU (`--device cuda:0`)"
+            )
         );
         assert_eq!(view.rows[4].not_measured, None);
+    }
+
+    /// A row with a speed and no score once counted as measured.
+    #[test]
+    fn a_row_is_complete_with_all_of_its_figures() {
+        let table = tables::find("resnet101-imagenet").unwrap();
+        let name = |batch: &str| format!("imagenet-resnet101-data-parallel-{batch}");
+        let row = |batch: &str, outcome, figures: &[(Metric, f64)]| MeasuredRow {
+            recipe: Some(name(batch)),
+            runs: vec![MeasuredRun { outcome, ..MeasuredRun::new(0, None, figures.iter().copied().collect()) }],
+            ..MeasuredRow::default()
+        };
+        let (speed, score) = ((Metric::Throughput, 20.0), (Metric::Error, 22.0));
+        let covered = |rows| {
+            let (machine, version, command) = Default::default();
+            let file = Measurements { table: table.name.clone(), machine, version, command, rows };
+            let view = TableView::new(table, &Measured::of(Path::new("mine"), file)).unwrap();
+            [Coverage::Complete, Coverage::Partial, Coverage::Simulated].map(|coverage| view.rows_with(coverage))
+        };
+        // The published row with a batch of 4k has no figures, so that whatever was measured is all.
+        let rows = |one: &[(Metric, f64)], other| {
+            let first = row("256", Outcome::Complete, one);
+            vec![first, row("1k", other, &[speed]), row("4k", Outcome::Complete, &[speed])]
+        };
+        assert_eq!(covered(rows(&[speed, score], Outcome::Complete)), [2, 1, 0]);
+        assert_eq!(covered(rows(&[speed], Outcome::Complete)), [1, 2, 0]);
+        assert_eq!(covered(rows(&[score], Outcome::Simulated)), [1, 1, 1]);
     }
 
     /// A table once showed a rate of one file beside the speed-up of another one.
