@@ -10,7 +10,7 @@ use distgpipe::train::learning_rate::{Decay, RateSchedule};
 use distgpipe::train::{
     Event, RunControl, RunEnd, RunSummary, SaveEvery, TestMetric, TrainError, TrainOptions, Trainer,
 };
-use distgpipe::{Batch, CodecPolicy, Pipeline, SampleShape};
+use distgpipe::{Batch, CodecPolicy, Pipeline, Recompute, SampleShape};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{mpsc, Arc, Mutex};
@@ -144,6 +144,39 @@ fn the_summary_agrees_with_the_events() {
             "{link:?}"
         );
     }
+}
+
+/// The published tables count the exchange of gradients and the update as parts of the backward pass.
+#[test]
+fn the_time_per_batch_has_the_phases_of_the_published_tables() {
+    let model = Mlp { hidden: vec![8], dropout: 0.1, ..Mlp::default() }.model().unwrap();
+    let builder = Pipeline::builder(model).device(distgpipe::engine::Device::Cpu).threads(1).replicas(2);
+    let mut pipeline = builder.balance([2]).micro_batches(2).recompute(Recompute::Always).build().unwrap();
+    let mut losses = Vec::new();
+    let trainer = Trainer::new(&mut pipeline, training(), None, options(1, Some(12))).unwrap();
+    let summary = trainer
+        .run(|event, _| {
+            if let Event::StepDone(done) = event {
+                losses.push(done.outcome.loss);
+            }
+            Ok(())
+        })
+        .unwrap();
+    let batch = testing().epoch(0).next().unwrap().unwrap();
+    soundness::assert_pipeline_sound("two replicas", &losses, &mut pipeline, &batch);
+    let (times, phases) = (summary.batch_times.expect("steps were measured"), &summary.workers[0].phases_s);
+    let steps = (summary.steps - summary.warm_up_steps) as f64;
+    assert_eq!((summary.workers.len(), steps), (2, 10.0));
+    let sum = |names: &[&str]| {
+        assert!(names.iter().all(|&name| phases[name] > 0.0), "{names:?}: {phases:?}");
+        names.iter().map(|&name| phases[name]).sum::<f64>()
+    };
+    let backward_s = sum(&["recompute", "backward", "gradient wait", "optimizer"]);
+    assert!((times.backward_s * steps - backward_s).abs() < 1e-6, "{times:?}, expected {backward_s} s in {phases:?}");
+    let forward_s = sum(&["forward"]);
+    assert!((times.forward_s * steps - forward_s).abs() < 1e-6, "{times:?}, expected {forward_s} s in {phases:?}");
+    let all_s = (times.transfer_s + times.forward_s + times.backward_s) * steps - summary.loading_s;
+    assert!(all_s <= summary.workers[0].steps_s, "{all_s} s in steps of {} s", summary.workers[0].steps_s);
 }
 
 /// Digits of which each batch is loaded only when the step before it is done, and then takes a while.
