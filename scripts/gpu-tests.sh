@@ -86,6 +86,7 @@ train threads $model $gpu --chunks 4 $split
 train processes $model $gpu --chunks 4 $split --workers processes
 train recomputed $model $gpu --chunks 4 $split --recompute always
 train replicas $model $gpu --chunks 2 --replicas 2
+train phases $model $gpu --chunks 4 $split --phases exact
 train everywhere $model $gpu --chunks 4 --layers all --partitions 4
 train bf16-split $model $gpu --chunks 4 $split --precision bf16
 train interleaved $model $gpu --chunks 4 --layers all --partitions 4 --place a,b,a,b --schedule interleaved
@@ -147,6 +148,13 @@ compare processes gpu 10 1e-4 "a worker process and one partition"
 compare server gpu 10 1e-4 "a server over TLS, its job within limits, and one partition"
 compare recomputed gpu 10 1e-4 "with everything recomputed and without"
 compare replicas gpu 10 1e-4 "two replicas and one"
+compare phases threads 10 1e-5 "with a wait after each action (--phases exact) and without"
+if grep -q '^per batch, client spends' "$work/phases.out" && ! grep -q 'times of launches' "$work/phases.out" && grep -q 'times of launches' "$work/threads.out"; then
+    echo "ok      times per batch are those of execution with --phases exact, and those of launches without"
+else
+    failed=1
+    echo "FAILED  times per batch with --phases exact: $(grep '^per batch' "$work/phases.out"); without: $(grep '^per batch' "$work/threads.out")"
+fi
 compare everywhere gpu 10 1e-4 "four partitions, cut anywhere, and one"
 compare bf16-split bf16 10 1e-2 "in bfloat16, three partitions and one"
 compare codec codec-threads 10 1e-3 "tile:4 between processes and between threads"

@@ -562,6 +562,47 @@ fn a_run_that_ends_within_its_warm_up_claims_no_shares() {
     assert!(row.contains('–') && !row.contains('%'), "{out}");
 }
 
+/// The times per batch are those of the report, whether phases are timed exactly or by their launches: on a CPU, both are the same.
+#[test]
+fn a_run_prints_what_its_first_worker_spends_per_batch() {
+    let log = directory("phases-exact");
+    let train = ["train", "--partitions", "2", "--chunks", "2", "--steps", "6", "--no-evaluate", "--log"];
+    let run = |name: &str, more: &[&str]| {
+        let log = log.join(name);
+        let out = fine(&[&train[..], &[log.to_str().expect("a plain path")], more].concat());
+        let summary = std::fs::read_to_string(log.join("summary.json")).expect("a summary");
+        let summary: Value = serde_json::from_str(&summary).expect("JSON");
+        let losses: Vec<Value> = logged(&log, "step").iter().map(|step| step["loss"].clone()).collect();
+        (out, summary, losses)
+    };
+    let (launched, exact) = (run("launch", &[]), run("exact", &["--phases", "exact"]));
+    assert_eq!((launched.2.len(), &launched.2), (6, &exact.2), "timing changes no loss");
+    assert_eq!((&launched.1["phases"], &exact.1["phases"]), (&"launch".into(), &"exact".into()));
+    for (out, summary, _) in [&launched, &exact] {
+        let line = out.lines().find(|line| line.starts_with("per batch, ")).unwrap_or_else(|| panic!("{out}"));
+        let rest = line.strip_prefix("per batch, w0 spends ").unwrap_or_else(|| panic!("{line}"));
+        let (transfer, rest) =
+            rest.split_once(" on data transfer (with the wait for the loader), ").expect("its first part");
+        let (forward, rest) = rest.split_once(" on forward and ").expect("its second part");
+        let what = " on backward passes (with recomputation, exchange of gradients and update)";
+        let backward = rest.strip_suffix(what).unwrap_or_else(|| panic!("{line}"));
+        for (printed, key) in [(transfer, "transfer_s"), (forward, "forward_s"), (backward, "backward_s")] {
+            let (number, unit) = printed.split_once(' ').expect("a number and its unit");
+            let scale = match unit {
+                "s" => 1.0,
+                "ms" => 1e-3,
+                "µs" => 1e-6,
+                other => panic!("{other}: {line}"),
+            };
+            let (printed, reported) =
+                (scale * number.parse::<f64>().expect("a number"), summary["batch_times"][key].as_f64());
+            let reported = reported.unwrap_or_else(|| panic!("{key}: {summary}"));
+            // Seconds, ms and µs are printed with at least one decimal.
+            assert!(reported > 0.0 && (printed - reported).abs() <= 0.051 * scale, "{key} {reported}: {line}");
+        }
+    }
+}
+
 #[test]
 fn a_closed_output_does_not_panic() {
     let mut child = distgpipe(&["schedule", "--partitions", "8", "--chunks", "200"]).spawn().expect("it starts");
