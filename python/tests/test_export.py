@@ -83,6 +83,8 @@ class Export(unittest.TestCase):
         root = pathlib.Path(__file__).resolve().parent.parent.parent
         archives = sorted(root.glob("crates/*/tests/**/*.pt2"))
         self.assertGreaterEqual(len(archives), 16)
+        total = sum(archive.stat().st_size for archive in archives)
+        self.assertLess(total, 3_000_000, "the archives of the repository together: export narrower models")
         for archive in archives:
             with self.subTest(archive=archive.name):
                 for text in (b'"stack_trace"', b"site-packages"):
@@ -120,6 +122,29 @@ class Export(unittest.TestCase):
         with torch.no_grad():
             program.state_dict["2.weight"].add_(0.01)
         with self.assertRaisesRegex(ExportError, "differs from the module's"):
+            compare(model, program, inputs)
+
+    def test_an_output_that_differs_in_evaluation_is_noticed(self):
+        # The graph of a training step has one of the two ways, so loss, gradients and buffers agree.
+        class Doubled(nn.Module):
+            def forward(self, x):
+                return x if self.training else 2 * x
+
+        self.refused(nn.Sequential(nn.Linear(3, 3), Doubled()), "the output in evaluation differs from the module's by up to")
+
+    def test_buffers_that_the_export_changes_otherwise_are_noticed(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.1), nn.Tanh(), nn.Linear(4, 2))
+        inputs = (torch.randn(4, 3),)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Unseen)  # of a bias before a batch norm
+            program = export(model, inputs)
+        compare(model, program, inputs)
+        norm = next(node for node in program.graph.nodes if node.target is torch.ops.aten.batch_norm.default)
+        self.assertEqual((norm.args[5:7]), (True, 0.1), "in training, with this momentum")
+        # Training and evaluation are the same otherwise, because only later steps show what a momentum is.
+        norm.update_arg(6, 0.3)
+        program.graph_module.recompile()
+        with self.assertRaisesRegex(ExportError, "the buffer 1.running_mean differs from the module's"):
             compare(model, program, inputs)
 
     def test_gradients_that_are_not_numbers_show_nothing(self):
