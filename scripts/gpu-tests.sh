@@ -8,7 +8,7 @@
 # `cargo test --release -p distgpipe --lib --test device_codecs --test device_graphs --no-run` makes them and says where they are.
 # MPIRUN is the mpirun of an MPI library that reaches GPUs, for a BINARY of `make mpi`: then ranks train on the GPU, too.
 # Where compute-sanitizer is installed, it looks for faults of memory and races in the kernels of the codecs, for SANITIZER_S seconds each
-# (120 by default).
+# (120 by default; 0 leaves that out).
 # Prints one line per test, and exits with 1 if one fails. The last output is committed in runs/*-gpu-tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -218,7 +218,9 @@ else
     echo "NOT RUN the library's own tests that use a GPU: UNIT_TESTS is not set"
 fi
 codecs=$(tr ' ' '\n' <<<"${DEVICE_TESTS-}" | grep device_codecs)
-if [[ -n $codecs ]] && command -v compute-sanitizer >/dev/null; then
+if [[ ${SANITIZER_S-} == 0 ]]; then
+    echo "NOT RUN compute-sanitizer: SANITIZER_S is 0"
+elif [[ -n $codecs ]] && command -v compute-sanitizer >/dev/null; then
     for tool in memcheck racecheck; do
         if DISTGPIPE_GPU_TESTS=1 timeout "${SANITIZER_S:-120}" compute-sanitizer --tool $tool --error-exitcode 9 "$codecs" --test-threads 1 the_cpu >"$work/$tool.out" 2>&1; then
             echo "ok      compute-sanitizer $tool: $(grep -E 'SUMMARY' "$work/$tool.out" | tail -n 1)"
