@@ -124,10 +124,13 @@ train raw-eager $gpu $raw --workers processes --graphs off
 if [[ -n ${MPIRUN-} ]]; then
     launcher="env DISTGPIPE_MPI_CUDA=1 $MPIRUN -n 2"
     train raw-ranks $gpu $raw
+    # Tensors of more than 256 KiB, which ranks send from GPU to GPU.
+    train large-ranks $gpu $raw --set image=96
     train bits-ranks $gpu $deterministic
     launcher="env DISTGPIPE_MPI_CUDA=0 $MPIRUN -n 2"
     train raw-ranks-host $gpu $raw
     launcher=
+    train large-threads $gpu $raw --set image=96
 fi
 # More threads than libtorch has streams: workers that are left without one of their own do not record.
 crowd="$model --chunks 2 --layers all --partitions 8 --place a,b,c,d,e,f,g,h --codec f16"
@@ -174,6 +177,7 @@ for name in processes eager; do
 done
 if [[ -n ${MPIRUN-} ]]; then
     compare raw-ranks raw-threads 10 0 "MobileNetV2 with deterministic kernels, ranks of MPI with raw links from GPU to GPU, bit for bit"
+    compare large-ranks large-threads 10 0 "MobileNetV2 with deterministic kernels and images of 96x96, ranks of MPI with raw links from GPU to GPU, bit for bit"
     compare raw-ranks-host raw-threads 10 0 "MobileNetV2 with deterministic kernels, ranks of MPI with raw links through the host, bit for bit"
     compare bits-ranks bits-threads 10 0 "MobileNetV2 with deterministic kernels, ranks of MPI with tile:4, bit for bit"
     grep -q 'MPI sends tensors from GPU to GPU' "$work/raw-ranks.out" || { failed=1; echo "FAILED  the ranks have not used MPI between GPUs"; }

@@ -43,6 +43,10 @@ mod ranks {
         if !is_rank_of_run() {
             return;
         }
+        // Otherwise UCX takes GPU memory that was allocated before it looked for host memory, and fails to send it.
+        if std::env::var_os("UCX_MEMTYPE_CACHE").is_none() {
+            std::env::set_var("UCX_MEMTYPE_CACHE", "n");
+        }
         let program = match MpiProgram::start() {
             Ok(Some(program)) => program,
             Ok(None) => return,
