@@ -1,9 +1,8 @@
 """The bits of torchvision's models at their full width and depth, with small images; the tests have tiny versions.
 
-usage: whole_models.py [NAME...]      needs what `make test-export` installs and builds; takes minutes and 4 GB
+usage: whole_models.py [NAME...]      needs what `make test-export` installs and builds; takes minutes and 7 GB
 
-Prints a line for each model, and exits with 1 if one has other bits than PyTorch, running statistics aside. Committed output:
-runs/*-whole-models.
+Prints a line for each model, and exits with 1 if one has other bits than PyTorch, running statistics aside.
 """
 
 import logging
