@@ -1,8 +1,10 @@
 //! docs/wire.md says what the code does: its bytes are those of the committed encodings, its tables and JSON are the code's, and
 //! `scripts/wire_client.py`, which was written from the page, trains with a real worker.
 
+use distgpipe::comm::handshake::Token;
 use distgpipe::comm::protocol::{Command, Job};
-use distgpipe::comm::transport::limits;
+use distgpipe::comm::server_identity::{JoinString, PublicKey};
+use distgpipe::comm::transport::{limits, tls};
 use distgpipe_core::codec::ALL;
 use distgpipe_core::wire::{
     AbortNotice, DType, Hello, Kind, Layout, Refuse, Role, Welcome, ELEMENTS_MAX, HEADER_BYTES, VERSION,
@@ -31,7 +33,10 @@ fn the_bytes_of_the_page_are_those_of_the_code() {
     let (role, build) = (Role::Worker(WorkerId(7)), "0.1.0".to_owned());
     let hello = Hello { run, token: [0xa5; 32], role, epoch: 3, next: 258, build: build.clone() };
     let notice = AbortNotice { worker: "w1".to_owned(), phase: "2F0".to_owned(), message: "é".to_owned() };
+    let (secret, exporter) = (Token([0x5e; 32]), std::array::from_fn(|i| i as u8));
     let messages = [
+        ("Claim", tls::claim(&secret, None, &exporter, &build)),
+        ("Answer", tls::acceptance(&secret, None, &exporter)),
         ("Hello", hello.encode()),
         ("Welcome", Welcome { worker: Some(WorkerId(258)), next: 1, build }.encode()),
         ("Refuse", Refuse { reason: "voll".to_owned() }.encode()),
@@ -46,7 +51,15 @@ fn the_bytes_of_the_page_are_those_of_the_code() {
         assert!(is_header || is_message, "{line}");
         seen.push(name);
     }
-    assert_eq!(seen, ["Ping", "Activation", "Hello", "Welcome", "Refuse", "Abort"]);
+    assert_eq!(seen, ["Claim", "Answer", "Ping", "Activation", "Hello", "Welcome", "Refuse", "Abort"]);
+}
+
+#[test]
+fn the_join_string_of_the_page_is_that_of_the_code() {
+    let addresses = vec!["gpu-box:7443".to_owned(), "[2001:db8::1]:7443".to_owned()];
+    let example = JoinString { addresses, key: PublicKey([0xab; 32]), secret: Token([0x5e; 32]) };
+    let text = format!("{}\n", example.to_text());
+    assert!(blocks("text").contains(&&text[..]), "{text}");
 }
 
 #[test]

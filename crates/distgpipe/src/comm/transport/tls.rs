@@ -18,7 +18,7 @@
 
 mod proof;
 
-pub use proof::{answer, Claim, ProofAnswer, CLAIM_BYTES};
+pub use proof::{acceptance, answer, claim, Claim, ProofAnswer, CLAIM_BYTES};
 
 use crate::comm::abort::AbortFlag;
 use crate::comm::handshake::Token;

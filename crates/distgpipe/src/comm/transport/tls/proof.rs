@@ -120,10 +120,25 @@ pub fn answer(
         };
         return Ok(refusal(WRONG_SECRET, Fault::WrongSecret(what.to_owned())));
     };
-    let mut bytes = vec![ACCEPTED];
-    bytes.extend(32u16.to_le_bytes());
-    bytes.extend(prove(&secret, End::Server, run.as_ref(), &exporter));
-    Ok(ProofAnswer { bytes, result: Ok(Claim { run, proof }) })
+    Ok(ProofAnswer { bytes: acceptance(&secret, run.as_ref(), &exporter), result: Ok(Claim { run, proof }) })
+}
+
+/// The bytes of a claim of a client of this software version, on a connection with this exporter.
+pub fn claim(secret: &Token, run: Option<&[u8; 16]>, exporter: &[u8; 32], build: &str) -> Vec<u8> {
+    let mut claim = Vec::with_capacity(CLAIM_BYTES);
+    claim.extend(MAGIC);
+    claim.extend(VERSION.to_le_bytes());
+    claim.extend([u8::from(run.is_some()), 0]);
+    claim.extend(run.unwrap_or(&[0; 16]));
+    claim.extend(prove(secret, End::Client, run, exporter));
+    claim.extend(build.bytes().take(BUILD_BYTES));
+    claim.resize(CLAIM_BYTES, 0);
+    claim
+}
+
+/// The bytes of the answer to the claim of a client that knows the secret.
+pub fn acceptance(secret: &Token, run: Option<&[u8; 16]>, exporter: &[u8; 32]) -> Vec<u8> {
+    [&[ACCEPTED][..], &32u16.to_le_bytes(), &prove(secret, End::Server, run, exporter)].concat()
 }
 
 /// Proves the secret to the server, and has it do the same.
@@ -134,15 +149,7 @@ pub(super) fn show(
 ) -> Result<TlsStream, Fault> {
     let exporter = stream.exporter()?;
     let run = expected.run.as_ref();
-    let mut claim = Vec::with_capacity(CLAIM_BYTES);
-    claim.extend(MAGIC);
-    claim.extend(VERSION.to_le_bytes());
-    claim.extend([u8::from(run.is_some()), 0]);
-    claim.extend(run.unwrap_or(&[0; 16]));
-    claim.extend(prove(expected.secret, End::Client, run, &exporter));
-    claim.extend(BUILD.bytes().take(BUILD_BYTES));
-    claim.resize(CLAIM_BYTES, 0);
-    write_all(&mut stream, &claim, deadline)?;
+    write_all(&mut stream, &claim(expected.secret, run, &exporter, BUILD), deadline)?;
     let mut head = [0; 3];
     read_exact(&mut stream, &mut head, deadline)?;
     let length = usize::from(u16::from_le_bytes([head[1], head[2]]));
