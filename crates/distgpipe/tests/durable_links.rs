@@ -8,6 +8,7 @@ use distgpipe::comm::codec_policy::CodecPolicy;
 use distgpipe::comm::handshake::{self, Credentials, Token};
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::comm::transport::tcp::Resume;
+use distgpipe::comm::watchdog::CLAIMED_STALLS_MAX;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind, Tensor};
 use distgpipe::{
@@ -159,6 +160,23 @@ fn a_frame_that_arrives_again_is_ignored_and_a_missing_one_is_refused() {
         let failure = failure(trained);
         assert!(failure.message.contains("expected frame 7 of the link, got frame 8"), "{from:?}, {act:?}: {failure}");
     }
+}
+
+/// The wait for a connection once counted as progress that the lost worker claims, which the watchdog believes only so often and for
+/// so long. A cut within `reconnect_s` then ended the run as a stall.
+#[test]
+fn a_cut_that_outlasts_every_limit_of_a_stall_is_no_stall() {
+    let stall_s = 1.5;
+    // The pauses between attempts grow to a second.
+    let attempts = 40;
+    let mut script = vec![(From::Driver, At::Sequence(6), Act::CutInside)];
+    script.extend((1..=attempts).map(|n| (From::Driver, At::Handshake(n, FrameKind::Hello), Act::CutBefore)));
+    let start = Instant::now();
+    let (trained, relay) = disturbed("raw", script, Timeouts { stall_s, reconnect_s: 300.0, ..PATIENT });
+    assert_eq!(trained.expect("the run goes on"), undisturbed("raw"));
+    assert!(relay.connections() > attempts);
+    let cut_max = f64::from(CLAIMED_STALLS_MAX + 1) * stall_s;
+    assert!(start.elapsed().as_secs_f64() > cut_max, "{:?} is no test of {cut_max} s", start.elapsed());
 }
 
 /// Both sockets stay open and nothing arrives: the heartbeats are missed, and another connection takes over.

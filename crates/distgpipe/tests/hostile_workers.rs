@@ -5,6 +5,7 @@ use distgpipe::comm::handshake::{self, Token};
 use distgpipe::comm::timeouts::Timeouts;
 use distgpipe::comm::transport::byte_stream::ByteStream;
 use distgpipe::comm::transport::limits;
+use distgpipe::comm::watchdog::CLAIMED_STALLS_MAX;
 use distgpipe::model::zoo::Mlp;
 use distgpipe::tch::{Device, Kind as ElementKind, Tensor};
 use distgpipe::{Batch, Pipeline, Workers};
@@ -52,7 +53,21 @@ impl Sending {
         header.seal(status.as_bytes());
         self.bytes(&header, status.as_bytes())
     }
+
+    /// Heartbeats with these statuses, until the driver closes the connection.
+    fn pings(&mut self, status: impl Fn(u64) -> String) {
+        let start = Instant::now();
+        for progress in 1.. {
+            if !self.ping(&status(progress)) || start.elapsed() > 2 * LIMIT {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(400));
+        }
+    }
 }
+
+/// What a machine with other work may add to the duration of a test.
+const BUSY_MACHINE: Duration = Duration::from_secs(15);
 
 /// A worker that welcomes its driver, takes the job, and then does this. Returns where it listens.
 fn fake_worker(then: impl FnOnce(&mut Sending) + Send + 'static) -> String {
@@ -185,19 +200,27 @@ fn a_worker_that_floods_the_driver_is_cut_off() {
 /// actions.
 #[test]
 fn a_worker_that_only_reports_progress_holds_the_driver_for_a_few_time_outs() {
-    let address = fake_worker(|sending| {
-        let start = Instant::now();
-        for progress in 1.. {
-            if !sending.ping(&format!("{progress} 0 busy")) || start.elapsed() > 2 * LIMIT {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(400));
-        }
-    });
+    let address = fake_worker(|sending| sending.pings(|progress| format!("{progress} 0 busy")));
     let start = Instant::now();
     // Believed for as long as its plan has changes, it would go on for minutes.
     let said = failure(address, "raw", Timeouts { stall_s: 1.0, ..PATIENT });
     let held = start.elapsed();
     assert!(said.contains("server") && said.contains("made no progress for 1.0 s"), "{said}");
-    assert!(held < LIMIT, "{held:?}: {said}");
+    assert!(held < BUSY_MACHINE + Duration::from_secs(1) * (CLAIMED_STALLS_MAX + 1), "{held:?}: {said}");
+}
+
+/// A link between two workers may take as long to be restored as any other, and a worker that always reconnects gets that time once.
+#[test]
+fn a_worker_that_always_reconnects_holds_the_driver_for_one_reconnection_more() {
+    let address = fake_worker(|sending| sending.pings(|_| "1 0 busy reconnecting 0".to_owned()));
+    let start = Instant::now();
+    let timeouts = Timeouts { stall_s: 0.5, reconnect_s: 4.0, ..PATIENT };
+    let said = failure(address, "raw", timeouts);
+    let held = start.elapsed();
+    assert!(said.contains("server failed while reconnecting to client: made no progress for 0.5 s"), "{said}");
+    assert!(held > timeouts.reconnect(), "{held:?}: {said}");
+    assert!(
+        held < BUSY_MACHINE + timeouts.reconnect() + timeouts.stall() * (CLAIMED_STALLS_MAX + 1),
+        "{held:?}: {said}"
+    );
 }

@@ -12,10 +12,12 @@ use distgpipe_core::WorkerId;
 /// [`Failure`](crate::failure::Failure). `plan` is the plan that the replicas are running; `statuses` has one entry per
 /// member of the topology.
 ///
-/// A worker that computes, or that waits for something that no worker has to send, is at fault itself. If all workers wait, some
-/// message was sent and has not arrived, because a checked plan has no deadlock: its link is at fault.
+/// A link that is broken is at fault. Otherwise a worker that computes, or that waits for something that no worker has to send, is at
+/// fault itself. If all workers wait, some message was sent and has not arrived, because a checked plan has no deadlock: its link is
+/// at fault.
 pub fn blame(topology: &Topology, plan: &Plan, statuses: &[WorkerStatus]) -> (String, String) {
-    busy_worker(topology, statuses)
+    broken_link(topology, statuses)
+        .or_else(|| busy_worker(topology, statuses))
         .or_else(|| missing_message(topology, plan, statuses))
         .or_else(|| missing_segment(topology, statuses))
         .unwrap_or_else(|| ("the run".to_owned(), "waiting, with every worker waiting for another".to_owned()))
@@ -23,6 +25,9 @@ pub fn blame(topology: &Topology, plan: &Plan, statuses: &[WorkerStatus]) -> (St
 
 /// For how many times [`Timeouts::stall_s`](crate::comm::timeouts::Timeouts::stall_s) the driver waits for workers in other
 /// processes that report progress while nothing of it reaches this process. A worker here makes progress with each message of theirs.
+///
+/// Honest workers need several: `stall_s` bounds one action, and a step can have many in other processes before one here. With the
+/// loss on a server, GPipe runs the forward passes of all micro-batches there before the first gradient leaves it.
 pub const CLAIMED_STALLS_MAX: u32 = 10;
 
 /// Which changes of the workers' statuses count as progress in one wait of the driver.
@@ -80,6 +85,15 @@ impl Progress {
         }
         moved
     }
+}
+
+/// The first worker that reconnects, and to which peer.
+fn broken_link(topology: &Topology, statuses: &[WorkerStatus]) -> Option<(String, String)> {
+    topology.members().zip(statuses).find_map(|(member, status)| {
+        // A remote worker's status comes over the network and may name any peer.
+        let peer = status.reconnecting.and_then(|peer| topology.members().find(|&other| other == peer))?;
+        Some((topology.name(member), format!("reconnecting to {}", topology.name(peer))))
+    })
 }
 
 /// The first worker that is not waiting.
@@ -186,6 +200,15 @@ mod tests {
         assert_eq!(got, pair("server/1", "1B0"));
         let got = blamed(["1 share", "1 share", "1 share", "1 busy", "0 share", "0 share"]);
         assert_eq!(got.0, "server/1");
+    }
+
+    #[test]
+    fn a_link_that_is_being_reconnected_is_to_blame_whatever_the_workers_do() {
+        let got = blamed(["0 share", "0 share", "3 wait 0B0<1 reconnecting 3", "2 run 1B0", "0 share", "0 idle"]);
+        assert_eq!(got, pair("client/1", "reconnecting to server/1"));
+        // A worker may say anything.
+        let got = blamed(["0 share", "0 share", "3 wait 0B0<1 reconnecting 9", "2 run 1B0", "0 share", "0 idle"]);
+        assert_eq!(got, pair("server/1", "1B0"));
     }
 
     /// The server has run its actions and waits in the all-reduce, so the gradient is in flight.

@@ -21,7 +21,7 @@ use crate::comm::transport::mpi::MpiLinks;
 use crate::comm::transport::tcp::{join_until, Connection, Reconnect, Resume};
 use crate::comm::transport::{Outgoing, Queue};
 use crate::driver::endpoint::{keep_data_here, Endpoint};
-use crate::driver::wiring::{Links, LocalWorker, Remote, Restoring};
+use crate::driver::wiring::{Links, LocalWorker, Remote};
 use crate::driver::worker_mode::{ALLOW_OP, CHILD, SERVER_VARIABLE, TOKEN_VARIABLE, WORKER};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
@@ -424,8 +424,7 @@ impl WorkerSet {
         worker: WorkerId,
         reconnect: Reconnect,
     ) -> Result<Connection, Fault> {
-        let restoring = Restoring { reconnect, waiting: self.statuses[worker.index()].clone() };
-        launch.locals[&WorkerId(0)].worker.connect(stream, self.remote(launch, worker), restoring)
+        launch.locals[&WorkerId(0)].worker.connect(stream, self.remote(launch, worker), reconnect)
     }
 
     /// What the driver and worker 0 hear from and tell a remote worker.

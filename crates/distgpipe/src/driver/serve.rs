@@ -21,7 +21,7 @@ use crate::comm::topology::Topology;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::tcp::{join_until, Connection, Dial, Reconnect, Resume};
 use crate::driver::job_limits::JobLimits;
-use crate::driver::wiring::{Links, LocalWorker, Restoring};
+use crate::driver::wiring::{Links, LocalWorker};
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
 use crate::model::zoo::{self, ModelError};
@@ -488,8 +488,7 @@ impl<'a> Session<'a> {
 
     fn connect(&mut self, stream: ByteStream, peer: Peer, reconnect: Reconnect) -> Result<(), Fault> {
         let remote = self.worker.remote(peer, self.notify.clone());
-        let restoring = Restoring { reconnect, waiting: self.worker.status.clone() };
-        self.connections.insert(remote.worker(), self.worker.connect(stream, remote, restoring)?);
+        self.connections.insert(remote.worker(), self.worker.connect(stream, remote, reconnect)?);
         Ok(())
     }
 
@@ -607,9 +606,10 @@ impl<'a> Session<'a> {
         let mut progress = (self.worker.status.read().progress, Instant::now());
         let mut without_driver: Option<Instant> = None;
         while !stage.is_finished() && self.abort().failure().is_none() {
-            let now = self.worker.status.read().progress;
-            if now != progress.0 {
-                progress = (now, Instant::now());
+            let now = self.worker.status.read();
+            // The wait for a connection has a limit of its own.
+            if now.progress != progress.0 || now.reconnecting.is_some() {
+                progress = (now.progress, Instant::now());
             }
             // A driver that says goodbye has ended the run before. One that has not leaves the worker waiting for ever.
             let driver_ended = self.connections.get(&WorkerId(0)).is_none_or(Connection::peer_has_ended);

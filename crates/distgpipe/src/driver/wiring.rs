@@ -66,14 +66,6 @@ impl Remote {
     }
 }
 
-/// How a connection goes on when its socket breaks.
-pub(super) struct Restoring {
-    /// Where the next socket comes from.
-    pub reconnect: Reconnect,
-    /// The status of the worker that waits meanwhile.
-    pub waiting: Arc<SharedStatus>,
-}
-
 /// A worker's outgoing links.
 pub(super) struct Links {
     /// The sending end of each link to another worker.
@@ -123,10 +115,11 @@ impl LocalWorker {
         self.topology.name(self.id())
     }
 
-    /// Starts the threads of a connection whose handshake is done.
-    pub fn connect(&self, stream: ByteStream, remote: Remote, restoring: Restoring) -> Result<Connection, Fault> {
-        let Restoring { reconnect, waiting } = restoring;
-        let on_reconnecting = Box::new(move || waiting.touch());
+    /// Starts the threads of a connection whose handshake is done. `reconnect` says where the next socket comes from when this one
+    /// breaks.
+    pub fn connect(&self, stream: ByteStream, remote: Remote, reconnect: Reconnect) -> Result<Connection, Fault> {
+        let (status, peer) = (self.status.clone(), remote.worker());
+        let on_reconnecting = Box::new(move |reconnecting| status.set_reconnecting(peer, reconnecting));
         Connection::start(stream, TcpOptions { link: self.link(remote), reconnect, on_reconnecting })
     }
 

@@ -61,8 +61,8 @@ pub struct TcpOptions {
     pub link: LinkOptions,
     /// Where the next socket comes from when this one breaks.
     pub reconnect: Reconnect,
-    /// Called about every second while there is no socket.
-    pub on_reconnecting: Box<dyn Fn() + Send>,
+    /// Called with true when the connection breaks and this end waits for another one, and with false when that wait is over.
+    pub on_reconnecting: Box<dyn Fn(bool) + Send>,
 }
 
 /// Processor time of the two threads that send.

@@ -11,22 +11,32 @@ use crate::failure::{printable, Failure, Fault};
 use crate::runtime::all_reduce::shares_max;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
+use std::time::Duration;
 
 impl Pipeline {
     /// Waits for a message from a worker. Fails when the run fails, or when no worker's state has changed for
     /// `Timeouts::stall_s`; the failure then names the worker or link that the other workers wait for. What workers of other
-    /// processes say about themselves counts for [`CLAIMED_STALLS_MAX`] times as long.
+    /// processes say about themselves counts for [`CLAIMED_STALLS_MAX`] times as long. A link that is being reconnected is no
+    /// stall: `Timeouts::reconnect_s` bounds it.
     pub(super) fn wait(&self, tag: &Tag) -> Result<Message, Failure> {
         let mut progress = Progress::new(self.believed());
         let (mut idle, mut claimed) = (IdleTimer::new(), IdleTimer::new());
-        let claimed_max = self.timeouts.stall().saturating_mul(CLAIMED_STALLS_MAX);
+        // Links that break again and again do not prolong the wait for ever.
+        let (claimed_max, reconnect) =
+            (self.timeouts.stall().saturating_mul(CLAIMED_STALLS_MAX), self.timeouts.reconnect());
+        let mut granted = Duration::ZERO;
         let watch = || {
             let statuses: Vec<WorkerStatus> = self.workers.statuses.iter().map(|s| s.read()).collect();
             let moved = progress.moved(&statuses);
+            let reconnecting = statuses.iter().any(|status| status.reconnecting.is_some());
             if moved == Some(Moved::Here) {
                 claimed.progress();
+                granted = Duration::ZERO;
             }
-            if moved.is_some() && claimed.elapsed() < claimed_max {
+            if reconnecting {
+                granted = reconnect;
+            }
+            if (moved.is_some() || reconnecting) && claimed.elapsed() < claimed_max + granted {
                 idle.progress();
             } else if idle.elapsed() >= self.timeouts.stall() {
                 let plan = self.forward_plan.as_ref().unwrap_or(self.plan());

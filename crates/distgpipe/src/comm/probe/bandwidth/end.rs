@@ -264,7 +264,7 @@ impl End {
             on_heartbeat: Box::new(|_| {}),
             notify: Notify::default(),
         };
-        let options = TcpOptions { link, reconnect: Reconnect::Await, on_reconnecting: Box::new(|| {}) };
+        let options = TcpOptions { link, reconnect: Reconnect::Await, on_reconnecting: Box::new(|_| {}) };
         let connection = Connection::start(stream, options)?;
         Ok(End { side, connection, arriving, events, abort, values: None, sent: 0 })
     }

@@ -46,7 +46,7 @@ pub(super) struct Reader {
     pub admit: Admit,
     pub deliver: Deliver,
     pub on_heartbeat: OnHeartbeat,
-    pub on_reconnecting: Box<dyn Fn() + Send>,
+    pub on_reconnecting: Box<dyn Fn(bool) + Send>,
     pub notify: Notify,
     pub counters: Counters,
     pub outbox: Arc<Outbox>,
@@ -154,6 +154,14 @@ impl Reader {
         if limit.is_zero() {
             return Err(self.lost(fault));
         }
+        (self.on_reconnecting)(true);
+        let next = self.await_connection(fault, limit, closing);
+        (self.on_reconnecting)(false);
+        next
+    }
+
+    /// Tries to find another connection for up to `limit`.
+    fn await_connection(&mut self, fault: Fault, limit: Duration, closing: impl Fn() -> bool) -> Result<Next, Failure> {
         let (start, mut noticed, mut pause) = (Instant::now(), Instant::now(), PAUSE_MIN);
         loop {
             match self.attempt(ATTEMPT_LIMIT.min(limit), self.abort.clone()) {
@@ -184,7 +192,6 @@ impl Reader {
                 noticed = Instant::now();
                 let (seconds, limit_s) = (start.elapsed().as_secs_f64(), limit.as_secs_f64());
                 self.notify.send(&Notice::Reconnecting { worker: self.peer.clone(), seconds, limit_s });
-                (self.on_reconnecting)();
             }
             match self.reconnect {
                 Reconnect::Dial(_) => std::thread::sleep(pause),
