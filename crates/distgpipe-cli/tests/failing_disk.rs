@@ -1,5 +1,5 @@
 //! Checkpoints on a disk that stalls for longer than any peer may be silent, and is full afterwards. The run goes on with the older
-//! checkpoint and ends with the weights of one that meets none of this.
+//! checkpoint, makes steps meanwhile, and ends with the weights of one that meets none of this.
 //!
 //! The disk is a file with a file system that this test mounts, freezes and fills, for which it needs root and loop devices. Without
 //! them it says so and tests nothing; with `DISTGPIPE_DISK_TESTS=1` that is a failure.
@@ -8,14 +8,16 @@ mod command;
 mod serving;
 
 use serving::{path, Serve};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-/// A client gives a peer up that is silent for 20 s.
-const STALL: Duration = Duration::from_secs(30);
+/// How long each piece of a message takes on a slow link. The run must go on for longer than 30 s after the disk has stalled, because
+/// it tries again after that time.
+const DELAY: Duration = Duration::from_millis(25);
 
 /// A small file system of its own.
 struct Disk(PathBuf);
@@ -80,14 +82,42 @@ struct Client {
     child: Child,
     lines: Receiver<String>,
     said: Vec<String>,
+    log: PathBuf,
+}
+
+/// Passes connections on to an address, slowly.
+fn slow_link(to: String) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("an address").to_string();
+    std::thread::spawn(move || {
+        for near in listener.incoming().flatten() {
+            let far = TcpStream::connect(&to).expect("it listens");
+            let handle = |stream: &TcpStream| stream.try_clone().expect("a handle");
+            for (mut from, mut into) in [(handle(&near), handle(&far)), (handle(&far), handle(&near))] {
+                std::thread::spawn(move || {
+                    let mut buffer = vec![0; 1 << 20];
+                    while let Ok(read @ 1..) = from.read(&mut buffer) {
+                        std::thread::sleep(DELAY);
+                        if into.write_all(&buffer[..read]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = into.shutdown(std::net::Shutdown::Write);
+                });
+            }
+        }
+    });
+    address
 }
 
 impl Client {
-    fn start(server: &Serve, folder: &Path) -> Self {
-        let mut command = server.command(&["train", "--model", "mlp", "--set", "hidden=[256,256]", "--batch", "64"]);
+    /// A run over a server that has been joined under this name.
+    fn start(server: &Serve, name: &str, folder: &Path) -> Self {
+        let log = server.folder.join(format!("log-{name}"));
+        let mut command = server.command(&["train", "--model", "mlp", "--set", "hidden=[64,64]", "--batch", "64"]);
         let child = command
             .args(["--place", "client,server,client", "--no-evaluate", "--epochs", "100000", "--steps", "600"])
-            .args(["--lr", "0.01", "--server", "box", "--restarts", "0", "--checkpoint-every", "5"])
+            .args(["--lr", "0.01", "--server", name, "--restarts", "0", "--checkpoint-every", "5", "--log", path(&log)])
             .args(["--checkpoint", path(&folder.join("saved")), "--save", path(&folder.with_extension("safetensors"))])
             .stdout(Stdio::null())
             .spawn();
@@ -95,7 +125,7 @@ impl Client {
         let errors = BufReader::new(child.stderr.take().expect("piped"));
         let (sender, lines) = mpsc::channel();
         std::thread::spawn(move || errors.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
-        Client { child, lines, said: Vec::new() }
+        Client { child, lines, said: Vec::new(), log }
     }
 
     /// Waits for a line that contains this text and comes after those that were waited for.
@@ -113,6 +143,11 @@ impl Client {
     /// Forgets what it has said until now.
     fn skip(&mut self) {
         self.said.extend(self.lines.try_iter());
+    }
+
+    /// The steps that its log has.
+    fn steps(&self) -> usize {
+        command::logged(&self.log, "step").len()
     }
 
     /// Waits for its end. Returns the bytes of the tensors that it has saved.
@@ -149,14 +184,22 @@ fn a_disk_that_stalls_and_is_full_afterwards_delays_checkpoints_and_nothing_else
     };
     let quiet = server.folder.join("quiet");
     std::fs::create_dir_all(&quiet).expect("a folder");
-    let expected = Client::start(&server, &quiet).weights(&quiet);
+    let expected = Client::start(&server, "box", &quiet).weights(&quiet);
     server.wait_for_ends(1);
-    let mut client = Client::start(&server, &disk.0);
+    let (link, identity) = (slow_link(server.address.clone()), server.folder.join("identity"));
+    let printed = server.client(&["serve", "--join-string", "--listen", &link, "--identity", path(&identity)], None);
+    let joined = server.client(&["join", "slow"], Some(String::from_utf8_lossy(&printed.stdout).trim_end()));
+    assert!(joined.status.success(), "{}", String::from_utf8_lossy(&joined.stderr));
+    let mut client = Client::start(&server, "slow", &disk.0);
     client.wait_for("saved step");
     let frozen = disk.freeze().unwrap_or_else(|e| panic!("{e}"));
-    let stalled = Instant::now();
-    client.wait_for("the disk has not finished an operation for 5 s; training waits for it");
-    std::thread::sleep(STALL.saturating_sub(stalled.elapsed()));
+    client.wait_for("the disk has not answered for 5 s; training waits for up to 30 s");
+    client.wait_for("(1 of at most 5 failures in a row)");
+    let (steps, start) = (client.steps(), Instant::now());
+    while client.steps() < steps + 10 {
+        assert!(start.elapsed() < serving::LIMIT, "no steps while the disk does not answer: {:#?}", client.said);
+        std::thread::sleep(Duration::from_millis(50));
+    }
     client.skip();
     assert!(client.child.try_wait().expect("a child").is_none(), "it has ended: {:#?}", client.said);
     drop(frozen);

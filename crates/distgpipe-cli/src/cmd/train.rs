@@ -17,6 +17,8 @@ use distgpipe::train::checkpoint::Checkpoint;
 use distgpipe::train::{Event, RunEnd, RunSummary, TestMetric, TrainError, Trainer};
 use distgpipe::{CheckpointError, Loader, Pipeline, Plan};
 use serde::Serialize;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 /// The examples at the end of `--help`.
 pub const EXAMPLES: &str = "\
@@ -280,15 +282,28 @@ fn save_model(config: &RunConfig, pipeline: &mut Pipeline) -> anyhow::Result<()>
 /// Writes the model where `--save` says although the run failed, if the failure is one of files, such as a full disk, and not one of
 /// the workers: the place of `--save` may be another disk.
 fn rescue_model(config: &RunConfig, pipeline: &mut Pipeline, error: &TrainError, done: u64) {
-    let of_files = matches!(
-        error,
-        TrainError::Checkpoint(CheckpointError::Io { .. } | CheckpointError::Weights(_)) | TrainError::Observer(_)
-    );
+    let of_files = match error {
+        TrainError::Checkpoint(error) => error.is_of_disk(),
+        other => matches!(other, TrainError::Observer(_)),
+    };
     let Some(path) = config.flags.save.as_ref().filter(|_| of_files) else { return };
+    if let TrainError::Checkpoint(CheckpointError::DiskStalled { directory, .. }) = error {
+        if is_on_disk_of(path, directory) {
+            report::note(&format!("--save {} is on the disk that does not answer: it was not written", path.display()));
+            return;
+        }
+    }
     report::note(&match save_model(config, pipeline) {
         Ok(()) => format!("the run failed, but --save {} has the model as it is after step {done}", path.display()),
         Err(error) => format!("error: {error:#}"),
     });
+}
+
+/// Whether a file is, or would be, in the file system of a directory.
+fn is_on_disk_of(file: &Path, directory: &Path) -> bool {
+    let parent = file.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
+    let device = |path: &Path| path.metadata().ok().map(|about| about.dev());
+    device(file).or_else(|| device(parent)) == device(directory)
 }
 
 /// Prints the devices and threads, the cut that `--auto-balance` found, and a warning if the codecs have no link.

@@ -156,10 +156,13 @@ impl Progress {
             Event::StateNotKept { fault } => note(&format!(
                 "warning: until there is a checkpoint, the loss of a worker ends the run (--restarts): {fault}"
             )),
-            Event::SaveFailed { error, failures, failures_max, again_at, .. } => note(&format!(
-                "warning: the checkpoint could not be written ({failures} of at most {failures_max} failures in a row), so the \
-                 older one stays, and the next attempt is after step {again_at}: {error}"
-            )),
+            Event::SaveFailed { error, failures, failures_max, again_at, pause_s, .. } => {
+                let pause = if *pause_s > 0.0 { format!(" and {pause_s:.0} s") } else { String::new() };
+                note(&format!(
+                    "warning: the checkpoint could not be written ({failures} of at most {failures_max} failures in a row), so \
+                     the older one stays, and the next attempt is after step {again_at}{pause}: {error}"
+                ));
+            }
             Event::WeightsExploding { step, largest } => note(&format!(
                 "warning: a weight has reached {largest:.1e} after step {}: the run diverges; lower --lr, or clip gradients with \
                  --clip-norm",

@@ -49,12 +49,14 @@ pub enum Notice {
         /// How long the connection was broken, in seconds.
         seconds: f64,
     },
-    /// The disk does not answer while a checkpoint is written. Training waits for it.
+    /// The disk does not answer while a checkpoint is written. Training waits, and gives the checkpoint up after a limit.
     DiskStalled {
         /// The directory of the checkpoints.
         directory: PathBuf,
         /// How long it has not answered, in seconds.
         waited_s: f64,
+        /// The checkpoint is given up when that has lasted this long, in seconds.
+        limit_s: f64,
     },
     /// This process did not run for a while. Other processes may have given it up meanwhile.
     Suspended {
@@ -96,9 +98,9 @@ impl fmt::Display for Notice {
                 "reconnecting to {worker}, {seconds:.0} s; the run fails after {limit_s:.0} s (`Timeouts::reconnect_s`)"
             ),
             Notice::Reconnected { worker, seconds } => write!(f, "reconnected to {worker} after {seconds:.1} s"),
-            Notice::DiskStalled { directory, waited_s } => write!(
+            Notice::DiskStalled { directory, waited_s, limit_s } => write!(
                 f,
-                "saving a checkpoint to {}: the disk has not finished an operation for {waited_s:.0} s; training waits for it",
+                "saving a checkpoint to {}: the disk has not answered for {waited_s:.0} s; training waits for up to {limit_s:.0} s",
                 directory.display()
             ),
             Notice::Suspended { seconds } => {

@@ -36,7 +36,7 @@
 //! # }
 //! ```
 
-mod disk_watch;
+mod disk;
 mod folder;
 
 pub use folder::{newest_in, Checkpoints, Created};
@@ -53,6 +53,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use tch::Tensor;
 use xxhash_rust::xxh3::{xxh3_64, Xxh3Default};
 
@@ -129,12 +130,34 @@ pub enum CheckpointError {
         /// The value in this run.
         got: String,
     },
+    /// The disk did not answer in time, or still does not answer since an earlier checkpoint was given up. The thread that waits for it
+    /// removes what it has written when the disk answers again.
+    #[error(
+        "saving a checkpoint to {}: the disk {} for {:.0} s: check the disk, or save to another one", directory.display(),
+        if *earlier { "still does not answer, and has not" } else { "has not answered" }, waited.as_secs_f64()
+    )]
+    DiskStalled {
+        /// The directory of the checkpoints.
+        directory: PathBuf,
+        /// How long it has not answered.
+        waited: Duration,
+        /// Whether an earlier operation still waits for it.
+        earlier: bool,
+    },
     /// A tensor file could not be written or read.
     #[error(transparent)]
     Weights(#[from] WeightsError),
     /// A transfer of tensors from or to the workers failed.
     #[error(transparent)]
     Step(#[from] StepError),
+}
+
+impl CheckpointError {
+    /// Whether the disk is the cause. A later attempt may succeed.
+    pub fn is_of_disk(&self) -> bool {
+        use CheckpointError::{DiskStalled, Io, Weights};
+        matches!(self, Io { .. } | Weights(_) | DiskStalled { .. })
+    }
 }
 
 fn on_disk(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
@@ -204,7 +227,7 @@ impl Manifest {
             return Err(CheckpointError::Corrupt { path: folder.join(MANIFEST), expected, got: "none".to_owned() });
         };
         let file = folder.join(name);
-        let got = FileDigest::of(&file)?;
+        let got = FileDigest::of(&file, || {})?;
         if got != *expected {
             return Err(CheckpointError::Corrupt { path: file, expected: expected.text(), got: got.text() });
         }
@@ -225,7 +248,8 @@ struct FileDigest {
 }
 
 impl FileDigest {
-    fn of(path: &Path) -> Result<Self, CheckpointError> {
+    /// Calls `on_read` after each part.
+    fn of(path: &Path, on_read: impl Fn()) -> Result<Self, CheckpointError> {
         let mut file = open_regular(path).map_err(on_disk("opening", path))?;
         let (mut hash, mut bytes) = (Xxh3Default::new(), 0);
         let mut buffer = vec![0; 1 << 20];
@@ -235,6 +259,7 @@ impl FileDigest {
                 n => {
                     hash.update(&buffer[..n]);
                     bytes += n as u64;
+                    on_read();
                 }
             }
         }

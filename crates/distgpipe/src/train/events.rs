@@ -87,6 +87,8 @@ pub enum Event<'a> {
         failures_max: u64,
         /// The step after which the run tries again.
         again_at: u64,
+        /// It tries no earlier than after this many seconds, while the disk does not answer; otherwise 0.
+        pause_s: f64,
     },
     /// An epoch and its test are done.
     EpochDone(&'a EpochSummary),

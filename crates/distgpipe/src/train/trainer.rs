@@ -17,7 +17,7 @@ use crate::train::weights::WeightsError;
 use recovery::RollbackPoint;
 use serde::{Deserialize, Serialize};
 use std::ops::ControlFlow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Why training ended early.
 #[derive(Debug, thiserror::Error)]
@@ -177,6 +177,26 @@ struct CheckpointSchedule<'a> {
     /// How many have failed since then, and the step after which to try again.
     failures: u64,
     again_at: u64,
+    /// When to try a disk again that did not answer.
+    again_after: Option<Instant>,
+    /// A checkpoint that is the best and could not be marked.
+    unmarked: Option<u64>,
+}
+
+impl CheckpointSchedule<'_> {
+    /// Whether it is too early to try a disk again that did not answer: steps may be much shorter than its pauses.
+    fn pauses(&self) -> bool {
+        self.again_after.is_some_and(|moment| Instant::now() < moment)
+    }
+
+    /// Marks the best checkpoint, if that is due.
+    fn mark(&mut self) -> Result<(), CheckpointError> {
+        if let Some(step) = self.unmarked {
+            self.checkpoints.mark_best(step)?;
+            self.unmarked = None;
+        }
+        Ok(())
+    }
 }
 
 impl<'a> Trainer<'a> {
@@ -248,7 +268,9 @@ impl<'a> Trainer<'a> {
     /// Writes checkpoints into a folder. Each keeps a copy of `settings` for the caller; the trainer does not read it.
     pub fn save_to(mut self, checkpoints: &'a Checkpoints, every: SaveEvery, settings: serde_json::Value) -> Self {
         let last = self.progress.step;
-        self.saving = Some(CheckpointSchedule { checkpoints, every, settings, last, failures: 0, again_at: 0 });
+        let (failures, again_at, again_after, unmarked) = (0, 0, None, None);
+        self.saving =
+            Some(CheckpointSchedule { checkpoints, every, settings, last, failures, again_at, again_after, unmarked });
         self
     }
 
@@ -465,7 +487,7 @@ impl<'a> Trainer<'a> {
             SaveEvery::Epoch => self.progress.batch == 0,
             SaveEvery::Steps(steps) => step - saving.last >= steps,
         };
-        let due = if saving.failures > 0 { step >= saving.again_at } else { due };
+        let due = if saving.failures > 0 { step >= saving.again_at && !saving.pauses() } else { due };
         if due || step == self.steps {
             self.save(observer)?;
         }
@@ -474,21 +496,30 @@ impl<'a> Trainer<'a> {
 
     /// Saves the best epoch so far, due or not.
     fn save_best(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
-        self.save(observer)?;
-        if let Some(saving) = self.saving.as_ref().filter(|saving| saving.last == self.progress.step) {
-            saving.checkpoints.mark_best(self.progress.step)?;
+        if self.saving.as_ref().is_some_and(|saving| saving.pauses() && self.progress.step < self.steps) {
+            return Ok(());
         }
-        Ok(())
+        self.save(observer)?;
+        let Some(saving) = self.saving.as_mut().filter(|saving| saving.last == self.progress.step) else {
+            return Ok(());
+        };
+        saving.unmarked = Some(self.progress.step);
+        match saving.mark() {
+            Ok(()) => Ok(()),
+            Err(error) => self.save_failed(error, observer),
+        }
     }
 
     fn save(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
         let Some(saving) = &mut self.saving else { return Ok(()) };
         let step = self.progress.step;
-        let path = match saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings) {
+        let marked = saving.mark();
+        let path = match marked.and_then(|()| saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings))
+        {
             Ok(path) => path,
             Err(error) => return self.save_failed(error, observer),
         };
-        (saving.last, saving.failures) = (step, 0);
+        (saving.last, saving.failures, saving.again_after) = (step, 0, None);
         if self.options.restarts > 0 && self.pipeline.can_restart() {
             self.rollback = Some(RollbackPoint::Disk(path.clone(), self.progress.clone()));
         }
@@ -501,7 +532,7 @@ impl<'a> Trainer<'a> {
         let Some(saving) = &mut self.saving else { return Ok(()) };
         let (step, failures_max) = (self.progress.step, self.options.save_failures_max);
         // A worker that is lost meanwhile does not change when the next checkpoint is due.
-        if !matches!(error, CheckpointError::Io { .. } | CheckpointError::Weights(_)) {
+        if !error.is_of_disk() {
             return Err(error.into());
         }
         saving.failures += 1;
@@ -510,8 +541,13 @@ impl<'a> Trainer<'a> {
         }
         // 1, 2, 4, … steps later.
         saving.again_at = step.saturating_add(1 << (saving.failures - 1).min(32));
-        let (failures, again_at) = (saving.failures, saving.again_at);
-        self.notify(observer, &Event::SaveFailed { step, error: &error, failures, failures_max, again_at })
+        let pause = match error {
+            CheckpointError::DiskStalled { .. } => saving.checkpoints.disk_limit(),
+            _ => Duration::ZERO,
+        };
+        saving.again_after = Instant::now().checked_add(pause);
+        let (failures, again_at, pause_s) = (saving.failures, saving.again_at, pause.as_secs_f64());
+        self.notify(observer, &Event::SaveFailed { step, error: &error, failures, failures_max, again_at, pause_s })
     }
 
     fn test(

@@ -1,23 +1,25 @@
 //! A folder of checkpoints: writes them so that a kill at any moment leaves the previous one intact, and removes old ones.
 
-use super::disk_watch::DiskWatch;
+use super::disk::Disk;
 use super::{
     checksum, on_disk, own_rule, Checkpoint, CheckpointError, FileDigest, Manifest, CHECKSUM, FORMAT, MANIFEST, MODEL,
     OPTIMIZER,
 };
 use crate::driver::pipeline::{Pipeline, StepError};
+use crate::engine;
 use crate::failure::{Failure, Fault};
 use crate::files::{create_fresh, create_private_directory, missing_directories, open_regular, remove_empty};
 use crate::model::layer::{Role, TensorSpec};
-use crate::train::weights::{Entry, SafetensorsWriter, WeightsError};
+use crate::train::weights::{Entry, SafetensorsWriter};
 use crate::train::Progress;
 use serde::Serialize;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use tch::Tensor;
 
 /// The file that a run locks.
@@ -69,13 +71,19 @@ fn steps_in(directory: &Path) -> Result<Vec<u64>, CheckpointError> {
 /// saved, dropping this value removes it.
 #[derive(Debug)]
 pub struct Checkpoints {
-    directory: PathBuf,
-    keep: usize,
+    folder: Folder,
     created: Created,
     /// Whether nothing was saved.
     empty: AtomicBool,
-    /// The system releases the lock when the process ends, however it ends.
-    _lock: File,
+    /// Has the lock, which the system releases when the process ends, however it ends.
+    disk: Disk,
+}
+
+/// The operations on the folder that the thread of [`Disk`] performs.
+#[derive(Clone, Debug)]
+struct Folder {
+    directory: PathBuf,
+    keep: usize,
 }
 
 /// What [`Checkpoints::open`] created, of which nothing is needed if nothing is saved.
@@ -123,12 +131,13 @@ impl Checkpoints {
             }
         }
         let empty = AtomicBool::new(true);
-        Ok(Checkpoints { directory: directory.to_owned(), keep: keep.max(1), created, empty, _lock: lock })
+        let folder = Folder { directory: directory.to_owned(), keep: keep.max(1) };
+        Ok(Checkpoints { folder, created, empty, disk: Disk::new(directory, lock) })
     }
 
     /// Changes how many checkpoints [`save`](Self::save) keeps, at least one.
     pub fn set_keep(&mut self, keep: usize) {
-        self.keep = keep.max(1);
+        self.folder.keep = keep.max(1);
     }
 
     /// What [`open`](Self::open) created. A process that ends without dropping this value can remove it, if it has saved
@@ -139,22 +148,100 @@ impl Checkpoints {
 
     /// The path of the folder.
     pub fn directory(&self) -> &Path {
-        &self.directory
+        &self.folder.directory
     }
 
     /// The steps of the checkpoints in the folder, the newest first.
     pub fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
-        steps_in(&self.directory)
+        self.folder.steps()
     }
 
     /// The newest checkpoint that is intact, and the errors of newer ones.
     pub fn newest(&self) -> Result<(Option<Checkpoint>, Vec<CheckpointError>), CheckpointError> {
-        newest_in(&self.directory, Checkpoint::open)
+        newest_in(self.directory(), Checkpoint::open)
     }
 
     /// The best checkpoint, which a run with [`TrainOptions::best`](crate::TrainOptions::best) has marked.
     pub fn best(&self) -> Result<Option<Checkpoint>, CheckpointError> {
-        self.best_step()?.map(|step| Checkpoint::open(&self.path(step))).transpose()
+        self.folder.best_step()?.map(|step| Checkpoint::open(&self.folder.path(step))).transpose()
+    }
+
+    /// Marks a checkpoint as the best, so that it is kept, and removes the one that was the best before if it is beyond
+    /// those to keep.
+    pub fn mark_best(&self, step: u64) -> Result<(), CheckpointError> {
+        self.perform(move |folder| folder.mark_best(step))
+    }
+
+    /// Removes the mark of the best checkpoint, but not the checkpoint.
+    pub fn unmark_best(&self) -> Result<(), CheckpointError> {
+        self.perform(Folder::unmark_best)
+    }
+
+    /// Renames the checkpoints of later steps to `unused-…`. A run that resumes from an earlier one reaches these steps
+    /// again, and must not count them among those it keeps.
+    pub fn retire_after(&self, step: u64) -> Result<(), CheckpointError> {
+        self.perform(move |folder| folder.retire_after(step))
+    }
+
+    /// Replaces the progress in the checkpoint of the same step, if there is one.
+    pub(in crate::train) fn replace_progress(&self, progress: &Progress) -> Result<(), CheckpointError> {
+        let progress = progress.clone();
+        self.perform(move |folder| folder.replace_progress(progress))
+    }
+
+    /// Saves a pipeline and the progress of its run, then removes the oldest checkpoints beyond those to keep, except for
+    /// the [best](Self::best). Resets the pipeline's codecs; see [`Pipeline::reset_codecs`]. Returns the checkpoint's folder.
+    ///
+    /// Fails without harm to earlier checkpoints if a parameter is not finite, if an update is in progress, or if the disk does not
+    /// answer for 30 s.
+    pub fn save(
+        &self,
+        pipeline: &mut Pipeline,
+        progress: &Progress,
+        settings: &serde_json::Value,
+    ) -> Result<PathBuf, CheckpointError> {
+        if pipeline.in_update() {
+            return Err(CheckpointError::InUpdate);
+        }
+        pipeline.reset_codecs()?;
+        self.disk.set_notify(pipeline.notify());
+        let step = progress.step;
+        let attempt = Attempt { checkpoints: self, partial: self.folder.partial(step) };
+        let saved = attempt.write(pipeline, progress, settings);
+        let saved = saved.and_then(|()| attempt.perform(move |folder, partial| folder.publish(partial, step)));
+        if saved.is_err() {
+            // The disk may be full: its space is needed now. The error that counts is the first one. If the operation was given up,
+            // this fails at once.
+            let _ = attempt.perform(|_, partial| remove_if_there(partial));
+        }
+        let path = saved?;
+        self.empty.store(false, Ordering::Relaxed);
+        match self.perform(move |folder| folder.prune(step)) {
+            // The checkpoint is there, and those that are beyond it go when the disk answers.
+            Err(CheckpointError::DiskStalled { .. }) => Ok(path),
+            pruned => pruned.map(|()| path),
+        }
+    }
+
+    /// For how long the disk may not answer before a checkpoint is given up.
+    pub(in crate::train) fn disk_limit(&self) -> Duration {
+        self.disk.limit
+    }
+
+    /// Performs an operation on the folder, on the thread for it.
+    fn perform<T: Send + 'static>(
+        &self,
+        operation: impl FnOnce(&Folder) -> Result<T, CheckpointError> + Send + 'static,
+    ) -> Result<T, CheckpointError> {
+        let folder = self.folder.clone();
+        self.disk.perform(None, move || operation(&folder))
+    }
+}
+
+impl Folder {
+    /// The steps of the checkpoints in the folder, the newest first.
+    fn steps(&self) -> Result<Vec<u64>, CheckpointError> {
+        steps_in(&self.directory)
     }
 
     /// The step of the best checkpoint.
@@ -180,9 +267,7 @@ impl Checkpoints {
         }
     }
 
-    /// Marks a checkpoint as the best, so that it is kept, and removes the one that was the best before if it is beyond
-    /// those to keep.
-    pub fn mark_best(&self, step: u64) -> Result<(), CheckpointError> {
+    fn mark_best(&self, step: u64) -> Result<(), CheckpointError> {
         let (path, partial) = (self.directory.join(BEST), self.directory.join(format!(".{BEST}{PARTIAL}")));
         let mut file = create_fresh(&partial).map_err(on_disk("creating", &partial))?;
         let written = writeln!(file, "{}", name_of(step)).and_then(|()| file.sync_all());
@@ -192,8 +277,7 @@ impl Checkpoints {
         self.prune(step)
     }
 
-    /// Removes the mark of the best checkpoint, but not the checkpoint.
-    pub fn unmark_best(&self) -> Result<(), CheckpointError> {
+    fn unmark_best(&self) -> Result<(), CheckpointError> {
         let path = self.directory.join(BEST);
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(on_disk("removing", &path)(error)),
@@ -211,9 +295,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Renames the checkpoints of later steps to `unused-…`. A run that resumes from an earlier one reaches these steps
-    /// again, and must not count them among those it keeps.
-    pub fn retire_after(&self, step: u64) -> Result<(), CheckpointError> {
+    fn retire_after(&self, step: u64) -> Result<(), CheckpointError> {
         for later in self.steps()?.into_iter().filter(|&later| later > step) {
             let (path, aside) = (self.path(later), self.directory.join(format!("unused-{}", name_of(later))));
             remove_if_there(&aside)?;
@@ -225,43 +307,13 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Saves a pipeline and the progress of its run, then removes the oldest checkpoints beyond those to keep, except for
-    /// the [best](Self::best). Resets the pipeline's codecs; see [`Pipeline::reset_codecs`]. Returns the checkpoint's folder.
-    ///
-    /// Fails without harm to earlier checkpoints if a parameter is not finite, or if an update is in progress.
-    pub fn save(
-        &self,
-        pipeline: &mut Pipeline,
-        progress: &Progress,
-        settings: &serde_json::Value,
-    ) -> Result<PathBuf, CheckpointError> {
-        if pipeline.in_update() {
-            return Err(CheckpointError::InUpdate);
-        }
-        pipeline.reset_codecs()?;
-        let partial = self.directory.join(format!(".{}{PARTIAL}", name_of(progress.step)));
-        let watch = DiskWatch::start(&self.directory, pipeline.notify());
-        watch.disk(|| remove_if_there(&partial))?;
-        let written = write_checkpoint(&partial, pipeline, progress, settings, &watch)
-            .and_then(|()| watch.disk(|| self.publish(&partial, progress.step)));
-        if written.is_err() {
-            // The disk may be full: its space is needed now. The error that counts is the first one.
-            let _ = watch.disk(|| fs::remove_dir_all(&partial));
-        }
-        let path = written?;
-        self.empty.store(false, Ordering::Relaxed);
-        watch.disk(|| self.prune(progress.step))?;
-        Ok(path)
-    }
-
-    /// Replaces the progress in the checkpoint of the same step, if there is one.
-    pub(in crate::train) fn replace_progress(&self, progress: &Progress) -> Result<(), CheckpointError> {
+    fn replace_progress(&self, progress: Progress) -> Result<(), CheckpointError> {
         let path = self.path(progress.step).join(MANIFEST);
         if !path.exists() {
             return Ok(());
         }
         let partial = path.with_extension("json.partial");
-        let manifest = Manifest { progress: progress.clone(), ..Manifest::read(&path)? };
+        let manifest = Manifest { progress, ..Manifest::read(&path)? };
         let written = write_manifest(&partial, &manifest)
             .and_then(|()| fs::rename(&partial, &path).map_err(on_disk("renaming", &path)));
         if written.is_err() {
@@ -286,60 +338,111 @@ impl Checkpoints {
     fn path(&self, step: u64) -> PathBuf {
         self.directory.join(name_of(step))
     }
+
+    /// Where the checkpoint of a step is written.
+    fn partial(&self, step: u64) -> PathBuf {
+        self.directory.join(format!(".{}{PARTIAL}", name_of(step)))
+    }
 }
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {
-        if self.empty.load(Ordering::Relaxed) {
+        // Whatever is written to a disk that does not answer waits for it.
+        if self.empty.load(Ordering::Relaxed) && !self.disk.is_stuck() {
             self.created.remove();
         }
     }
 }
 
-/// Writes all files of a checkpoint into a new folder, and syncs them.
-fn write_checkpoint(
-    folder: &Path,
-    pipeline: &mut Pipeline,
-    progress: &Progress,
-    settings: &serde_json::Value,
-    watch: &DiskWatch,
-) -> Result<(), CheckpointError> {
-    watch.disk(|| DirBuilder::new().mode(0o700).create(folder)).map_err(on_disk("creating", folder))?;
-    write_tensors(folder, pipeline, watch)?;
-    watch.disk(|| {
-        let manifest = manifest(folder, pipeline, progress, settings)?;
-        write_manifest(&folder.join(MANIFEST), &manifest)?;
-        sync_directory(folder)
-    })
+/// A checkpoint that is being written.
+struct Attempt<'a> {
+    checkpoints: &'a Checkpoints,
+    /// The folder that becomes the checkpoint.
+    partial: PathBuf,
 }
 
-/// Writes the model's and the optimizer's tensors. The time for which the workers send them is not the disk's.
-fn write_tensors(folder: &Path, pipeline: &mut Pipeline, watch: &DiskWatch) -> Result<(), CheckpointError> {
-    let specs = pipeline.state_specs();
-    let parameters: BTreeSet<&str> =
-        specs.iter().filter(|spec| spec.role == Role::Parameter).map(|spec| &spec.name[..]).collect();
-    let mut model = watch.disk(|| writer(&folder.join(MODEL), &specs))?;
-    pipeline.state_each(|name, tensor| {
-        if parameters.contains(name) && !is_finite(&tensor).map_err(StepError::from)? {
-            return Err(CheckpointError::NotFinite { name: name.to_owned() });
-        }
-        Ok(watch.disk(|| model.write(&tensor))?)
-    })?;
-    watch.disk(|| model.finish())?;
-    let mut optimizer = watch.disk(|| writer(&folder.join(OPTIMIZER), &pipeline.optimizer_specs()))?;
-    pipeline.optimizer_each(|_, tensor| watch.disk(|| optimizer.write(&tensor)).map_err(CheckpointError::from))?;
-    Ok(watch.disk(|| optimizer.finish())?)
+impl Attempt<'_> {
+    /// Performs an operation on the folder of checkpoints and that of this one. If it is given up, this one's is removed.
+    fn perform<T: Send + 'static>(
+        &self,
+        operation: impl FnOnce(&Folder, &Path) -> Result<T, CheckpointError> + Send + 'static,
+    ) -> Result<T, CheckpointError> {
+        let (folder, partial) = (self.checkpoints.folder.clone(), self.partial.clone());
+        self.checkpoints.disk.perform(Some(&self.partial), move || operation(&folder, &partial))
+    }
+
+    /// Writes all files of the checkpoint, and syncs them.
+    fn write(
+        &self,
+        pipeline: &mut Pipeline,
+        progress: &Progress,
+        settings: &serde_json::Value,
+    ) -> Result<(), CheckpointError> {
+        self.perform(|_, partial| {
+            remove_if_there(partial)?;
+            DirBuilder::new().mode(0o700).create(partial).map_err(on_disk("creating", partial))
+        })?;
+        let specs = pipeline.state_specs();
+        let parameters: BTreeSet<String> =
+            specs.iter().filter(|spec| spec.role == Role::Parameter).map(|spec| spec.name.clone()).collect();
+        let mut model = TensorsWriter::create(self, MODEL, &specs)?;
+        // The time for which the workers send tensors is not the disk's.
+        pipeline.state_each(|name, tensor| {
+            if parameters.contains(name) && !is_finite(&tensor)? {
+                return Err(CheckpointError::NotFinite { name: name.to_owned() });
+            }
+            model.write(&tensor)
+        })?;
+        model.finish()?;
+        let mut optimizer = TensorsWriter::create(self, OPTIMIZER, &pipeline.optimizer_specs())?;
+        pipeline.optimizer_each(|_, tensor| optimizer.write(&tensor))?;
+        optimizer.finish()?;
+        let manifest = manifest(pipeline, progress, settings);
+        let answers = self.checkpoints.disk.answers.clone();
+        self.perform(move |_, partial| {
+            let digest = |name: &str| Ok((name.to_owned(), FileDigest::of(&partial.join(name), || answers.add())?));
+            let files = [MODEL, OPTIMIZER].into_iter().map(digest).collect::<Result<_, CheckpointError>>()?;
+            write_manifest(&partial.join(MANIFEST), &Manifest { files, ..manifest })?;
+            sync_directory(partial)
+        })
+    }
 }
 
-/// The manifest of a checkpoint whose other files are written.
-fn manifest(
-    folder: &Path,
-    pipeline: &Pipeline,
-    progress: &Progress,
-    settings: &serde_json::Value,
-) -> Result<Manifest, CheckpointError> {
-    let digest = |name: &str| Ok((name.to_owned(), FileDigest::of(&folder.join(name))?));
-    Ok(Manifest {
+/// Writes a file of tensors, on the thread of [`Disk`].
+struct TensorsWriter<'a> {
+    attempt: &'a Attempt<'a>,
+    /// The thread has it while it writes, and drops it after an error, which ends the attempt.
+    writer: Option<SafetensorsWriter>,
+}
+
+impl<'a> TensorsWriter<'a> {
+    fn create(attempt: &'a Attempt<'a>, file: &'static str, specs: &[TensorSpec]) -> Result<Self, CheckpointError> {
+        let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
+        let answers = attempt.checkpoints.disk.answers.clone();
+        let create = move |_: &Folder, partial: &Path| {
+            Ok(SafetensorsWriter::create_private(&partial.join(file), entries, move || answers.add())?)
+        };
+        Ok(TensorsWriter { attempt, writer: Some(attempt.perform(create)?) })
+    }
+
+    fn write(&mut self, tensor: &Tensor) -> Result<(), CheckpointError> {
+        let tensor = engine::on_host(tensor).map_err(failed_here)?;
+        let mut writer = self.writer.take();
+        self.writer = self.attempt.perform(move |_, _| {
+            writer.iter_mut().try_for_each(|writer| writer.write(&tensor))?;
+            Ok(writer)
+        })?;
+        Ok(())
+    }
+
+    fn finish(self) -> Result<(), CheckpointError> {
+        self.attempt.perform(move |_, _| Ok(self.writer.map_or(Ok(()), SafetensorsWriter::finish)?))
+    }
+}
+
+/// The manifest of a checkpoint, without the checksums of its files.
+fn manifest(pipeline: &Pipeline, progress: &Progress, settings: &serde_json::Value) -> Manifest {
+    Manifest {
         format: FORMAT,
         model: pipeline.model().spec.clone(),
         seed: pipeline.seed(),
@@ -350,8 +453,8 @@ fn manifest(
         batches_trained: pipeline.batches_trained(),
         progress: progress.clone(),
         settings: settings.clone(),
-        files: [MODEL, OPTIMIZER].into_iter().map(digest).collect::<Result<_, CheckpointError>>()?,
-    })
+        files: BTreeMap::new(),
+    }
 }
 
 fn write_manifest(path: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
@@ -360,14 +463,14 @@ fn write_manifest(path: &Path, manifest: &Manifest) -> Result<(), CheckpointErro
     write_durably(path, &manifest)
 }
 
-fn writer(path: &Path, specs: &[TensorSpec]) -> Result<SafetensorsWriter, WeightsError> {
-    let entries = specs.iter().map(|spec| Entry::new(&spec.name, spec.kind, &spec.dims)).collect();
-    SafetensorsWriter::create_private(path, entries)
+fn is_finite(tensor: &Tensor) -> Result<bool, CheckpointError> {
+    let finite = || -> Result<bool, Fault> { Ok(i64::try_from(tensor.f_isfinite()?.f_all()?)? != 0) };
+    finite().map_err(failed_here)
 }
 
-fn is_finite(tensor: &Tensor) -> Result<bool, Failure> {
-    let finite = || -> Result<bool, Fault> { Ok(i64::try_from(tensor.f_isfinite()?.f_all()?)? != 0) };
-    finite().map_err(|fault| Failure::new("the driver", "saving a checkpoint", fault))
+/// The error of an operation on a tensor.
+fn failed_here(fault: Fault) -> CheckpointError {
+    StepError::from(Failure::new("the driver", "saving a checkpoint", fault)).into()
 }
 
 fn name_of(step: u64) -> String {
@@ -406,6 +509,10 @@ fn sync_directory(path: &Path) -> Result<(), CheckpointError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::{Digits, Loader, LoaderOptions, Split};
+    use crate::model::zoo::Mlp;
+    use crate::train::{Event, SaveEvery, TrainError, TrainOptions, Trainer};
+    use std::sync::Arc;
 
     fn folder(name: &str, steps: &[u64]) -> PathBuf {
         let root = std::env::temp_dir().join(format!("distgpipe-{}-{name}", std::process::id()));
@@ -426,6 +533,94 @@ mod tests {
             return Err(damaged(path));
         }
         Ok(step)
+    }
+
+    /// Trains 40 steps with a checkpoint every 4. From the 6th step on, the disk performs `operations` more until step 30 is over, if it
+    /// works again at all. Returns the final state, and what was saved or not.
+    fn train(name: &str, operations: Option<usize>, works_again: bool) -> (Result<Vec<u8>, TrainError>, Vec<String>) {
+        let root = folder(name, &[]);
+        let mut checkpoints = Checkpoints::open(&root, 2).unwrap();
+        checkpoints.disk.limit = Duration::from_millis(300);
+        let limit = checkpoints.disk.limit;
+        let gate = checkpoints.disk.gate.clone();
+        let mut pipeline = Pipeline::builder(Mlp { hidden: vec![8], ..Mlp::default() }.model().unwrap())
+            .device(crate::Device::Cpu)
+            .threads(1)
+            .place("a,b")
+            .build()
+            .unwrap();
+        let digits = Digits::new(Split::Train, Default::default()).unwrap();
+        let loader = Loader::new(Arc::new(digits), LoaderOptions::training(64, 0)).unwrap();
+        let options = TrainOptions { epochs: 9, steps_max: Some(40), save_failures_max: 50, ..TrainOptions::default() };
+        let trainer = Trainer::new(&mut pipeline, loader, None, options).unwrap();
+        let trainer = trainer.save_to(&checkpoints, SaveEvery::Steps(4), serde_json::Value::Null);
+        let (mut seen, mut frozen) = (Vec::new(), None);
+        let trained = trainer.run(|event, _| {
+            match event {
+                Event::StepDone(done) if operations.is_some() => match done.step {
+                    5 => {
+                        gate.skip.store(operations.unwrap_or_default(), Ordering::SeqCst);
+                        frozen = Some(gate.lock());
+                    }
+                    20 => std::thread::sleep(limit),
+                    30 if works_again => {
+                        frozen = None;
+                        while checkpoints.disk.is_stuck() {
+                            std::thread::sleep(limit);
+                        }
+                        std::thread::sleep(limit);
+                    }
+                    _ => {}
+                },
+                Event::Saved { step, .. } => seen.push(format!("saved {step}")),
+                Event::SaveFailed { step, error, .. } => {
+                    let CheckpointError::DiskStalled { earlier, .. } = error else { panic!("{error}") };
+                    seen.push(format!("{} {step}", if *earlier { "still stalled" } else { "stalled" }));
+                }
+                _ => {}
+            }
+            Ok(())
+        });
+        let state = trained.map(|_| {
+            let state = pipeline.state().unwrap();
+            state.values().flat_map(|tensor| engine::bytes(&tensor.contiguous()).unwrap().to_vec()).collect()
+        });
+        drop(frozen);
+        while checkpoints.disk.is_stuck() {
+            std::thread::sleep(limit);
+        }
+        let left = file_names(&root).unwrap();
+        assert!(!left.iter().any(|name| name.ends_with(PARTIAL)), "{left:?}");
+        drop(checkpoints);
+        fs::remove_dir_all(root).unwrap();
+        (state, seen)
+    }
+
+    /// Training once waited for such a disk without an end.
+    #[test]
+    fn a_disk_that_does_not_answer_delays_a_checkpoint_and_not_the_run() {
+        let (undisturbed, all) = train("undisturbed", None, true);
+        let undisturbed = undisturbed.unwrap();
+        assert_eq!(all.len(), 10, "{all:?}");
+        // It stalls before the folder is there, in the middle of the model's tensors, and of the optimizer's.
+        for operations in [0, 4, 9] {
+            let (state, seen) = train(&format!("stalled-{operations}"), Some(operations), true);
+            assert!(state.unwrap() == undisturbed, "other weights");
+            assert_eq!(seen[..2], ["saved 4", "stalled 8"], "{operations}");
+            assert!(seen.iter().any(|line| line.starts_with("still stalled")), "{operations}: {seen:?}");
+            let saved: Vec<&str> = seen.iter().filter_map(|line| line.strip_prefix("saved ")).collect();
+            // Steps 9 to 30 were made meanwhile.
+            assert!(saved[0] == "4" && saved[1].parse::<u64>().unwrap() >= 31, "{operations}: {seen:?}");
+            assert_eq!(saved.last(), Some(&"40"), "{operations}");
+        }
+    }
+
+    #[test]
+    fn a_run_whose_last_checkpoint_cannot_be_written_ends_although_the_disk_does_not_answer() {
+        let (ended, seen) = train("last", Some(0), false);
+        let Err(TrainError::Checkpoint(CheckpointError::DiskStalled { earlier: true, .. })) = ended else {
+            panic!("{seen:?}");
+        };
     }
 
     #[test]

@@ -65,7 +65,24 @@ pub struct SafetensorsWriter {
     /// The index of the next tensor.
     next: usize,
     finished: bool,
+    /// Bytes written since the file was last synced.
+    unsynced: usize,
+    on_written: OnWritten,
 }
+
+/// Called after each part.
+struct OnWritten(Option<Box<dyn Fn() + Send>>);
+
+impl std::fmt::Debug for OnWritten {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("OnWritten(…)")
+    }
+}
+
+/// The size of such a part.
+const PART_BYTES: usize = 16 << 20;
+/// After how many bytes a file with [`OnWritten`] is synced.
+const SYNC_BYTES: usize = 64 << 20;
 
 impl SafetensorsWriter {
     /// Starts a file with these tensors. `metadata` is added to its header.
@@ -73,9 +90,16 @@ impl SafetensorsWriter {
         Self::create_as(path, entries, metadata, create_part)
     }
 
-    /// The same for a file that its owner alone can read.
-    pub fn create_private(path: &Path, entries: Vec<Entry>) -> Result<Self, WeightsError> {
-        Self::create_as(path, entries, &BTreeMap::new(), create_private_part)
+    /// The same for a file that its owner alone can read. Calls `on_written` when a part is written, and
+    /// syncs the file every now and then, so that no call takes long.
+    pub fn create_private(
+        path: &Path,
+        entries: Vec<Entry>,
+        on_written: impl Fn() + Send + 'static,
+    ) -> Result<Self, WeightsError> {
+        let mut writer = Self::create_as(path, entries, &BTreeMap::new(), create_private_part)?;
+        writer.on_written = OnWritten(Some(Box::new(on_written)));
+        Ok(writer)
     }
 
     fn create_as(
@@ -122,8 +146,17 @@ impl SafetensorsWriter {
         }
         let (part, created) = create_part(&path).map_err(|source| io(&path, "creating it", source))?;
         // From here on dropping the writer removes the file.
-        let mut writer =
-            SafetensorsWriter { path, part, file: created, entries, ranges: layout.ranges, next: 0, finished: false };
+        let mut writer = SafetensorsWriter {
+            path,
+            part,
+            file: created,
+            entries,
+            ranges: layout.ranges,
+            next: 0,
+            finished: false,
+            unsynced: 0,
+            on_written: OnWritten(None),
+        };
         let total = writer.ranges.iter().map(|range| range.end).max().unwrap_or(layout.bytes.len() as u64);
         let written = writer.file.write_all(&layout.bytes).and_then(|()| writer.file.set_len(total));
         written.map_err(|source| io(&writer.path, "writing it", source))?;
@@ -154,9 +187,23 @@ impl SafetensorsWriter {
         if bytes.len() as u64 != range.end - range.start {
             return Err(unannounced(format!("{} bytes", range.end - range.start), format!("{}", bytes.len())));
         }
-        let written = self.file.seek(SeekFrom::Start(range.start)).and_then(|_| self.file.write_all(bytes));
+        let written = self.file.seek(SeekFrom::Start(range.start)).and_then(|_| self.write_parts(bytes));
         written.map_err(|source| io(&self.path, "writing it", source))?;
         self.next += 1;
+        Ok(())
+    }
+
+    fn write_parts(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        let Some(on_written) = &self.on_written.0 else { return self.file.write_all(bytes) };
+        for part in bytes.chunks(PART_BYTES) {
+            self.file.write_all(part)?;
+            self.unsynced += part.len();
+            if self.unsynced >= SYNC_BYTES {
+                self.file.sync_data()?;
+                self.unsynced = 0;
+            }
+            on_written();
+        }
         Ok(())
     }
 
