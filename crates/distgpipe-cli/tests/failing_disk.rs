@@ -7,12 +7,11 @@
 mod command;
 mod serving;
 
-use serving::{path, Serve};
-use std::io::{BufRead, BufReader, Read, Write};
+use serving::{path, tensor_bytes, Client, Serve};
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// How long each piece of a message takes on a slow link. The run must go on for longer than 30 s after the disk has stalled, because
@@ -77,14 +76,6 @@ impl Drop for Disk {
     }
 }
 
-/// A client that runs, and what it says.
-struct Client {
-    child: Child,
-    lines: Receiver<String>,
-    said: Vec<String>,
-    log: PathBuf,
-}
-
 /// Passes connections on to an address, slowly.
 fn slow_link(to: String) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -110,62 +101,26 @@ fn slow_link(to: String) -> String {
     address
 }
 
-impl Client {
-    /// A run over a server that has been joined under this name.
-    fn start(server: &Serve, name: &str, folder: &Path) -> Self {
-        let log = server.folder.join(format!("log-{name}"));
-        let mut command = server.command(&["train", "--model", "mlp", "--set", "hidden=[64,64]", "--batch", "64"]);
-        let child = command
-            .args(["--place", "client,server,client", "--no-evaluate", "--epochs", "100000", "--steps", "600"])
-            .args(["--lr", "0.01", "--server", name, "--restarts", "0", "--checkpoint-every", "5", "--log", path(&log)])
-            .args(["--checkpoint", path(&folder.join("saved")), "--save", path(&folder.with_extension("safetensors"))])
-            .stdout(Stdio::null())
-            .spawn();
-        let mut child = child.expect("the binary was built with this test");
-        let errors = BufReader::new(child.stderr.take().expect("piped"));
-        let (sender, lines) = mpsc::channel();
-        std::thread::spawn(move || errors.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
-        Client { child, lines, said: Vec::new(), log }
-    }
-
-    /// Waits for a line that contains this text and comes after those that were waited for.
-    fn wait_for(&mut self, text: &str) {
-        loop {
-            let line = self.lines.recv_timeout(serving::LIMIT);
-            let line = line.unwrap_or_else(|_| panic!("expected {text:?}, got {:#?}", self.said));
-            self.said.push(line);
-            if self.said.last().is_some_and(|line| line.contains(text)) {
-                return;
-            }
-        }
-    }
-
-    /// Forgets what it has said until now.
-    fn skip(&mut self) {
-        self.said.extend(self.lines.try_iter());
-    }
-
-    /// The steps that its log has.
-    fn steps(&self) -> usize {
-        command::logged(&self.log, "step").len()
-    }
-
-    /// Waits for its end. Returns the bytes of the tensors that it has saved.
-    fn weights(mut self, folder: &Path) -> Vec<u8> {
-        let status = self.child.wait().expect("it ends");
-        self.said.extend(self.lines.iter());
-        assert!(status.success(), "{:#?}", self.said);
-        let bytes = std::fs::read(folder.with_extension("safetensors")).expect("weights");
-        let header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
-        bytes[8 + header..].to_vec()
-    }
+/// A run over a server that has been joined under this name, and its log.
+fn client(server: &Serve, name: &str, folder: &Path) -> (Client, PathBuf) {
+    let log = server.folder.join(format!("log-{name}"));
+    let mut command = server.command(&["train", "--model", "mlp", "--set", "hidden=[64,64]", "--batch", "64"]);
+    command
+        .args(["--place", "client,server,client", "--no-evaluate", "--epochs", "100000", "--steps", "600"])
+        .args(["--lr", "0.01", "--server", name, "--restarts", "0", "--checkpoint-every", "5", "--log", path(&log)])
+        .args(["--checkpoint", path(&folder.join("saved")), "--save", path(&folder.with_extension("safetensors"))]);
+    (Client::start(command), log)
 }
 
-impl Drop for Client {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Waits for the end of a run. Returns the bytes of the tensors that it has saved.
+fn weights(client: Client, folder: &Path) -> Vec<u8> {
+    client.end();
+    tensor_bytes(&folder.with_extension("safetensors"))
+}
+
+/// The steps in a log.
+fn steps(log: &Path) -> usize {
+    command::logged(log, "step").len()
 }
 
 #[test]
@@ -184,19 +139,19 @@ fn a_disk_that_stalls_and_is_full_afterwards_delays_checkpoints_and_nothing_else
     };
     let quiet = server.folder.join("quiet");
     std::fs::create_dir_all(&quiet).expect("a folder");
-    let expected = Client::start(&server, "box", &quiet).weights(&quiet);
+    let expected = weights(client(&server, "box", &quiet).0, &quiet);
     server.wait_for_ends(1);
     let (link, identity) = (slow_link(server.address.clone()), server.folder.join("identity"));
     let printed = server.client(&["serve", "--join-string", "--listen", &link, "--identity", path(&identity)], None);
     let joined = server.client(&["join", "slow"], Some(String::from_utf8_lossy(&printed.stdout).trim_end()));
     assert!(joined.status.success(), "{}", String::from_utf8_lossy(&joined.stderr));
-    let mut client = Client::start(&server, "slow", &disk.0);
+    let (mut client, log) = client(&server, "slow", &disk.0);
     client.wait_for("saved step");
     let frozen = disk.freeze().unwrap_or_else(|e| panic!("{e}"));
     client.wait_for("the disk has not answered for 5 s; training waits for up to 30 s");
     client.wait_for("(1 of at most 5 failures in a row)");
-    let (steps, start) = (client.steps(), Instant::now());
-    while client.steps() < steps + 10 {
+    let (before, start) = (steps(&log), Instant::now());
+    while steps(&log) < before + 10 {
         assert!(start.elapsed() < serving::LIMIT, "no steps while the disk does not answer: {:#?}", client.said);
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -208,5 +163,5 @@ fn a_disk_that_stalls_and_is_full_afterwards_delays_checkpoints_and_nothing_else
     client.wait_for("No space left on device");
     std::fs::remove_file(ballast).expect("it was made a moment ago");
     client.wait_for("saved step");
-    assert!(client.weights(&disk.0) == expected, "other weights");
+    assert!(weights(client, &disk.0) == expected, "other weights");
 }

@@ -12,7 +12,9 @@ use distgpipe::{Optim, Pipeline, WorkerProgram, Workers};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
 
 /// Tests here look at all children of this process, so they run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -70,13 +72,36 @@ struct Losses<'a> {
     kill_after: &'a [u64],
     /// It is killed after the first checkpoint that is saved.
     kill_at_save: bool,
-    /// Its connection is cut for good before this message of its own.
-    cut_at: Option<u64>,
+    /// It is cut off for good (`cut`) or killed (`kill`) before this message of its own.
+    fault_at: Option<(&'a str, u64)>,
+    /// It is killed when this file of a checkpoint that is being written is there.
+    kill_at_file: Option<PathBuf>,
+}
+
+/// Kills the workers when a file is there, until the value that it returns is dropped.
+fn kill_at_file(file: PathBuf) -> impl Drop {
+    struct Watcher(Arc<AtomicBool>, Option<JoinHandle<()>>);
+    impl Drop for Watcher {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+            self.1.take().expect("a thread").join().expect("no panic");
+        }
+    }
+    let over = Arc::new(AtomicBool::new(false));
+    let ended = over.clone();
+    let watch = move || {
+        while !ended.load(Ordering::SeqCst) {
+            if file.exists() {
+                return kill_workers();
+            }
+        }
+    };
+    Watcher(over, Some(std::thread::spawn(watch)))
 }
 
 /// Trains with a codec that remembers, Adam and dropout.
 fn run(checkpoints: Option<&Checkpoints>, options: TrainOptions, losses: Losses<'_>) -> Result<Run, TrainError> {
-    let reconnect_s = if losses.cut_at.is_some() { 0.0 } else { 60.0 };
+    let reconnect_s = if losses.fault_at.is_some_and(|(fault, _)| fault == "cut") { 0.0 } else { 60.0 };
     let codec: distgpipe_core::codec::CodecSpec = "feedback(tile:8)".parse().expect("a codec");
     let mut pipeline = Pipeline::builder(Mlp { hidden: vec![16, 16], ..Mlp::default() }.model().expect("a model"))
         .device(distgpipe::engine::Device::Cpu)
@@ -87,7 +112,7 @@ fn run(checkpoints: Option<&Checkpoints>, options: TrainOptions, losses: Losses<
         .learning_rate(1e-3)
         .codecs(CodecPolicy { forward: codec.clone(), backward: codec, ..CodecPolicy::default() })
         .timeouts(Timeouts { stall_s: 60.0, silence_s: 60.0, connect_s: 60.0, reconnect_s })
-        .faults(losses.cut_at.map(|at| format!("server>client:cut@{at}")).unwrap_or_default())
+        .faults(losses.fault_at.map(|(fault, at)| format!("server>client:{fault}@{at}")).unwrap_or_default())
         .workers(processes())
         .build()
         .expect("a pipeline");
@@ -98,6 +123,7 @@ fn run(checkpoints: Option<&Checkpoints>, options: TrainOptions, losses: Losses<
     if let Some(checkpoints) = checkpoints {
         trainer = trainer.save_to(checkpoints, SaveEvery::Steps(3), serde_json::Value::Null);
     }
+    let _watcher = losses.kill_at_file.map(kill_at_file);
     let (mut run, mut kills, mut at_save) = (Run::default(), losses.kill_after.to_vec(), losses.kill_at_save);
     let summary = trainer.run(|event, _| {
         match event {
@@ -166,21 +192,54 @@ fn a_run_that_loses_its_worker_goes_back_to_its_checkpoint_and_computes_the_same
 #[test]
 fn a_worker_that_is_lost_in_any_phase_of_a_checkpoint_changes_nothing() {
     let _alone = alone();
-    let train = |cut_at: Option<u64>| {
-        let name = format!("cut-{cut_at:?}");
+    let train = |fault_at: Option<(&str, u64)>| {
+        let name = format!("fault-{fault_at:?}").replace('"', "");
         let checkpoints = Checkpoints::open(&folder(&name), 2).expect("a folder");
         let steps = TrainOptions { steps_max: Some(8), ..options(1) };
-        run(Some(&checkpoints), steps, Losses { cut_at, ..Losses::default() }).unwrap_or_else(|e| panic!("{name}: {e}"))
+        run(Some(&checkpoints), steps, Losses { fault_at, ..Losses::default() })
+            .unwrap_or_else(|e| panic!("{name}: {e}"))
     };
     let expected = train(None);
     // From the end of the third step to the beginning of the fourth: the codecs are reset, the names of the tensors, the tensors.
-    let mut lost = 0;
-    for message in (22..62).step_by(4) {
-        let got = train(Some(message));
-        assert_eq!((&got.losses, &got.weights), (&expected.losses, &expected.weights), "message {message}");
-        lost += usize::from(got.events.len() > 1);
+    for (fault, first) in [("cut", 22), ("kill", 24)] {
+        let mut lost = 0;
+        for message in (first..62).step_by(4) {
+            let got = train(Some((fault, message)));
+            assert_eq!((&got.losses, &got.weights), (&expected.losses, &expected.weights), "{fault} at {message}");
+            lost += usize::from(got.events.len() > 1);
+        }
+        assert!(lost > 4, "most of the faults happen: {lost} times {fault}");
     }
-    assert!(lost > 4, "most of the cuts happen: {lost}");
+}
+
+/// The worker has sent some or all of its tensors, and the driver writes them.
+#[test]
+fn a_worker_that_is_killed_while_a_checkpoint_is_written_changes_nothing() {
+    let _alone = alone();
+    let train = |name: &str, file: Option<&str>| {
+        let folder = folder(&format!("killed-{name}"));
+        let checkpoints = Checkpoints::open(&folder, 2).expect("a folder");
+        let kill_at_file = file.map(|file| folder.join(".step-00000006.partial").join(file));
+        let steps = TrainOptions { steps_max: Some(11), ..options(1) };
+        run(Some(&checkpoints), steps, Losses { kill_at_file, ..Losses::default() })
+            .unwrap_or_else(|e| panic!("{name}: {e}"))
+    };
+    let expected = train("never", None);
+    let mut lost = 0;
+    for (i, file) in
+        ["model.safetensors", "optimizer.safetensors", "checkpoint.json"].into_iter().cycle().take(6).enumerate()
+    {
+        let got = train(&format!("{i}"), Some(file));
+        assert_eq!((&got.losses, &got.weights), (&expected.losses, &expected.weights), "{file}");
+        // The checkpoint is complete or it is not.
+        assert!(
+            got.events.is_empty() || ["lost 1: back to 3", "lost 1: back to 6"].contains(&&got.events[0][..]),
+            "{:?}",
+            got.events
+        );
+        lost += usize::from(!got.events.is_empty());
+    }
+    assert!(lost > 0, "the files are there for too short a time");
 }
 
 #[test]

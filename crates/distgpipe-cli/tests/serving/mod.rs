@@ -32,12 +32,21 @@ pub struct Serve {
 
 impl Serve {
     pub fn start(name: &str, flags: &[&str]) -> Self {
-        let folder = directory(name);
-        let identity = folder.join("identity");
-        let listen = ["--listen", "127.0.0.1:0", "--device", "cpu", "--identity"];
+        let mut server = Self::listen("127.0.0.1:0", directory(name), flags);
+        let identity = server.folder.join("identity");
+        let joining = ["serve", "--join-string", "--listen", &server.address, "--identity", path(&identity)];
+        let printed = distgpipe(&joining).output().expect("the binary was built with this test");
+        server.join_string = String::from_utf8_lossy(&printed.stdout).trim_end().to_owned();
+        let joined = server.client(&["join", "box"], Some(&server.join_string));
+        assert!(joined.status.success(), "{}", String::from_utf8_lossy(&joined.stderr));
+        server
+    }
+
+    /// A server with the identity in this folder, or a new one.
+    fn listen(address: &str, folder: PathBuf, flags: &[&str]) -> Self {
         let mut child = distgpipe(&["serve"])
-            .args(listen)
-            .arg(&identity)
+            .args(["--listen", address, "--device", "cpu", "--identity"])
+            .arg(folder.join("identity"))
             .args(flags)
             .spawn()
             .expect("the binary was built with this test");
@@ -45,21 +54,27 @@ impl Serve {
         let mut first = String::new();
         output.read_line(&mut first).expect("text");
         let address = first.trim_end().strip_prefix("listening ").unwrap_or_else(|| panic!("{first}")).to_owned();
-        let joining = ["serve", "--join-string", "--listen", &address, "--identity", path(&identity)];
-        let printed = distgpipe(&joining).output().expect("the binary was built with this test");
-        let join_string = String::from_utf8_lossy(&printed.stdout).trim_end().to_owned();
-        let errors = BufReader::new(child.stderr.take().expect("piped"));
-        let (sender, lines) = mpsc::channel();
-        std::thread::spawn(move || errors.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        let lines = error_lines(&mut child);
         let (sender, printed) = mpsc::channel();
         std::thread::spawn(move || {
             let mut rest = String::new();
             output.read_to_string(&mut rest).map(|_| sender.send(rest))
         });
-        let server = Serve { child, folder, address, join_string, lines, printed, seen: Vec::new() };
-        let joined = server.client(&["join", "box"], Some(&server.join_string));
-        assert!(joined.status.success(), "{}", String::from_utf8_lossy(&joined.stderr));
-        server
+        Serve { child, folder, address, join_string: String::new(), lines, printed, seen: Vec::new() }
+    }
+
+    /// Kills the server and the process of its run, which was started after so many others, as the loss of power does.
+    pub fn lose_power(&mut self, others: usize) {
+        let run = self.process_of_run(others);
+        kill(&[self.child.id(), run]);
+        self.child.wait().expect("it was killed");
+    }
+
+    /// Starts a server that was killed again, at the same address and with the same identity.
+    pub fn start_again(&mut self) {
+        let mut again = Self::listen(&self.address, self.folder.clone(), &[]);
+        again.join_string = self.join_string.clone();
+        *self = again;
     }
 
     /// A command of a client that has joined this server as `box`.
@@ -135,6 +150,74 @@ impl Serve {
 }
 
 impl Drop for Serve {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The lines that a process writes to standard error, as it writes them.
+fn error_lines(child: &mut Child) -> Receiver<String> {
+    let errors = BufReader::new(child.stderr.take().expect("piped"));
+    let (sender, lines) = mpsc::channel();
+    std::thread::spawn(move || errors.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+    lines
+}
+
+/// The bytes of the tensors in a safetensors file.
+pub fn tensor_bytes(file: &Path) -> Vec<u8> {
+    let bytes = std::fs::read(file).expect("weights");
+    let header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    bytes[8 + header..].to_vec()
+}
+
+/// Kills processes at once.
+pub fn kill(processes: &[u32]) {
+    let numbers = processes.iter().map(u32::to_string);
+    assert!(Command::new("kill").arg("-KILL").args(numbers).status().expect("kill").success(), "{processes:?}");
+}
+
+/// A run in progress, and what it says. It is killed with this value.
+pub struct Client {
+    pub child: Child,
+    lines: Receiver<String>,
+    pub said: Vec<String>,
+}
+
+impl Client {
+    pub fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::null()).spawn().expect("the binary was built with this test");
+        let lines = error_lines(&mut child);
+        Client { child, lines, said: Vec::new() }
+    }
+
+    /// Waits for a line that contains this text and comes after those that were waited for.
+    pub fn wait_for(&mut self, text: &str) {
+        loop {
+            let line = self.lines.recv_timeout(LIMIT);
+            let line = line.unwrap_or_else(|_| panic!("expected {text:?}, got {:#?}", self.said));
+            self.said.push(line);
+            if self.said.last().is_some_and(|line| line.contains(text)) {
+                return;
+            }
+        }
+    }
+
+    /// Forgets what it has said until now.
+    pub fn skip(&mut self) {
+        self.said.extend(self.lines.try_iter());
+    }
+
+    /// Waits for its end, which must be a success. Returns what it has said.
+    pub fn end(mut self) -> Vec<String> {
+        let status = self.child.wait().expect("it ends");
+        self.said.extend(self.lines.iter());
+        assert!(status.success(), "{:#?}", self.said);
+        std::mem::take(&mut self.said)
+    }
+}
+
+impl Drop for Client {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

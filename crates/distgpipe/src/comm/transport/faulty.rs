@@ -9,6 +9,7 @@
 //! client>server:stall@3     that link carries nothing from the 4th message on
 //! client>server:corrupt@3   the 4th message has one bit flipped (seeded)
 //! client>server:cut@3       the link breaks before the 4th message
+//! server>client:kill@3      the process of the sender is killed before the 4th message
 //! seed=7                    the seed of the delays and of the flipped bit
 //! ```
 //!
@@ -22,7 +23,7 @@
 use super::{LinkControl, Outgoing, Wrap};
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::Message;
-use crate::engine::Stream;
+use crate::engine::{self, Stream};
 use crate::failure::Fault;
 use distgpipe_core::schedule::Action;
 use distgpipe_core::wire::Kind;
@@ -54,6 +55,8 @@ pub enum LinkFault {
     Corrupt,
     /// Breaks before that message.
     Cut,
+    /// The process of the sender is killed before that message.
+    Kill,
 }
 
 /// One fault of a scenario.
@@ -179,6 +182,7 @@ impl Outgoing for Faulty {
                 },
                 LinkFault::Corrupt if number == at && counted => self.damage(&message, draw)?,
                 LinkFault::Cut if number == at && counted => self.cut(),
+                LinkFault::Kill if number == at && counted => engine::kill_worker_process(),
                 _ => {}
             }
         }
@@ -252,6 +256,7 @@ fn link_fault(text: &str) -> Option<LinkFault> {
         "stall" => LinkFault::Stall,
         "corrupt" => LinkFault::Corrupt,
         "cut" => LinkFault::Cut,
+        "kill" => LinkFault::Kill,
         _ => LinkFault::Delay(text.strip_prefix("delay=")?.parse().ok()?),
     })
 }
@@ -283,9 +288,9 @@ mod tests {
     #[test]
     fn a_scenario_prints_as_it_is_parsed() {
         let text = "seed=7;server:panic@1F2;server/1:error@1B0;server:kill@1F1;a:hang@0F0;client>server:delay=20@0;\
-                    client>server:stall@3;client>server:corrupt@4;server>client:cut@5";
+                    client>server:stall@3;client>server:corrupt@4;server>client:cut@5;server>client:kill@6";
         let scenario: Scenario = text.parse().unwrap();
-        assert_eq!(scenario.faults.len(), 8);
+        assert_eq!(scenario.faults.len(), 9);
         assert_eq!(scenario.to_string(), text);
         for text in ["nonsense", "server:panic", "server:cut@1F0", "a>b:panic@1", "a>b:cut@1F0", "seed=x"] {
             let error = text.parse::<Scenario>().unwrap_err().to_string();
