@@ -202,7 +202,7 @@ fn a_server_whose_log_nobody_reads_goes_on() {
     }
     written.set_nonblocking(true).expect("a socket");
     while (&written).write(&[b'.'; 1 << 12]).is_ok() {}
-    while (&written).write(&[b'.']).is_ok() {}
+    while (&written).write(b".").is_ok() {}
     written.set_nonblocking(false).expect("a socket");
     for _ in 0..500 {
         let mut stranger = TcpStream::connect(&address).expect("it listens");

@@ -102,7 +102,7 @@ impl PlannedSizes {
     fn new(model: &Model, balance: &Balance) -> Result<Self, Fault> {
         let uses: Vec<SkipUse> = model.layers.iter().map(|layer| layer.skips()).collect();
         let layout = SkipLayout::new(&uses, balance).map_err(Fault::invalid_model)?;
-        let (outputs, skips) = shapes(model).map_err(Fault::invalid_model)?;
+        let LayerShapes { outputs, skips } = shapes(model).map_err(Fault::invalid_model)?;
         let values = |shapes: &[SampleShape]| shapes.iter().map(values_of).collect::<Vec<_>>();
         let mut edges = BTreeMap::new();
         for to in (1..balance.partitions()).map(PartitionId::new) {
@@ -126,8 +126,13 @@ fn values_of(shape: &SampleShape) -> u64 {
     shape.dims.iter().fold(1, |values, &dim| values.saturating_mul(u64::try_from(dim).unwrap_or(0)))
 }
 
-/// The outputs of all layers, and the skips by name.
-fn shapes(model: &Model) -> Result<(Vec<Vec<SampleShape>>, HashMap<String, SampleShape>), ShapeError> {
+/// The shapes of one row between the layers of a model.
+struct LayerShapes {
+    outputs: Vec<Vec<SampleShape>>,
+    skips: HashMap<String, SampleShape>,
+}
+
+fn shapes(model: &Model) -> Result<LayerShapes, ShapeError> {
     let (mut input, mut open, mut skips) = (model.input.clone(), SkipShapes::new(), HashMap::new());
     let outputs = model.layers.iter().map(|layer| {
         input = layer.shapes(std::mem::take(&mut input), &mut open)?;
@@ -137,7 +142,7 @@ fn shapes(model: &Model) -> Result<(Vec<Vec<SampleShape>>, HashMap<String, Sampl
         Ok(input.clone())
     });
     let outputs = outputs.collect::<Result<_, ShapeError>>()?;
-    Ok((outputs, skips))
+    Ok(LayerShapes { outputs, skips })
 }
 
 #[cfg(test)]
@@ -175,7 +180,7 @@ mod tests {
             bounds.begin_step(rows);
             for (kind, from, to, values) in [
                 (Kind::Activation, 1, 2, 32 * rows),
-                (Kind::Gradient, 1, 0, 64.min(32) * rows),
+                (Kind::Gradient, 1, 0, 32 * rows),
                 (Kind::Output, 2, 2, 10 * rows),
                 (Kind::Input, 0, 0, 64 * rows),
                 // The first layer's weights, or a copy of the activations between partitions.
