@@ -69,7 +69,7 @@ pub(crate) fn client_hello(key: &PublicKey, edit: impl FnOnce(&mut Vec<(u16, Vec
 fn a_client_that_offers_an_older_version_is_refused() {
     const SUPPORTED_VERSIONS: u16 = 43;
     let identity = identity();
-    for (older, expected) in [(true, [0x15, 3, 3, 0, 2, 2, 70]), (false, [0x16, 3, 3, 0, 122, 2, 0])] {
+    for older in [true, false] {
         let (address, served) = serve(server_config(&identity).unwrap(), SECRET);
         let mut client = TcpStream::connect(address).unwrap();
         // Without this extension, a ClientHello is that of TLS 1.2.
@@ -80,7 +80,10 @@ fn a_client_that_offers_an_older_version_is_refused() {
         client.set_read_timeout(Some(LIMIT)).unwrap();
         let mut answer = [0; 7];
         client.read_exact(&mut answer).unwrap();
-        assert_eq!(answer, expected, "older: {older}");
+        match older {
+            true => assert_eq!(answer, [0x15, 3, 3, 0, 2, 2, 70], "an alert, fatal, protocol_version"),
+            false => assert_eq!((answer[0], answer[5]), (0x16, 2), "a ServerHello"),
+        }
         drop(client);
         assert!(served.join().unwrap().is_err());
     }
