@@ -106,8 +106,8 @@ fn client(server: &Serve, name: &str, folder: &Path) -> (Client, PathBuf) {
     let log = server.folder.join(format!("log-{name}"));
     let mut command = server.command(&["train", "--model", "mlp", "--set", "hidden=[64,64]", "--batch", "64"]);
     command
-        .args(["--place", "client,server,client", "--no-evaluate", "--epochs", "100000", "--steps", "600"])
-        .args(["--lr", "0.01", "--server", name, "--restarts", "0", "--checkpoint-every", "5", "--log", path(&log)])
+        .args(["--place", "client,server,client", "--no-evaluate", "--epochs", "100000", "--steps", "350"])
+        .args(["--lr", "0.01", "--server", name, "--restarts", "0", "--checkpoint-every", "20", "--log", path(&log)])
         .args(["--checkpoint", path(&folder.join("saved")), "--save", path(&folder.with_extension("safetensors"))]);
     (Client::start(command), log)
 }
