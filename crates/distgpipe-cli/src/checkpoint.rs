@@ -179,11 +179,6 @@ impl CheckpointConfig {
         notes
     }
 
-    /// A command that resumes from the newest checkpoint, or `None` if there is none.
-    pub fn resume_command(&self, command: &str) -> Option<String> {
-        resume_command(self.checkpoints.directory(), command)
-    }
-
     /// Saves this codec in checkpoints, where `--codec` was `auto`: a link that is measured again might be given another one.
     pub fn keep_codec(&mut self, codec: Option<&CodecChoice>) {
         self.flags.codec = codec.cloned();

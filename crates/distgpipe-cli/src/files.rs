@@ -7,6 +7,18 @@ use distgpipe::files::{self, check_reader, create_part, open_regular, open_strea
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// How long a disk that may have failed is asked.
+const DISK_PATIENCE: Duration = Duration::from_secs(2);
+
+/// What a disk answers that may have failed. `None` if it does not answer: then the thread that asks it is left alone.
+pub fn answer_of_disk<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (sender, answer) = mpsc::channel();
+    let asking = distgpipe::engine::spawn("disk", move || drop(sender.send(ask())));
+    asking.ok().and_then(|_| answer.recv_timeout(DISK_PATIENCE).ok())
+}
 
 /// Reads a text file of at most `bytes_max` bytes, or a pipe, such as that of a process substitution. Errors start with `flag` and
 /// the path.

