@@ -17,8 +17,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::Tensor;
 
-/// The most that is on its way at the same time: enough that the next frame begins while the last one still ends.
-const ON_THEIR_WAY_MAX: (usize, usize) = (64 << 20, 256);
+/// The most messages that are on their way at the same time, and the most pieces, by their size: enough that the next frame begins while
+/// the last one still ends, and so few that what the checksum has read is still in the cache when MPI copies it.
+const MESSAGES_MAX: usize = 256;
+const PIECES_MAX: usize = 8;
 
 /// The messages of a link that are on their way. Only the sending thread uses them.
 pub(super) type SharedOutbound = Arc<Mutex<Outbound>>;
@@ -104,15 +106,15 @@ impl SendingEnd {
         SendingEnd { link, framer: Framer::new(limits(), encoder), outbound }
     }
 
-    /// Waits until little enough is on its way.
-    fn wait_for_room(&self) -> Result<(), Fault> {
+    /// Waits until little enough is on its way for another piece of this size.
+    fn wait_for_room(&self, piece_bytes: usize) -> Result<(), Fault> {
         let wait = Backoff::new();
         loop {
             let mut outbound = lock(&self.outbound);
             outbound.settle()?;
-            let ((bytes, messages), (bytes_max, messages_max)) = (outbound.waiting(), ON_THEIR_WAY_MAX);
+            let (bytes, messages) = outbound.waiting();
             drop(outbound);
-            if bytes < bytes_max && messages < messages_max {
+            if bytes < PIECES_MAX * piece_bytes && messages < MESSAGES_MAX {
                 return Ok(());
             }
             self.link.abort.check()?;
@@ -146,7 +148,7 @@ impl Outgoing for SendingEnd {
 impl SendingEnd {
     /// Starts to send a frame. Returns its size.
     fn transmit(&self, mut header: Header, body: EncodedBytes) -> Result<u64, Fault> {
-        self.wait_for_room()?;
+        self.wait_for_room(PIECE_BYTES)?;
         let bytes: &[u8] = body.as_ref();
         if bytes.len() <= INLINE_BYTES_MAX {
             header.seal(bytes);
@@ -191,7 +193,7 @@ impl SendingEnd {
             let bytes = bytes.ok_or_else(|| Fault::internal("a dense tensor in host memory", format!("{host:?}")))?;
             return self.transmit(header, EncodedBytes::Tensor(bytes));
         };
-        self.wait_for_room()?;
+        self.wait_for_room(LargeBody::FromGpu.piece_bytes())?;
         header.check(&limits())?;
         let head = self.start(self.link.tags.header, LargeBody::FromGpu.head(&header))?;
         let memory: Arc<dyn Sendable> = Arc::new(memory);
@@ -216,7 +218,7 @@ impl SendingEnd {
         let (_, size) = body.memory();
         for at in (0..size).step_by(how.piece_bytes()) {
             let piece = at..size.min(at + how.piece_bytes());
-            self.wait_for_room()?;
+            self.wait_for_room(how.piece_bytes())?;
             lock(&self.outbound).start(self.link.tags.body, body, piece.clone())?;
             started(piece);
         }
