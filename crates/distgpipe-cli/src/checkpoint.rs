@@ -2,6 +2,7 @@
 
 use crate::args::{with_value, CodecChoice, DataName, ResumeName, TrainFlags};
 use crate::exit::usage;
+use crate::files::answer_of_disk;
 use crate::report::note;
 use crate::signals;
 use anyhow::Context;
@@ -195,9 +196,10 @@ impl CheckpointConfig {
     }
 }
 
-/// A command that resumes from the newest checkpoint of a directory, or `None` if there is none.
+/// A command that resumes from the newest checkpoint of a directory, or `None` if there is none or the disk does not answer.
 pub fn resume_command(directory: &Path, command: &str) -> Option<String> {
-    let (newest, _) = newest_in(directory, |_| Ok(())).ok()?;
+    let listed = directory.to_owned();
+    let (newest, _) = answer_of_disk(move || newest_in(&listed, |_| Ok(())).ok())??;
     newest.map(|()| format!("{command} {} --resume", with_value("--checkpoint", &directory.display().to_string())))
 }
 

@@ -87,20 +87,15 @@ pub struct EndedBefore {
 /// Trains as configured. `command` is the one to resume with; an error of a run that has a checkpoint comes with it. Calls of
 /// [`signals::watch`] before this let signals stop the run.
 pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<Outcome> {
-    let resume_command = || {
-        let (directory, command) = (config.saving.as_ref()?.checkpoints.directory().to_owned(), command.to_owned());
-        answer_of_disk(move || resume_command_in(&directory, &command))?
-    };
+    let resume_command =
+        || config.saving.as_ref().and_then(|saving| resume_command_in(saving.checkpoints.directory(), command));
     let with_command = |error: anyhow::Error| match resume_command() {
         Some(command) if !error.is::<Usage>() => error.context(ResumeCommand(command)),
         _ => error,
     };
     if let Some(saving) = &config.saving {
         let (directory, command) = (saving.checkpoints.directory().to_owned(), command.to_owned());
-        signals::resume_with(move || {
-            let (directory, command) = (directory.clone(), command.clone());
-            answer_of_disk(move || resume_command_in(&directory, &command))?
-        });
+        signals::resume_with(move || resume_command_in(&directory, &command));
     }
     if let Some((checkpoint, end)) = config.saving.as_ref().and_then(|saving| saving.ended(&config.options)) {
         return nothing_left(config, checkpoint, end).map(Outcome::NothingLeft).map_err(with_command);
