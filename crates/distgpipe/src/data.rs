@@ -208,6 +208,16 @@ pub trait Dataset: Send {
     /// # Errors
     /// If a row does not exist or cannot be loaded.
     fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError>;
+
+    /// The same batch as bytes that a GPU makes the input of; `None` if there is no such form, or it is no smaller. What has it are
+    /// images of one size: see [`ImageSource::size`](image::ImageSource::size).
+    ///
+    /// # Errors
+    /// As for [`batch`](Self::batch).
+    fn image_bytes(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Option<image::ImageBytes>, DataError> {
+        let _ = (rows, pass);
+        Ok(None)
+    }
 }
 
 impl<D: Dataset + Sync + ?Sized> Dataset for Arc<D> {
@@ -233,6 +243,10 @@ impl<D: Dataset + Sync + ?Sized> Dataset for Arc<D> {
 
     fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
         (**self).batch(rows, pass)
+    }
+
+    fn image_bytes(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Option<image::ImageBytes>, DataError> {
+        (**self).image_bytes(rows, pass)
     }
 }
 

@@ -1,8 +1,11 @@
 //! The kernels for GPUs, run on the CPU by `kernels_on_cpu/`: their bodies and decoded values are those of the codecs, bit for bit, and
-//! so are the masks. Instance norm is that of libtorch, up to rounding. A GPU is not needed, a C++ compiler is.
+//! so are the masks and the images. Instance norm is that of libtorch, up to rounding. A GPU is not needed, a C++ compiler is.
 
 mod kernel_values;
 
+use distgpipe::data::image::{Image, ImageSource};
+use distgpipe::data::{DataError, Dataset, ImageOptions, ImageSet, LoadPass, Split, Subset};
+use distgpipe::engine::{self, Layout as EngineLayout};
 use distgpipe_core::codec::half::HalfFormat;
 use distgpipe_core::codec::tile::{key, Rounding};
 use distgpipe_core::codec::{parse, BinEnds, BodyForm, CodecContext, TensorView};
@@ -11,7 +14,7 @@ use kernel_values::{bell, mixed, texts};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use tch::{Kind, Tensor};
 
 /// The program with the kernels, compiled at the first call. Without fused multiply-adds, as the kernels are.
@@ -173,6 +176,88 @@ fn masks() {
     }
 }
 
+/// Images of one size in memory, the pixels of which are any bytes.
+struct Pixels {
+    size: [u32; 2],
+    bytes: Vec<u8>,
+}
+
+impl Pixels {
+    fn new(width: u32, height: u32) -> Self {
+        let bytes =
+            mixed(width * 100 + height).map(|word| (word >> 13) as u8).take((IMAGES * 3 * width * height) as usize);
+        Pixels { size: [width, height], bytes: bytes.collect() }
+    }
+}
+
+const IMAGES: u32 = 5;
+
+impl ImageSource for Pixels {
+    fn name(&self) -> &'static str {
+        "pixels"
+    }
+    fn len(&self) -> usize {
+        IMAGES as usize
+    }
+    fn classes(&self) -> usize {
+        IMAGES as usize
+    }
+    fn size(&self) -> Option<[u32; 2]> {
+        Some(self.size)
+    }
+    fn label(&self, row: usize) -> i64 {
+        row as i64
+    }
+    fn image<'a>(&'a self, row: usize, _: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
+        let [width, height] = self.size.map(|side| side as usize);
+        Ok(Image { width, height, pixels: &self.bytes[row * 3 * width * height..][..3 * width * height] })
+    }
+}
+
+/// The images that a GPU makes of bytes are those of the CPU, bit for bit: enlarged and reduced, mirrored or not, in both layouts.
+#[test]
+fn images_of_bytes() {
+    for (width, height) in [(32, 32), (17, 32), (40, 9), (1, 1)] {
+        for side in [1, 24, 33, 64] {
+            for (split, layout) in [
+                (Split::Train, EngineLayout::ChannelsLast),
+                (Split::Train, EngineLayout::Contiguous),
+                (Split::Test, EngineLayout::ChannelsLast),
+            ] {
+                let set = ImageSet::new(Pixels::new(width, height), ImageOptions { side, split, layout }).unwrap();
+                // The even rows, in the order 4, 0, 2.
+                let set = Subset::new(Arc::new(set), 3);
+                let rows = [2, 0, 1];
+                let pass = LoadPass::new(7, 3);
+                let (batch, images) = (set.batch(&rows, pass).unwrap(), set.image_bytes(&rows, pass).unwrap());
+                let values = engine::bytes(&batch.inputs[0]).unwrap();
+                // One pixel is smaller than what makes it.
+                assert_eq!(images.is_none(), side == 1, "{width} × {height} to {side}");
+                let Some(images) = images else { continue };
+                let bytes = engine::bytes(images.bytes()).unwrap();
+                assert!(bytes.len() < values.len());
+                assert_eq!(images.target(), &batch.target);
+                let form = images.form().words().into_iter().flat_map(u32::to_ne_bytes);
+                let input: Vec<u8> = form.chain(bytes.iter().copied()).collect();
+                let resized = run("images", "0", [values.len() as u64 / 4, 0, 0, 0, 0], &input);
+                assert!(resized == values, "{width} × {height} to {side}, {split:?}, {layout:?}");
+            }
+        }
+    }
+}
+
+/// Tables that name pixels outside the image, which no view makes.
+#[test]
+fn no_bytes_make_the_kernel_of_images_read_elsewhere() {
+    let layout = EngineLayout::Contiguous;
+    let set = ImageSet::new(Pixels::new(8, 8), ImageOptions { side: 32, split: Split::Test, layout }).unwrap();
+    let images = set.image_bytes(&[0], LoadPass::new(0, 0)).unwrap().unwrap();
+    let form = images.form().words().into_iter().flat_map(u32::to_ne_bytes);
+    let wrong = vec![0xff; images.form().row_bytes()];
+    let input: Vec<u8> = form.chain(wrong).collect();
+    assert_eq!(run("images", "0", [3 * 32 * 32, 0, 0, 0, 0], &input).len(), 4 * 3 * 32 * 32);
+}
+
 /// Channels-last memory of images [images, channels, pixels, 1].
 fn channels_last(images: &Tensor) -> Tensor {
     images.permute([0, 2, 3, 1]).contiguous()
@@ -195,7 +280,7 @@ fn instance_norms() {
             }
             let bytes: Vec<u8> = [&x, &upstream]
                 .into_iter()
-                .flat_map(|tensor| distgpipe::engine::bytes(&channels_last(tensor)).unwrap().to_vec())
+                .flat_map(|tensor| engine::bytes(&channels_last(tensor)).unwrap().to_vec())
                 .collect();
             let size = kind.elt_size_in_bytes();
             let numbers = [images, pixels, channels, splits, 0].map(|number| number as u64);

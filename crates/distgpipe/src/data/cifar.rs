@@ -213,6 +213,10 @@ impl ImageSource for Cifar {
         Some(self.edition.class_names().iter().map(|&name| name.to_owned()).collect())
     }
 
+    fn size(&self) -> Option<[u32; 2]> {
+        Some([SIDE as u32; 2])
+    }
+
     fn label(&self, row: usize) -> i64 {
         i64::from(self.labels[row])
     }

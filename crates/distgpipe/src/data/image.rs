@@ -5,11 +5,15 @@
 //! the shorter side is resized to 256/224 of the square and the centre is cropped (`Resize`, `CenterCrop`). Colours are
 //! normalised by ImageNet's means and standard deviations, as pretrained weights expect, or by others.
 
+mod bytes;
 pub(super) mod decode;
 mod resample;
 
+pub use bytes::ImageBytes;
+
 use super::{check, DataError, Dataset, LoadPass, Split};
 use crate::driver::pipeline::Batch;
+use crate::engine::kernels::ImageForm;
 use crate::engine::{self, Draws, Layout};
 use crate::model::layer::SampleShape;
 use resample::{resample, Axis, Normalisation, ResampleSpec, ResizedInterval, Rows};
@@ -64,6 +68,11 @@ pub trait ImageSource: Send + Sync {
 
     /// The names of the classes, by class number; `None` if they are not known.
     fn class_names(&self) -> Option<Vec<String>> {
+        None
+    }
+
+    /// Width and height, if all images have the same and are in memory. A GPU then gets them as bytes, and resizes them itself.
+    fn size(&self) -> Option<[u32; 2]> {
         None
     }
 
@@ -176,15 +185,50 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
         let values = engine::floats_mut(&mut images).unwrap_or_default();
         pass.fill(values, rows, |row, into, scratch: &mut Scratch| {
             let image = self.source.image(row, &mut scratch.decoded)?;
-            let view = match self.options.split {
-                Split::Train => View::random(&image, self.options.side, &mut pass.row(row).draws()),
-                Split::Test => View::middle(&image, self.options.side),
-            };
-            view.show(&image, self.options, self.normalisation, &mut scratch.rows, into);
+            self.view(&image, row, pass).show(&image, self.options, self.normalisation, &mut scratch.rows, into);
             Ok(())
         })?;
+        Ok(Batch::new(images, self.labels(rows)?))
+    }
+
+    fn image_bytes(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Option<ImageBytes>, DataError> {
+        check(rows, self.len())?;
+        let Some(form) = self.source.size().and_then(|size| self.form_of_bytes(rows.len(), size)) else {
+            return Ok(None);
+        };
+        let dims = [rows.len() as i64, form.row_bytes() as i64];
+        let mut bytes = pass.empty(&dims, Kind::Uint8, Layout::Contiguous)?;
+        let values = engine::bytes_mut(&mut bytes).unwrap_or_default();
+        pass.fill(values, rows, |row, into, decoded: &mut Vec<u8>| {
+            let image = self.source.image(row, decoded)?;
+            let [columns, lines] = self.view(&image, row, pass).axes(self.options.side);
+            Ok(bytes::write(&image, &columns, &lines, form, into)?)
+        })?;
+        Ok(Some(ImageBytes { bytes, form, target: self.labels(rows)? }))
+    }
+}
+
+impl<S: ImageSource> ImageSet<S> {
+    fn labels(&self, rows: &[usize]) -> Result<Tensor, DataError> {
         let labels: Vec<i64> = rows.iter().map(|&row| self.source.label(row)).collect();
-        Ok(Batch::new(images, Tensor::f_from_slice(&labels)?))
+        Ok(Tensor::f_from_slice(&labels)?)
+    }
+
+    fn view(&self, image: &Image<'_>, row: usize, pass: LoadPass<'_>) -> View {
+        match self.options.split {
+            Split::Train => View::random(image, self.options.side, &mut pass.row(row).draws()),
+            Split::Test => View::middle(image, self.options.side),
+        }
+    }
+
+    /// What images of this size are as bytes; `None` if that is more than they are as values.
+    fn form_of_bytes(&self, images: usize, size: [u32; 2]) -> Option<ImageForm> {
+        let side = self.options.side;
+        // No view shows more of an image than all of it on one side of the square.
+        let taps_max = size.map(|length| Axis::taps_of(length as usize, side) as u32);
+        let form = ImageForm::new(images, size, side as u32, taps_max, self.options.layout)?;
+        let Normalisation { scale, shift } = self.normalisation;
+        (form.row_bytes() < CHANNELS * side * side * size_of::<f32>()).then(|| form.normalised(scale, shift))
     }
 }
 
@@ -217,6 +261,12 @@ impl View {
         View { x: axis(image.width), y: axis(image.height), mirrored: false }
     }
 
+    /// The columns and the lines of a square of this side.
+    fn axes(&self, side: usize) -> [Axis; 2] {
+        let columns = Axis::new(self.x, side);
+        [if self.mirrored { columns.mirrored() } else { columns }, Axis::new(self.y, side)]
+    }
+
     fn show(
         &self,
         image: &Image<'_>,
@@ -225,9 +275,7 @@ impl View {
         rows: &mut Rows,
         into: &mut [f32],
     ) {
-        let columns = Axis::new(self.x, options.side);
-        let columns = if self.mirrored { columns.mirrored() } else { columns };
-        let lines = Axis::new(self.y, options.side);
+        let [columns, lines] = self.axes(options.side);
         let wanted = ResampleSpec { columns: &columns, lines: &lines, normalisation, layout: options.layout };
         resample(image, &wanted, rows, into);
     }

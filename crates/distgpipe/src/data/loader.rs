@@ -10,16 +10,18 @@
 //! ```
 //!
 //! For a pipeline on a GPU, batches are loaded into pinned memory, and the copy of the next batch to the GPU starts when the trainer
-//! takes one. So the GPU holds one batch more than it computes on, and never waits for a copy if the loading keeps up.
+//! takes one. So the GPU holds one batch more than it computes on, and never waits for a copy if the loading keeps up. Images that the data
+//! set has as bytes are copied as bytes, and the GPU resizes and normalises them.
 //!
 //! ```text
 //! copies       [batch 1       ] [batch 2       ]
 //! GPU          [ step 0         ][ step 1         ]
 //! ```
 
+use super::image::ImageBytes;
 use super::{DataError, Dataset, LoadPass};
 use crate::driver::pipeline::{Batch, Pipeline};
-use crate::engine::{self, Stream, Uploading, Uploads};
+use crate::engine::{self, kernels, Stream, Uploading, Uploads};
 use crate::failure::Fault;
 use crate::model::layer::SampleShape;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -198,9 +200,11 @@ impl Loader {
             engine::attach_thread(1, 0);
             let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told).for_gpu(devices.inputs);
             let attached = devices.any().map_or(Ok(()), engine::attach_to_gpu);
+            let as_bytes = attached.is_ok() && devices.inputs.is_some_and(kernels::can_resample);
             for rows in plan {
                 let batch = match &attached {
-                    Ok(()) => load(&data, &rows, pass).and_then(|batch| Ok(devices.pinned(batch)?)),
+                    Ok(()) if as_bytes => load_bytes(&data, &rows, pass, devices),
+                    Ok(()) => load(&data, &rows, pass).and_then(|batch| Ok(Loaded::Batch(devices.pinned(batch)?))),
                     Err(fault) => Err(Fault::engine(fault.to_string()).into()),
                 };
                 // The receiver is gone: the epoch was dropped.
@@ -238,13 +242,39 @@ fn row_bytes(input: &[SampleShape]) -> u128 {
 fn load(data: &Mutex<dyn Dataset>, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
     // A data set that panicked in an earlier epoch gets its next chance: `batch` does not change it.
     let data = data.lock().unwrap_or_else(PoisonError::into_inner);
-    let samples = rows.iter().map(|&row| row as u64).collect();
-    Ok(Batch { samples, ..data.batch(rows, pass)? })
+    Ok(Batch { samples: samples(rows), ..data.batch(rows, pass)? })
+}
+
+/// The samples' numbers.
+fn samples(rows: &[usize]) -> Vec<u64> {
+    rows.iter().map(|&row| row as u64).collect()
+}
+
+/// Loads a batch as bytes if the data set has them.
+fn load_bytes(
+    data: &Mutex<dyn Dataset>,
+    rows: &[usize],
+    pass: LoadPass<'_>,
+    devices: BatchDevices,
+) -> Result<Loaded, DataError> {
+    let images = data.lock().unwrap_or_else(PoisonError::into_inner).image_bytes(rows, pass)?;
+    let Some(images) = images else {
+        return Ok(Loaded::Batch(devices.pinned(load(data, rows, pass)?)?));
+    };
+    let without_inputs = Batch { inputs: Vec::new(), target: images.target().shallow_clone(), samples: samples(rows) };
+    Ok(Loaded::Bytes(devices.pinned(without_inputs)?, images))
+}
+
+/// A batch on its way from the loading thread.
+enum Loaded {
+    Batch(Batch),
+    /// Without its inputs, which the GPU makes from the bytes.
+    Bytes(Batch, ImageBytes),
 }
 
 /// An iterator over the batches of an epoch, which are loaded ahead of time.
 pub struct Epoch {
-    receive: Option<Receiver<Result<Batch, DataError>>>,
+    receive: Option<Receiver<Result<Loaded, DataError>>>,
     thread: Option<JoinHandle<()>>,
     /// Why there is no thread; the first item.
     failed: Option<DataError>,
@@ -306,21 +336,27 @@ impl Prefetch {
         Ok(Some(Prefetch { inputs, target, next: None }))
     }
 
-    fn start(&self, batch: Batch) -> Result<CopiedBatch, DataError> {
-        let inputs = self.inputs.as_ref().map(|uploads| uploads.start(&batch.inputs.iter().collect::<Vec<_>>()));
+    fn start(&self, loaded: Loaded) -> Result<CopiedBatch, DataError> {
+        let start = |uploads: &Uploads| match &loaded {
+            Loaded::Batch(batch) => uploads.start(&batch.inputs.iter().collect::<Vec<_>>()),
+            Loaded::Bytes(_, images) => uploads
+                .start_and(&[images.bytes()], |copies| copies.iter().map(|bytes| images.resampled(bytes)).collect()),
+        };
+        let inputs = self.inputs.as_ref().map(start);
+        let (Loaded::Batch(batch) | Loaded::Bytes(batch, _)) = loaded;
         let target = self.target.as_ref().map(|uploads| uploads.start(&[&batch.target]));
         let (inputs, target) = (inputs.transpose()?, target.transpose()?);
         Ok(CopiedBatch { batch, inputs, target })
     }
 
     /// Takes a batch, and starts to copy the one after it if that is loaded.
-    fn take(&mut self, from: &Receiver<Result<Batch, DataError>>, left: usize) -> Result<Batch, DataError> {
+    fn take(&mut self, from: &Receiver<Result<Loaded, DataError>>, left: usize) -> Result<Batch, DataError> {
         let current = match self.next.take() {
             Some(copied) => copied,
-            None => from.recv().unwrap_or(Err(DataError::LoaderPanicked)).and_then(|batch| self.start(batch)),
+            None => from.recv().unwrap_or(Err(DataError::LoaderPanicked)).and_then(|loaded| self.start(loaded)),
         }?;
         if left > 0 {
-            self.next = from.try_recv().ok().map(|batch| batch.and_then(|batch| self.start(batch)));
+            self.next = from.try_recv().ok().map(|loaded| loaded.and_then(|loaded| self.start(loaded)));
         }
         let CopiedBatch { mut batch, inputs, target } = current;
         if let Some(inputs) = inputs {
@@ -352,7 +388,10 @@ impl Iterator for Epoch {
         let receive = self.receive.as_ref()?;
         let batch = match &mut self.prefetch {
             Some(prefetch) => prefetch.take(receive, self.left),
-            None => receive.recv().unwrap_or(Err(DataError::LoaderPanicked)),
+            None => receive.recv().unwrap_or(Err(DataError::LoaderPanicked)).and_then(|loaded| match loaded {
+                Loaded::Batch(batch) => Ok(batch),
+                Loaded::Bytes(..) => Err(Fault::internal("a batch for the host", "one for a GPU").into()),
+            }),
         };
         if batch.is_err() {
             self.left = 0;
@@ -376,6 +415,8 @@ impl Drop for Epoch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::image::{Image, ImageSource};
+    use crate::data::{ImageOptions, ImageSet, Split};
     use tch::Tensor;
 
     /// Row i holds the number i. Row 13 can be made to panic.
@@ -430,11 +471,60 @@ mod tests {
                 }
             }
         }
+        images_for_a_gpu_are_those_of_the_cpu();
         // An error arrives in its place, also through the prefetch.
         let unlucky = Loader::new(numbers(40, true), LoaderOptions::testing(10)).unwrap();
         let pipeline = Pipeline::builder(Mlp::default().model().unwrap()).build().unwrap();
         let outcomes: Vec<bool> = unlucky.epoch_for(&pipeline, 0, 0).map(|batch| batch.is_ok()).collect();
         assert_eq!(outcomes, [true, false]);
+    }
+
+    /// Small images in memory, which go to a GPU as bytes.
+    struct Small;
+
+    impl ImageSource for Small {
+        fn name(&self) -> &'static str {
+            "small"
+        }
+        fn len(&self) -> usize {
+            40
+        }
+        fn classes(&self) -> usize {
+            10
+        }
+        fn size(&self) -> Option<[u32; 2]> {
+            Some([12, 8])
+        }
+        fn label(&self, row: usize) -> i64 {
+            row as i64 % 10
+        }
+        fn image<'a>(&'a self, row: usize, memory: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
+            *memory = (0..3 * 12 * 8).map(|at| (at * 89 + row * 31) as u8).collect();
+            Ok(Image { width: 12, height: 8, pixels: memory })
+        }
+    }
+
+    /// Bit for bit, where there is a GPU.
+    fn images_for_a_gpu_are_those_of_the_cpu() {
+        use crate::engine::{Device, Layout};
+        use crate::model::zoo::MobileNetV2;
+        let Ok(opened) = Device::Cuda(0).open() else { return };
+        assert!(kernels::can_resample(0));
+        for (split, layout) in [(Split::Train, Layout::ChannelsLast), (Split::Test, Layout::Contiguous)] {
+            let images = ImageSet::new(Small, ImageOptions { side: 32, split, layout }).unwrap();
+            let loader = Loader::new(images, LoaderOptions { threads: 3, ..LoaderOptions::training(7, 3) }).unwrap();
+            let model = MobileNetV2 { image: 32, ..MobileNetV2::default() }.model().unwrap();
+            let pipeline = Pipeline::builder(model).device(Device::Cuda(0)).build().unwrap();
+            let expected: Vec<Batch> = loader.epoch(1).collect::<Result<_, _>>().unwrap();
+            let got: Vec<Batch> = loader.epoch_for(&pipeline, 1, 0).collect::<Result<_, _>>().unwrap();
+            assert_eq!((got.len(), expected.len()), (5, 5));
+            for (got, expected) in got.iter().zip(&expected) {
+                assert_eq!((got.inputs[0].device(), engine::layout(&got.inputs[0])), (opened, Some(layout)));
+                assert_eq!(got.inputs[0].to_device(tch::Device::Cpu), expected.inputs[0]);
+                assert_eq!(got.target.to_device(tch::Device::Cpu), expected.target);
+                assert_eq!(got.samples, expected.samples);
+            }
+        }
     }
 
     /// 16 TB of row numbers were allocated, which ended the process.

@@ -1,5 +1,6 @@
 //! A subset of a data set, for small runs.
 
+use super::image::ImageBytes;
 use super::{check, DataError, Dataset, LoadPass};
 use crate::driver::pipeline::Batch;
 use crate::model::layer::SampleShape;
@@ -19,6 +20,12 @@ impl<D: Dataset> Subset<D> {
 
     fn row(&self, row: usize) -> usize {
         (row as u128 * self.data.len() as u128 / self.rows as u128) as usize
+    }
+
+    /// The rows of the data set that these rows are.
+    fn of_data(&self, rows: &[usize]) -> Result<Vec<usize>, DataError> {
+        check(rows, self.rows)?;
+        Ok(rows.iter().map(|&row| self.row(row)).collect())
     }
 }
 
@@ -40,8 +47,11 @@ impl<D: Dataset> Dataset for Subset<D> {
     }
 
     fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
-        check(rows, self.rows)?;
-        self.data.batch(&rows.iter().map(|&row| self.row(row)).collect::<Vec<_>>(), pass)
+        self.data.batch(&self.of_data(rows)?, pass)
+    }
+
+    fn image_bytes(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Option<ImageBytes>, DataError> {
+        self.data.image_bytes(&self.of_data(rows)?, pass)
     }
 }
 

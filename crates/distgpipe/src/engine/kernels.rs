@@ -1,11 +1,12 @@
 //! Kernels of our own for NVIDIA GPUs, compiled at run time from the sources in `kernels/`, for the GPU that is there. To build
 //! the project takes neither CUDA's headers nor its compiler.
 //!
-//! A kernel of a codec or of a mask computes what a function of the CPU computes, bit for bit. A C++ compiler for the CPU understands the
+//! A kernel of a codec, of a mask or of images computes what a function of the CPU computes, bit for bit. A C++ compiler for the CPU understands the
 //! kernels too, so that tests compare the two without a GPU.
 
 pub mod codecs;
 mod driver;
+mod images;
 mod instance_norm;
 mod library;
 mod nvrtc;
@@ -13,6 +14,7 @@ mod nvrtc;
 use super::cuda;
 use crate::failure::Fault;
 use driver::{Driver, Extent, Function};
+pub use images::{can_resample, resample, ImageForm};
 pub use instance_norm::{instance_norm, NORM_EPSILON};
 use libc::{c_int, c_void};
 pub(super) use library::Library;
@@ -41,7 +43,7 @@ static RANDOM: Program = Program {
 };
 
 /// All programs.
-static PROGRAMS: [&Program; 3] = [&RANDOM, &codecs::PROGRAM, &instance_norm::PROGRAM];
+static PROGRAMS: [&Program; 4] = [&RANDOM, &codecs::PROGRAM, &images::PROGRAM, &instance_norm::PROGRAM];
 
 /// A program that has been compiled for a device and loaded.
 struct Module {

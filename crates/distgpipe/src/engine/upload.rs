@@ -25,13 +25,22 @@ impl Uploads {
     /// Starts to copy tensors of the host. The calling thread waits only for those that are not in [pinned](in_pinned_memory)
     /// memory; libtorch keeps pinned memory until it has been read.
     pub fn start(&self, tensors: &[&Tensor]) -> Result<Uploading, Fault> {
+        self.start_and(tensors, Ok)
+    }
+
+    /// The same, but what arrives is what `change` makes of the copies, on the stream of the copies.
+    pub fn start_and(
+        &self,
+        tensors: &[&Tensor],
+        change: impl FnOnce(Vec<Tensor>) -> Result<Vec<Tensor>, Fault>,
+    ) -> Result<Uploading, Fault> {
         let before = CudaStream::current(self.device)?;
         self.stream.enter()?;
         let copy = |tensor: &&Tensor| {
             let copied = tensor.f_to_device_(tch::Device::Cuda(self.device), tensor.kind(), true, false);
             copied.map_err(Fault::from)
         };
-        let copies = tensors.iter().map(copy).collect::<Result<Vec<_>, Fault>>();
+        let copies = tensors.iter().map(copy).collect::<Result<Vec<_>, Fault>>().and_then(change);
         let done = Event::record(self.device);
         before.enter()?;
         Ok(Uploading { tensors: copies?, done: done? })

@@ -1,14 +1,16 @@
-// Runs the kernels of the codecs, of the masks and of instance norm on the CPU.
+// Runs the kernels of the codecs, of the masks, of images and of instance norm on the CPU.
 // usage: program COMMAND NUMBERS...      reads a tensor or a body from the standard input, and writes to the standard output
 //   encode KIND COUNT A B C SEED     the status word (4 bytes) and a body of the bytes that fit COUNT values
 //   decode KIND COUNT A B C 0        COUNT values
 //   bernoulli BYTES COUNT THRESHOLD ONE SEED 0
+//   images 0 VALUES 0 0 0 0          reads an `ImageForm` and the bytes of the images; so many values of resized images
 //   norm BYTES IMAGES PIXELS CHANNELS SPLITS 0     reads images and the gradient of the result; the result and the gradient of the images
 // KIND is half (A = 1 for bf16), tile (A bits, B values in a tile, C = 1 for stochastic rounding with SEED as the key) or bins (A bits of a
 // code, B bits of a bin, C = 0 for uniform, 1 for sort, otherwise the size of the sample of fast).
 #include "cuda_on_cpu.h"
 
 #include "../../src/engine/kernels/codecs.cu"
+#include "../../src/engine/kernels/images.cu"
 #include "../../src/engine/kernels/instance_norm.cu"
 #include "../../src/engine/kernels/random.cu"
 
@@ -94,6 +96,15 @@ int main(int arguments, char **texts) {
         bernoulli_64(out.as<u64>(), count, at, a, b);
     });
     write(out.as<char>(), bytes * count);
+    return 0;
+  }
+
+  if (command == "images") {
+    ImageForm form;
+    std::memcpy(&form, in.as<char>(), sizeof(form));
+    Memory out(4 * count);
+    launch(3, 64, [&] { resample(in.as<u8>() + sizeof(form), form, out.as<float>()); });
+    write(out.as<char>(), 4 * count);
     return 0;
   }
 

@@ -46,7 +46,7 @@ impl Axis {
         let ResizedInterval { from, length, resized, first } = stretch;
         let scale = length as f64 / resized as f64;
         let support = scale.max(1.0);
-        let taps = ((2.0 * support).ceil() as usize).min(length);
+        let taps = Self::taps_of(length, resized);
         let mut axis = Axis { taps, starts: Vec::with_capacity(outputs), weights: Vec::with_capacity(outputs * taps) };
         for output in first..first + outputs {
             let centre = scale * (output as f64 + 0.5);
@@ -62,6 +62,22 @@ impl Axis {
             axis.weights.extend((0..taps).map(|tap| (weight(tap) / sum) as f32));
         }
         axis
+    }
+
+    /// How many pixels of an interval of this length make one of those that it is resized to.
+    pub fn taps_of(length: usize, resized: usize) -> usize {
+        let support = (length as f64 / resized as f64).max(1.0);
+        ((2.0 * support).ceil() as usize).min(length)
+    }
+
+    /// The source pixels of each output pixel, and the first of them for each output pixel.
+    pub fn sources(&self) -> (usize, &[usize]) {
+        (self.taps, &self.starts)
+    }
+
+    /// The weights of all output pixels, one after the other.
+    pub fn all_weights(&self) -> &[f32] {
+        &self.weights
     }
 
     /// The same weights for the mirrored axis.
