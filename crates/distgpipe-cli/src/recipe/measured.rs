@@ -312,14 +312,17 @@ impl Measured {
         own.chain(others).filter_map(move |file| Some((file, file.row(recipe)?)))
     }
 
-    /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them. The speeds of two files are
-    /// those of two machines, or of two runs of a shared one, and their ratio would say nothing.
+    /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them, measured rather than
+    /// simulated. The speeds of two files are those of two machines, or of two runs of a shared one, and their ratio would say nothing.
     pub fn speeds(&self, table: &str, recipes: &[&str]) -> Option<&Measurements> {
-        let has = |file: &Measurements, recipe: &str| file.row(recipe)?.figure(Metric::Throughput);
-        let rows = |file: &Measurements| recipes.iter().filter(|recipe| has(file, recipe).is_some()).count();
+        let speed = |file: &Measurements, recipe: &str| file.row(recipe)?.figure(Metric::Throughput);
+        let rows = |file: &Measurements| recipes.iter().filter_map(|recipe| speed(file, recipe)).count();
+        let measured = |file: &Measurements| {
+            recipes.iter().filter_map(|recipe| speed(file, recipe)).filter(|speed| !speed.simulated).count()
+        };
         let own = self.table(table).filter(|own| rows(own) > 0);
         let others = self.files.iter().filter(|file| rows(file) > 0);
-        own.or_else(|| others.max_by_key(|file| (rows(file), Reverse(&file.table))))
+        own.or_else(|| others.max_by_key(|file| (rows(file), measured(file), Reverse(&file.table))))
     }
 
     /// Why a row of a table has no runs, if it was tried.
@@ -387,6 +390,10 @@ mod tests {
         assert_eq!(speeds(&measured(vec![file("a", vec![x(), y()]), file("own", vec![x()])])), Some("own".to_owned()));
         assert_eq!(speeds(&measured(vec![file("a", vec![x(), z()]), file("b", vec![x(), y()])])), Some("b".to_owned()));
         assert_eq!(speeds(&measured(vec![file("b", vec![x()]), file("a", vec![y()])])), Some("a".to_owned()));
+        let mut simulated = row("x", 40.0);
+        simulated.runs[0].outcome = Outcome::Simulated;
+        let both = measured(vec![file("a", vec![simulated, y()]), file("b", vec![x(), y()])]);
+        assert_eq!(speeds(&both), Some("b".to_owned()));
         let mut score = y();
         score.runs[0].figures = BTreeMap::from([(Metric::Accuracy, 90.0)]);
         let scores = || file("own", vec![score.clone()]);

@@ -18,8 +18,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -85,6 +87,94 @@ c10::cuda::CUDACachingAllocator::CUDAAllocator &allocator() {
 
 // A pool of memory for graphs. libtorch numbers its own pools from 1; these are far from them.
 c10::MempoolId_t pool_of(uint64_t number) { return {0, (uint64_t{1} << 62) + number}; }
+
+// Gets the gradients of parameters with their indices, and owns them; `last` says whether the backward pass is over. False stops it.
+using TakeGradients = bool (*)(void *context, bool last, const size_t *indices, at::Tensor **gradients, size_t count);
+
+// Takes the gradients of parameters away while one backward pass computes them, and hands them on in parts. A hook of a leaf runs
+// before autograd keeps the leaf's gradient to return it, so what autograd keeps is what the hook puts in its place.
+class GradientParts {
+  at::Tensor **parameters_;
+  std::vector<unsigned> hooks_;
+  size_t part_bytes_, pending_bytes_ = 0, missing_bytes_ = 0;
+  std::vector<std::pair<size_t, at::Tensor>> pending_;
+  std::vector<at::Tensor> stand_ins_;
+  TakeGradients take_;
+  void *context_;
+
+  // A tensor of the same sizes and type in the memory of one element. Nobody reads its values.
+  at::Tensor stand_in(const at::Tensor &gradient) {
+    for (const auto &known : stand_ins_)
+      if (known.options().type_equal(gradient.options()) && known.device() == gradient.device())
+        return known.expand(gradient.sizes());
+    stand_ins_.push_back(at::empty({}, gradient.options()));
+    return stand_ins_.back().expand(gradient.sizes());
+  }
+
+  at::Tensor found(size_t index, const at::Tensor &gradient) {
+    if (!gradient.defined())
+      return gradient;
+    auto rest = stand_in(gradient);
+    pending_.emplace_back(index, gradient);
+    pending_bytes_ += gradient.nbytes();
+    missing_bytes_ -= parameters_[index]->nbytes();
+    // What is found after the last parameter can wait for the end.
+    if (pending_bytes_ >= part_bytes_ && missing_bytes_ > 0)
+      hand_over(false);
+    return rest;
+  }
+
+public:
+  GradientParts(at::Tensor **parameters, size_t count, size_t part_bytes, TakeGradients take, void *context)
+      : parameters_(parameters), part_bytes_(part_bytes), take_(take), context_(context) {
+    try {
+      for (size_t i = 0; i < count; ++i) {
+        missing_bytes_ += parameters[i]->nbytes();
+        hooks_.push_back(
+            parameters[i]->register_hook([this, i](const at::Tensor &gradient) { return found(i, gradient); }));
+      }
+    } catch (...) {
+      remove_hooks();
+      throw;
+    }
+  }
+  ~GradientParts() { remove_hooks(); }
+  GradientParts(const GradientParts &) = delete;
+  GradientParts &operator=(const GradientParts &) = delete;
+
+  // The leaves live on.
+  void remove_hooks() noexcept {
+    for (size_t i = 0; i < hooks_.size(); ++i)
+      parameters_[i]->remove_hook(hooks_[i]);
+    hooks_.clear();
+  }
+
+  void hand_over(bool last) {
+    std::vector<size_t> indices;
+    std::vector<at::Tensor *> gradients;
+    for (auto &[index, gradient] : pending_) {
+      indices.push_back(index);
+      gradients.push_back(new at::Tensor(std::move(gradient)));
+    }
+    pending_.clear();
+    pending_bytes_ = 0;
+    if (!take_(context_, last, indices.data(), gradients.data(), indices.size()))
+      throw std::runtime_error("a part of the gradients was not taken");
+  }
+};
+
+// The calling thread runs its backward passes itself while this lives: hooks call back into its caller.
+class BackwardOnThisThread {
+  bool before_;
+
+public:
+  BackwardOnThisThread() : before_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+  }
+  ~BackwardOnThisThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(before_); }
+  BackwardOnThisThread(const BackwardOnThisThread &) = delete;
+  BackwardOnThisThread &operator=(const BackwardOnThisThread &) = delete;
+};
 
 } // namespace
 
@@ -212,21 +302,30 @@ char *dg_empty_cache() {
   return guarded([&] { allocator().emptyCache({0, 0}); });
 }
 
-// The gradients of the outputs with respect to the inputs; null where there is none. Frees the autograd graph.
-char *dg_gradients(at::Tensor **outputs, at::Tensor **upstream, size_t outputs_count, at::Tensor **inputs,
-                   at::Tensor **gradients, size_t inputs_count) {
+// The gradients of the outputs with respect to the inputs; null where there is none. Those with respect to the parameters go to `take`
+// as soon as this many bytes of them are there, and at the end the rest. Frees the autograd graph.
+char *dg_gradients_in_parts(at::Tensor **outputs, at::Tensor **upstream, size_t outputs_count, at::Tensor **parameters,
+                            size_t parameters_count, at::Tensor **inputs, at::Tensor **gradients, size_t inputs_count,
+                            size_t part_bytes, TakeGradients take, void *context) {
   return guarded([&] {
     torch::autograd::variable_list outs, grads, of;
     for (size_t i = 0; i < outputs_count; ++i) {
       outs.push_back(*outputs[i]);
       grads.push_back(upstream[i] ? *upstream[i] : at::Tensor());
     }
+    for (size_t i = 0; i < parameters_count; ++i)
+      of.push_back(*parameters[i]);
     for (size_t i = 0; i < inputs_count; ++i)
       of.push_back(*inputs[i]);
+    BackwardOnThisThread on_this_thread;
+    GradientParts parts(parameters, parameters_count, part_bytes, take, context);
     auto found = torch::autograd::grad(outs, of, grads, /*retain_graph=*/false, /*create_graph=*/false,
                                        /*allow_unused=*/true);
-    for (size_t i = 0; i < inputs_count; ++i)
-      gradients[i] = found[i].defined() ? new at::Tensor(found[i]) : nullptr;
+    parts.hand_over(true);
+    for (size_t i = 0; i < inputs_count; ++i) {
+      auto &gradient = found[parameters_count + i];
+      gradients[i] = gradient.defined() ? new at::Tensor(std::move(gradient)) : nullptr;
+    }
   });
 }
 

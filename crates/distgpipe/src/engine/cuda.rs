@@ -6,10 +6,12 @@
 use super::ffi::outcome;
 use crate::failure::Fault;
 use libc::{c_char, c_int, c_void};
+use std::any::Any;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Deref;
+use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -33,13 +35,18 @@ extern "C" {
     fn dg_graph_launch(graph: *mut c_void, device: c_int) -> *mut c_char;
     fn dg_graph_free(graph: *mut c_void, device: c_int, pool: u64);
     fn dg_empty_cache() -> *mut c_char;
-    fn dg_gradients(
+    fn dg_gradients_in_parts(
         outputs: *const *const C_tensor,
         upstream: *const *const C_tensor,
         outputs_count: usize,
+        parameters: *const *const C_tensor,
+        parameters_count: usize,
         inputs: *const *const C_tensor,
         gradients: *mut *mut C_tensor,
         inputs_count: usize,
+        part_bytes: usize,
+        take: extern "C" fn(*mut c_void, bool, *const usize, *const *mut C_tensor, usize) -> bool,
+        context: *mut c_void,
     ) -> *mut c_char;
     fn dg_only_cast(
         outputs: *const *const C_tensor,
@@ -336,36 +343,81 @@ impl GraphPool {
     /// Records what `body` gives the calling thread's current stream as a graph. Nothing runs: the tensors that `body` returns have
     /// values once the graph has run. If `body` fails, or does something that cannot be recorded, nothing is left of it.
     pub fn record<T>(&self, body: impl FnOnce() -> Result<T, Fault>) -> Result<(Graph, T), Fault> {
-        require_unshared(self.device)?;
-        let device = number(self.device);
-        // SAFETY: the recording ends below, also after a panic.
-        outcome(unsafe { dg_capture_begin(device, self.number) }).map_err(Fault::engine)?;
-        let mut recording = Recording { pool: self, open: true };
-        let made = body();
-        let graph = recording.end(made.is_ok())?;
-        match (made, graph) {
-            (Ok(made), Some(graph)) => Ok((graph, made)),
-            (Ok(_), None) => Err(Fault::internal("a CUDA graph", "none")),
-            (Err(fault), _) => Err(fault),
+        let (mut graphs, made) = self.record_parts(|_| body())?;
+        match graphs.pop() {
+            Some(graph) => Ok((graph, made)),
+            None => Err(Fault::internal("a CUDA graph", "none")),
         }
+    }
+
+    /// As [`record`](Self::record), but `body` may [cut](Recording::cut) the recording into several graphs, to be run in this order.
+    pub fn record_parts<T>(
+        &self,
+        body: impl FnOnce(&mut Recording<'_>) -> Result<T, Fault>,
+    ) -> Result<(Vec<Graph>, T), Fault> {
+        require_unshared(self.device)?;
+        let stream = CudaStream::current(self.device)?;
+        let mut recording = Recording { pool: self, stream, open: false, graphs: Vec::new() };
+        recording.begin()?;
+        let made = body(&mut recording);
+        if !recording.open {
+            // A cut has failed, and `body` may have hidden it.
+            return made.and_then(|_| Err(Fault::internal("a recording", "one that a failed cut has ended")));
+        }
+        let ended = recording.end(made.is_ok());
+        let made = made?;
+        ended?;
+        Ok((std::mem::take(&mut recording.graphs), made))
     }
 }
 
-/// A recording that has begun.
-struct Recording<'a> {
+/// A recording of a thread.
+pub struct Recording<'a> {
     pool: &'a GraphPool,
+    stream: CudaStream,
+    /// Whether it has begun and not ended.
     open: bool,
+    graphs: Vec<Graph>,
 }
 
 impl Recording<'_> {
-    fn end(&mut self, keep: bool) -> Result<Option<Graph>, Fault> {
+    /// Ends the graph, runs `between`, which may record graphs of its own, and goes on with the next graph. After an error nothing is
+    /// recorded any more.
+    pub fn cut<T>(&mut self, between: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
+        let current = CudaStream::current(self.pool.device)?;
+        // In another stream, CUDA would leave the recording open.
+        if current != self.stream {
+            return Err(Fault::internal(format!("{:?}", self.stream), format!("{current:?}")));
+        }
+        if !self.open {
+            return Err(Fault::internal("a recording", "one that has ended"));
+        }
+        self.end(true)?;
+        let made = between()?;
+        self.begin()?;
+        Ok(made)
+    }
+
+    fn begin(&mut self) -> Result<(), Fault> {
+        // SAFETY: `end` ends the recording, also after a panic.
+        outcome(unsafe { dg_capture_begin(number(self.pool.device), self.pool.number) }).map_err(Fault::engine)?;
+        self.open = true;
+        Ok(())
+    }
+
+    fn end(&mut self, keep: bool) -> Result<(), Fault> {
         self.open = false;
         let mut raw = std::ptr::null_mut();
         // SAFETY: ends the recording of this thread; on success the shim stores a graph, which `Graph` frees.
         let ended = outcome(unsafe { dg_capture_end(number(self.pool.device), self.pool.number, keep, &mut raw) });
         let graph = NonNull::new(raw).map(|raw| Graph { raw, pool: self.pool.clone() });
         ended.map_err(Fault::engine)?;
-        Ok(graph)
+        match graph {
+            Some(graph) => self.graphs.push(graph),
+            None if keep => return Err(Fault::internal("a CUDA graph", "none")),
+            None => {}
+        }
+        Ok(())
     }
 }
 
@@ -407,23 +459,101 @@ pub fn empty_cache() -> Result<(), Fault> {
     outcome(unsafe { dg_empty_cache() }).map_err(Fault::engine)
 }
 
-/// Runs the backward pass from `outputs` with their upstream gradients. Returns the gradient of each input, and leaves those that are
-/// kept in leaves as they are. Frees the autograd graph.
-pub fn gradients(outputs: &[(Tensor, Option<Tensor>)], inputs: &[&Tensor]) -> Result<Vec<Option<Tensor>>, Fault> {
+/// Gradients of parameters, with the indices of the parameters.
+pub type IndexedGradients = Vec<(usize, Tensor)>;
+
+/// What a backward pass in parts has left to its end.
+pub struct LastGradients {
+    /// The gradients of parameters that no earlier part has.
+    pub parameters: IndexedGradients,
+    /// The gradient of each input, if there is one.
+    pub inputs: Vec<Option<Tensor>>,
+}
+
+/// Whoever takes the gradients of parameters, and what has become of them.
+struct Taker<'a> {
+    take: &'a mut dyn FnMut(IndexedGradients) -> Result<(), Fault>,
+    last: IndexedGradients,
+    fault: Option<Fault>,
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+extern "C" fn take_gradients(
+    context: *mut c_void,
+    last: bool,
+    indices: *const usize,
+    gradients: *const *mut C_tensor,
+    count: usize,
+) -> bool {
+    // SAFETY: `gradients_in_parts` passes a pointer to a `Taker` that nothing else uses until the shim has returned. The arrays have
+    // `count` elements, the second of handles from `new`, which tch's Tensors own from here on.
+    let (taker, found): (_, IndexedGradients) = unsafe {
+        let of = |i| (*indices.add(i), Tensor::from_ptr(*gradients.add(i)));
+        (&mut *context.cast::<Taker<'_>>(), (0..count).map(of).collect())
+    };
+    if last {
+        taker.last = found;
+        return true;
+    }
+    // A panic must not unwind into C++.
+    match catch_unwind(AssertUnwindSafe(|| (taker.take)(found))) {
+        Ok(taken) => taker.fault = taken.err(),
+        Err(panic) => taker.panic = Some(panic),
+    }
+    taker.fault.is_none() && taker.panic.is_none()
+}
+
+/// Runs the backward pass from `outputs` with their upstream gradients, and leaves gradients that are kept in leaves as they are. Frees
+/// the autograd graph.
+///
+/// The parameters are leaves, each at most once. `take` is given their gradients in the order in which they are found, as soon as there
+/// are `part_bytes` of them: the backward pass holds them no longer. It is called on this thread, and an error ends the backward
+/// pass. The last of them are returned.
+pub fn gradients_in_parts(
+    outputs: &[(Tensor, Option<Tensor>)],
+    parameters: &[Tensor],
+    inputs: &[&Tensor],
+    part_bytes: usize,
+    take: &mut dyn FnMut(IndexedGradients) -> Result<(), Fault>,
+) -> Result<LastGradients, Fault> {
     let outs: Vec<*const C_tensor> = outputs.iter().map(|(output, _)| output.as_ptr()).collect();
     let upstream: Vec<*const C_tensor> =
         outputs.iter().map(|(_, gradient)| gradient.as_ref().map_or(std::ptr::null(), Tensor::as_ptr)).collect();
+    let parameters: Vec<*const C_tensor> = parameters.iter().map(Tensor::as_ptr).collect();
     let inputs: Vec<*const C_tensor> = inputs.iter().map(|input| input.as_ptr()).collect();
     let mut found = vec![std::ptr::null_mut::<C_tensor>(); inputs.len()];
+    let mut taker = Taker { take, last: Vec::new(), fault: None, panic: None };
+    let context = std::ptr::from_mut(&mut taker).cast::<c_void>();
     // SAFETY: each array has as many elements as the count passed with it, of tensors that outlive the call. The shim stores null or
-    // a handle from `new` for each input, which tch's Tensor then owns, also if it fails later.
+    // a handle from `new` for each input, which tch's Tensor then owns, also if it fails later. It calls `take_gradients` with
+    // `context` on this thread and only before it returns.
     let done = outcome(unsafe {
-        dg_gradients(outs.as_ptr(), upstream.as_ptr(), outs.len(), inputs.as_ptr(), found.as_mut_ptr(), inputs.len())
+        dg_gradients_in_parts(
+            outs.as_ptr(),
+            upstream.as_ptr(),
+            outs.len(),
+            parameters.as_ptr(),
+            parameters.len(),
+            inputs.as_ptr(),
+            found.as_mut_ptr(),
+            inputs.len(),
+            part_bytes,
+            take_gradients,
+            context,
+        )
     });
     // SAFETY: see above.
-    let found = found.into_iter().map(|raw| (!raw.is_null()).then(|| unsafe { Tensor::from_ptr(raw) })).collect();
-    done.map_err(Fault::engine)?;
-    Ok(found)
+    let inputs = found.into_iter().map(|raw| (!raw.is_null()).then(|| unsafe { Tensor::from_ptr(raw) })).collect();
+    if let Some(panic) = taker.panic {
+        resume_unwind(panic);
+    }
+    match (taker.fault, done) {
+        (Some(fault), _) => Err(fault),
+        (None, done) => {
+            done.map_err(Fault::engine)?;
+            Ok(LastGradients { parameters: taker.last, inputs })
+        }
+    }
 }
 
 /// Says of each leaf whether the autograd graph of the outputs uses it once, to cast it to bfloat16.
@@ -455,7 +585,7 @@ pub fn copy(to: &Tensor, from: &Tensor) -> Result<(), Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::{Autocast, Precision};
+    use crate::engine::{self, Autocast, Precision};
     use tch::{Device, Kind};
 
     /// More holders than libtorch has streams: what it hands out again is given to nobody who must be alone.
@@ -498,5 +628,143 @@ mod tests {
         let y = y.linear::<&Tensor>(&both, None) + both.sum(Kind::Float) + plain.sum(Kind::Float);
         let leaves = [&once, &twice, &both, &plain, &unused];
         assert_eq!(only_cast(&[&y], &leaves).unwrap(), [true, false, false, false, false]);
+    }
+
+    const WIDTH: i64 = 128;
+    const MATRIX_BYTES: usize = (WIDTH * WIDTH * 4) as usize;
+
+    /// A network of several layers, one of which is used twice, and one parameter that nothing uses; its input.
+    fn network() -> (Vec<Tensor>, Tensor) {
+        tch::manual_seed(1);
+        let leaf = |dims: &[i64]| Tensor::randn(dims, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let mut parameters: Vec<Tensor> = (0..8).flat_map(|_| [leaf(&[WIDTH, WIDTH]), leaf(&[WIDTH])]).collect();
+        parameters.push(leaf(&[3]));
+        (parameters, leaf(&[4, WIDTH]))
+    }
+
+    fn loss((parameters, x): &(Vec<Tensor>, Tensor)) -> [(Tensor, Option<Tensor>); 1] {
+        let mut y = x.shallow_clone();
+        for pair in parameters.chunks_exact(2).chain(parameters[..2].chunks_exact(2)) {
+            y = y.linear(&pair[0], Some(&pair[1])).tanh();
+        }
+        [(y.sum(Kind::Float), None)]
+    }
+
+    /// The gradients of all parameters and of the input at once.
+    fn gradients(network: &(Vec<Tensor>, Tensor)) -> Vec<Option<Tensor>> {
+        let of: Vec<&Tensor> = network.0.iter().chain([&network.1]).collect();
+        let nothing: &mut dyn FnMut(_) -> _ = &mut |_| unreachable!();
+        gradients_in_parts(&loss(network), &[], &of, 0, nothing).unwrap().inputs
+    }
+
+    /// Runs the backward pass in parts that are added to zeros. Returns the parameters of each part, the sums, and the gradient of the
+    /// input.
+    fn added_in_parts(
+        network: &(Vec<Tensor>, Tensor),
+        part_bytes: usize,
+    ) -> (Vec<Vec<usize>>, Vec<Tensor>, Option<Tensor>) {
+        let (parameters, x) = network;
+        let sums: Vec<Tensor> = parameters.iter().map(|p| p.detach().zeros_like()).collect();
+        let mut parts = Vec::new();
+        let mut add = |gradients: IndexedGradients| {
+            parts.push(gradients.iter().map(|(index, _)| *index).collect());
+            for (index, gradient) in gradients {
+                let _ = tch::no_grad(|| sums[index].shallow_clone().g_add_(&gradient));
+            }
+            Ok(())
+        };
+        let LastGradients { parameters: last, mut inputs } =
+            gradients_in_parts(&loss(network), parameters, &[x], part_bytes, &mut add).unwrap();
+        if !last.is_empty() {
+            add(last).unwrap();
+        }
+        (parts, sums, inputs.pop().unwrap())
+    }
+
+    /// Twice each, because the first run must leave no hook.
+    #[test]
+    fn gradients_in_parts_are_those_of_one_backward_pass() {
+        let network = network();
+        let unused = network.0.len() - 1;
+        let mut whole = gradients(&network);
+        let of_input = whole.pop().unwrap();
+        assert_eq!(whole.pop().unwrap(), None);
+        for (part_bytes, expected) in [(1, 16), (2 * MATRIX_BYTES, 4), (usize::MAX, 1)].repeat(2) {
+            let (parts, sums, input) = added_in_parts(&network, part_bytes);
+            assert_eq!(parts.len(), expected, "{part_bytes}: {parts:?}");
+            let mut taken = parts.concat();
+            taken.sort_unstable();
+            assert_eq!(taken, (0..unused).collect::<Vec<_>>());
+            assert_eq!(sums[unused], Tensor::zeros([3], (Kind::Float, Device::Cpu)));
+            assert!(sums.iter().zip(&whole).all(|(sum, gradient)| Some(sum) == gradient.as_ref()));
+            assert_eq!(input, of_input);
+            assert!(gradients(&network)[..unused] == whole[..]);
+        }
+    }
+
+    /// What was taken is free for the rest of the backward pass.
+    #[test]
+    fn gradients_that_were_taken_are_not_held() {
+        engine::start();
+        std::thread::spawn(|| {
+            let meter = engine::Meter::new();
+            engine::attach_thread(1, meter.number());
+            let network = network();
+            let peak = |part_bytes| {
+                let loss = loss(&network);
+                engine::peak_bytes(Device::Cpu, meter.number());
+                let before = engine::peak_bytes(Device::Cpu, meter.number());
+                let found = gradients_in_parts(&loss, &network.0, &[], part_bytes, &mut |_| Ok(())).unwrap();
+                drop(found);
+                engine::peak_bytes(Device::Cpu, meter.number()) - before
+            };
+            let (whole, parts) = (peak(usize::MAX), peak(1));
+            let matrices = |bytes: u64| bytes as f64 / MATRIX_BYTES as f64;
+            assert!(matrices(whole) > 8.0, "{whole}");
+            // The gradients of the layer that is used twice, and those of the layer in progress.
+            assert!(matrices(parts) < 3.5, "{parts}");
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn whoever_takes_gradients_can_fail() {
+        let network = network();
+        let whole = gradients(&network);
+        let run = |take: &mut dyn FnMut(IndexedGradients) -> Result<(), Fault>| {
+            gradients_in_parts(&loss(&network), &network.0, &[&network.1], 1, take).map(drop)
+        };
+        let mut calls = 0;
+        let failed = run(&mut |_| {
+            calls += 1;
+            if calls == 3 {
+                return Err(Fault::internal("the third part", "nothing"));
+            }
+            Ok(())
+        });
+        assert!(failed.unwrap_err().to_string().contains("the third part"));
+        assert_eq!(calls, 3);
+        let panicked = catch_unwind(AssertUnwindSafe(|| run(&mut |_| panic!("the first part"))));
+        assert_eq!(panicked.unwrap_err().downcast_ref(), Some(&"the first part"));
+        assert!(gradients(&network) == whole);
+        let (parts, ..) = added_in_parts(&network, 1);
+        assert_eq!(parts.len(), 16);
+    }
+
+    #[test]
+    fn gradients_of_casts_are_taken_in_their_type() {
+        let cast = Tensor::ones([2, 3], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+        let scalar = Tensor::ones([], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let outputs = [((cast.sum(Kind::Float) * &scalar), None)];
+        let mut taken = Vec::new();
+        let last = gradients_in_parts(&outputs, &[cast, scalar], &[], 1, &mut |gradients| {
+            taken.extend(gradients);
+            Ok(())
+        });
+        taken.extend(last.unwrap().parameters);
+        taken.sort_by_key(|(index, _)| *index);
+        let kinds: Vec<_> = taken.iter().map(|(_, gradient)| (gradient.kind(), gradient.size())).collect();
+        assert_eq!(kinds, [(Kind::BFloat16, vec![2, 3]), (Kind::Float, vec![])]);
     }
 }

@@ -12,11 +12,13 @@
 //! - Micro-batches are dealt to lanes: a stream and a pool of memory each. The passes of a lane run in the order in which they were
 //!   recorded, so a pass may use memory that an earlier one no longer needs, as without graphs. Lanes run beside each other and
 //!   fill the GPU. Gradients are added in the order of the plan, whatever the number of lanes, so their bits do not depend on it.
+//! - A backward pass is recorded in parts. Each ends when it has found a part of the parameters' gradients, which are then added by a
+//!   graph of their own: a lane holds the gradients of one part, and the next part uses their memory again.
 //! - A step of another size (the last batch of an epoch), evaluation, and passes that cannot be recorded run without graphs.
 //! - No tensor of a graph is used after the step: a worker waits for its GPU before it reports.
 
 use crate::comm::protocol::StepCommand;
-use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool, HeldStream};
+use crate::engine::cuda::{self, CudaStream, Event, Graph, GraphPool, HeldStream, IndexedGradients, LastGradients};
 use crate::engine::{self, Device, SeedTable, TensorList};
 use crate::failure::Fault;
 use crate::runtime::deferred_batch_norm::CollectedStatistics;
@@ -37,6 +39,19 @@ const WARM_UP_STEPS: usize = 2;
 
 /// The steps until graphs are recorded, the recording included: they are slower than those after them.
 pub(crate) const STEPS_UNTIL_RECORDED: u64 = WARM_UP_STEPS as u64 + 1;
+
+/// A backward pass is cut whenever it holds this fraction of its parameters' gradients. A lane then holds a fourth of them and the one
+/// that was found last, which is little beside the activations, and each cut costs no more than two launches.
+const BACKWARD_PARTS: usize = 4;
+
+/// The fewest bytes of gradients for which a backward pass is cut: to hold fewer costs less than to launch two more graphs.
+const PART_BYTES_MIN: usize = 4 << 20;
+
+/// The bytes of gradients at which a backward pass is cut.
+fn part_bytes(parameters: &[Tensor]) -> usize {
+    let bytes = |parameter: &Tensor| parameter.numel() * parameter.kind().elt_size_in_bytes();
+    (parameters.iter().map(bytes).sum::<usize>() / BACKWARD_PARTS).max(PART_BYTES_MIN)
+}
 
 /// The most lanes of a worker.
 pub const LANES_MAX: usize = 8;
@@ -137,8 +152,9 @@ struct GradientSums {
     sums: Vec<Tensor>,
     /// Whether the parameter had no gradient before.
     created: Vec<bool>,
-    /// Whether any pass has a gradient for the parameter.
-    used: Vec<bool>,
+    /// The part of a backward pass that first had a gradient for the parameter, if any has. It is the chain of the sum: the additions to
+    /// the sums of a chain wait for each other.
+    chains: Vec<Option<usize>>,
 }
 
 impl GradientSums {
@@ -156,24 +172,49 @@ impl GradientSums {
                 }
             });
         }
-        Ok(GradientSums { used: vec![false; parameters.len()], parameters, sums, created })
+        Ok(GradientSums { chains: vec![None; parameters.len()], parameters, sums, created })
+    }
+
+    /// Records the addition of the gradients that a part of a backward pass has found. Frees them.
+    fn record_addition(
+        &mut self,
+        pool: &GraphPool,
+        part: usize,
+        gradients: IndexedGradients,
+    ) -> Result<Option<Addition>, Fault> {
+        if gradients.is_empty() {
+            return Ok(None);
+        }
+        let mut chains: Vec<usize> =
+            gradients.iter().map(|&(index, _)| *self.chains[index].get_or_insert(part)).collect();
+        chains.sort_unstable();
+        chains.dedup();
+        let terms = gradients.iter().map(|(index, gradient)| (&self.sums[*index], gradient));
+        // libtorch adds gradients of one type with one kernel for many, and those of casts with one for each.
+        let (of_casts, others): (Vec<_>, Vec<_>) = terms.partition(|(sum, gradient)| sum.kind() != gradient.kind());
+        let (graph, ()) = pool.record(|| {
+            [of_casts, others].into_iter().filter(|terms| !terms.is_empty()).try_for_each(|terms| {
+                let (to, from): (TensorList, TensorList) = terms.into_iter().unzip();
+                tch::no_grad(|| to.add_(&from).map(drop))
+            })
+        })?;
+        Ok(Some(Addition { graph, chains }))
     }
 
     /// Takes the zeros away from parameters that no pass uses: the optimizer must not see a gradient of theirs.
     fn clear_unused(&self) {
-        let unused = self.used.iter().zip(&self.created).map(|(used, created)| *created && !used);
+        let unused = self.chains.iter().zip(&self.created).map(|(chain, created)| *created && chain.is_none());
         self.parameters.iter().zip(unused).filter(|(_, unused)| *unused).for_each(|(p, _)| engine::clear_grad(p));
     }
 
     /// Drops the sums of parameters that no pass uses.
     fn keep_used(&mut self) {
         self.clear_unused();
-        let used = std::mem::take(&mut self.used);
         for tensors in [&mut self.parameters, &mut self.sums] {
-            let mut used = used.iter();
-            tensors.retain(|_| used.next() == Some(&true));
+            let mut chains = self.chains.iter();
+            tensors.retain(|_| chains.next().is_some_and(Option::is_some));
         }
-        self.used = vec![true; self.parameters.len()];
+        self.chains.retain(Option::is_some);
     }
 
     /// Sets all sums to 0 and makes them the gradients again.
@@ -197,12 +238,22 @@ struct RecordedPass {
 }
 
 struct RecordedBackward {
-    graph: Graph,
-    /// Adds the gradients of the parameters.
-    addition: Graph,
+    /// Its graphs, each with the addition of the parameters' gradients that it finds, if any.
+    parts: Vec<(Graph, Option<Addition>)>,
     upstream: Vec<Vec<Option<Tensor>>>,
     gradients: Vec<GradientParcel>,
 }
+
+/// Adds gradients to sums.
+struct Addition {
+    graph: Graph,
+    /// The chains of these sums: one, unless the parts of this pass begin elsewhere than those of the pass that was recorded first.
+    chains: Vec<usize>,
+}
+
+/// The last addition of each chain of each partition in this step. Additions to one sum follow each other in the order of the plan,
+/// because each waits for the event of its chain and replaces it.
+type LastAdditions = BTreeMap<(PartitionId, usize), Event>;
 
 /// The graphs of one worker.
 pub struct WorkerGraphs {
@@ -222,8 +273,7 @@ pub struct WorkerGraphs {
     sums: BTreeMap<PartitionId, GradientSums>,
     /// Casts of parameters that the passes of a partition read, and the parameters, which may have changed since the last step.
     casts: BTreeMap<PartitionId, (TensorList, TensorList)>,
-    /// The last addition of gradients in this step, for which that of another lane waits.
-    added: Option<Event>,
+    added: LastAdditions,
     refused: BTreeMap<PartitionId, String>,
     report: Option<GraphReport>,
 }
@@ -257,7 +307,7 @@ impl WorkerGraphs {
             passes: HashMap::new(),
             sums: BTreeMap::new(),
             casts: BTreeMap::new(),
-            added: None,
+            added: LastAdditions::new(),
             refused: BTreeMap::new(),
             report: None,
         }))
@@ -330,7 +380,8 @@ impl WorkerGraphs {
             let streams = if self.refused.is_empty() { self.lanes.len() } else { 1 };
             self.report = Some(GraphReport { micro_batches: self.passes.len(), streams, refused });
         }
-        (self.active, self.abandoned, self.added) = (false, false, None);
+        (self.active, self.abandoned) = (false, false);
+        self.added.clear();
         self.lanes_used = 1;
         self.enter_own_stream()
     }
@@ -518,7 +569,7 @@ impl WorkerGraphs {
                 if in_flight.is_recorded() && backward.fits(&upstream) =>
             {
                 backward.copy_upstream(&upstream)?;
-                return run_backward(backward, self.device, self.lanes_used, &mut self.added);
+                return backward.run(id, self.device, self.lanes_used, &mut self.added);
             }
             Some(_) if self.progress == Progress::Recording => {
                 match self.record_backward(id, micro_batch, partition, &in_flight, &upstream) {
@@ -563,64 +614,43 @@ impl WorkerGraphs {
         };
         let lane = &self.lanes[self.current];
         let arrived = || in_flight.arrived().iter().flat_map(|(_, tensors)| tensors);
-        let (graph, mut found) = lane.pool.record(|| {
+        let mut additions = Vec::new();
+        let (graphs, found) = lane.pool.record_parts(|recording| {
             let roots = in_flight.roots(&upstream)?;
-            let inputs: Vec<&Tensor> = parameters.iter().chain(arrived().filter(|t| t.requires_grad())).collect();
+            let leaves: Vec<&Tensor> = arrived().filter(|t| t.requires_grad()).collect();
             if roots.is_empty() {
-                return Ok(inputs.iter().map(|_| None).collect());
+                return Ok(LastGradients { parameters: Vec::new(), inputs: leaves.iter().map(|_| None).collect() });
             }
-            let mut found = cuda::gradients(&roots, &inputs)?;
+            let mut add = |gradients| {
+                let part = additions.len();
+                additions.push(recording.cut(|| sums.record_addition(&lane.pool, part, gradients))?);
+                Ok(())
+            };
+            let mut found = cuda::gradients_in_parts(&roots, &parameters, &leaves, part_bytes(&parameters), &mut add)?;
             // libtorch gives the gradient that it keeps in a leaf the layout of the leaf.
-            for (gradient, leaf) in found.iter_mut().zip(&inputs).skip(parameters.len()) {
+            for (gradient, leaf) in found.inputs.iter_mut().zip(&leaves) {
                 if let (Some(dense), Some(layout)) = (gradient.as_mut(), engine::layout(leaf)) {
                     *dense = engine::with_layout(dense, layout)?;
                 }
             }
             Ok(found)
         })?;
-        let mut leaves = found.split_off(parameters.len()).into_iter();
-        sums.used.iter_mut().zip(&found).for_each(|(used, gradient)| *used |= gradient.is_some());
-        let terms = sums.sums.iter().zip(&found).filter_map(|(sum, gradient)| Some((sum, gradient.as_ref()?)));
-        // libtorch adds gradients of one type with one kernel for many, and those of casts with one for each.
-        let (of_casts, others): (Vec<_>, Vec<_>) = terms.partition(|(sum, gradient)| sum.kind() != gradient.kind());
-        let (addition, ()) = lane.pool.record(|| {
-            [of_casts, others].into_iter().filter(|terms| !terms.is_empty()).try_for_each(|terms| {
-                let (to, from): (TensorList, TensorList) = terms.into_iter().unzip();
-                tch::no_grad(|| to.add_(&from).map(drop))
-            })
-        })?;
+        additions.push(sums.record_addition(&lane.pool, additions.len(), found.parameters)?);
+        let mut leaves = found.inputs.into_iter();
         let mut gradient = |tensor: &Tensor| tensor.requires_grad().then(|| leaves.next().flatten()).flatten();
         let gradients: Vec<GradientParcel> = in_flight
             .arrived()
             .iter()
             .map(|(from, tensors)| (*from, tensors.iter().map(&mut gradient).collect()))
             .collect();
-        let backward = RecordedBackward { graph, addition, upstream, gradients };
-        let gradients = run_backward(&backward, self.device, self.lanes_used, &mut self.added)?;
+        let parts = graphs.into_iter().zip(additions).collect();
+        let backward = RecordedBackward { parts, upstream, gradients };
+        let gradients = backward.run(id, self.device, self.lanes_used, &mut self.added)?;
         if let Some(pass) = self.passes.get_mut(&(id, micro_batch)) {
             pass.backward = Some(backward);
         }
         Ok(gradients)
     }
-}
-
-/// Runs a recorded backward pass, and adds its gradients after those of the pass before it in the plan.
-fn run_backward(
-    backward: &RecordedBackward,
-    device: usize,
-    lanes: usize,
-    added: &mut Option<Event>,
-) -> Result<Vec<GradientParcel>, Fault> {
-    backward.graph.launch()?;
-    if let Some(added) = added.take() {
-        added.wait()?;
-    }
-    backward.addition.launch()?;
-    if lanes > 1 {
-        *added = Some(Event::record(device)?);
-    }
-    let clone = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
-    Ok(backward.gradients.iter().map(|(to, tensors)| (*to, tensors.iter().map(clone).collect())).collect())
 }
 
 /// Handles of the same tensors.
@@ -668,6 +698,33 @@ impl RecordedPass {
 }
 
 impl RecordedBackward {
+    /// Runs the backward pass, and adds its gradients after those of the passes before it in the plan.
+    fn run(
+        &self,
+        id: PartitionId,
+        device: usize,
+        lanes: usize,
+        added: &mut LastAdditions,
+    ) -> Result<Vec<GradientParcel>, Fault> {
+        for (graph, addition) in &self.parts {
+            graph.launch()?;
+            let Some(Addition { graph, chains }) = addition else { continue };
+            for &chain in chains {
+                if let Some(before) = added.remove(&(id, chain)) {
+                    before.wait()?;
+                }
+            }
+            graph.launch()?;
+            if lanes > 1 {
+                for &chain in chains {
+                    added.insert((id, chain), Event::record(device)?);
+                }
+            }
+        }
+        let clone = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
+        Ok(self.gradients.iter().map(|(to, tensors)| (*to, tensors.iter().map(clone).collect())).collect())
+    }
+
     fn fits(&self, upstream: &[Vec<Option<Tensor>>]) -> bool {
         let same = |(a, b): (&Option<Tensor>, &Option<Tensor>)| match (a, b) {
             (None, None) => true,
@@ -716,5 +773,29 @@ mod tests {
             let graphs = WorkerGraphs::new(GraphOptions { mode, streams: None }, &plan, tch::Device::Cpu, 1);
             assert!(matches!(graphs, Ok(None)));
         }
+    }
+
+    #[test]
+    fn only_large_gradients_are_added_in_parts() {
+        let parameter = |mib: i64| Tensor::empty([mib << 18], (tch::Kind::Float, tch::Device::Cpu));
+        assert_eq!(part_bytes(&[]), PART_BYTES_MIN);
+        assert_eq!(part_bytes(&[parameter(6), parameter(2)]), PART_BYTES_MIN);
+        assert_eq!(part_bytes(&[parameter(20), parameter(12)]), 8 << 20);
+        assert_eq!(part_bytes(&[parameter(20).to_kind(tch::Kind::BFloat16), parameter(30)]), 10 << 20);
+    }
+
+    #[test]
+    fn parameters_that_no_pass_uses_have_no_gradient() {
+        let leaf = || Tensor::ones([2], (tch::Kind::Float, tch::Device::Cpu)).set_requires_grad(true);
+        let parameters: Vec<Tensor> = (0..3).map(|_| leaf()).collect();
+        let mut sums = GradientSums::new(parameters.iter().map(Tensor::shallow_clone).collect()).unwrap();
+        assert!(parameters.iter().all(|p| engine::grad(p).is_some()));
+        sums.chains = vec![Some(1), None, Some(0)];
+        sums.keep_used();
+        let has_gradient: Vec<bool> = parameters.iter().map(|p| engine::grad(p).is_some()).collect();
+        assert_eq!(has_gradient, [true, false, true]);
+        assert_eq!((sums.parameters.len(), sums.sums.len()), (2, 2));
+        sums.clear().unwrap();
+        assert!(engine::grad(&parameters[1]).is_none());
     }
 }

@@ -14,33 +14,36 @@ struct ImageForm {
 
 FUNCTION u32 least(u32 a, u32 b) { return a < b ? a : b; }
 
+// A block computes rows of images, and a thread pixels of a row.
 extern "C" __global__ void resample(const u8 *rows, ImageForm form, float *out) {
   const u32 side = form.side;
-  const u64 plane = u64(side) * side, threads = u64(gridDim.x) * blockDim.x;
-  for (u64 k = u64(blockIdx.x) * blockDim.x + threadIdx.x; k < form.images * plane; k += threads) {
-    const u64 image = k / plane;
-    const u32 y = u32(k % plane) / side, x = u32(k % plane) % side;
-    const u32 *words = reinterpret_cast<const u32 *>(rows + image * form.row_bytes);
+  const u64 plane = u64(side) * side;
+  for (u32 line = blockIdx.x; line < form.images * side; line += gridDim.x) {
+    const u32 image = line / side, y = line % side;
+    const u32 *words = reinterpret_cast<const u32 *>(rows + u64(image) * form.row_bytes);
     const u32 taps_x = least(words[0], form.taps_x_max), taps_y = least(words[1], form.taps_y_max);
     const u32 *starts_x = words + 2, *starts_y = starts_x + side;
     const float *weights_x = reinterpret_cast<const float *>(starts_y + side), *weights_y = weights_x + side * form.taps_x_max;
     const u8 *pixels = reinterpret_cast<const u8 *>(weights_y + side * form.taps_y_max);
-    float sum[CHANNELS] = {};
-    for (u32 row = 0; row < taps_y; ++row) {
-      const u8 *source = pixels + CHANNELS * u64(form.width) * least(starts_y[y] + row, form.height - 1);
-      float line[CHANNELS] = {};
-      for (u32 tap = 0; tap < taps_x; ++tap) {
-        const u8 *pixel = source + CHANNELS * least(starts_x[x] + tap, form.width - 1);
+    for (u32 x = threadIdx.x; x < side; x += blockDim.x) {
+      float sum[CHANNELS] = {};
+      for (u32 row = 0; row < taps_y; ++row) {
+        const u8 *source = pixels + CHANNELS * u64(form.width) * least(starts_y[y] + row, form.height - 1);
+        float across[CHANNELS] = {};
+        for (u32 tap = 0; tap < taps_x; ++tap) {
+          const u8 *pixel = source + CHANNELS * least(starts_x[x] + tap, form.width - 1);
+          for (u32 c = 0; c < CHANNELS; ++c)
+            across[c] += (float(pixel[c]) * form.scale[c] + form.shift[c]) * weights_x[x * taps_x + tap];
+        }
+        const float weight = weights_y[y * taps_y + row];
+        // The CPU adds two products, and more or fewer to 0, which differs where a product is -0.
+        const bool first_of_two = row == 0 && taps_y == 2;
         for (u32 c = 0; c < CHANNELS; ++c)
-          line[c] += (float(pixel[c]) * form.scale[c] + form.shift[c]) * weights_x[x * taps_x + tap];
+          sum[c] = first_of_two ? across[c] * weight : sum[c] + across[c] * weight;
       }
-      const float weight = weights_y[y * taps_y + row];
-      // The CPU adds two products, and more or fewer to 0, which differs where a product is -0.
-      const bool first_of_two = row == 0 && taps_y == 2;
+      const u64 pixel = u64(y) * side + x;
       for (u32 c = 0; c < CHANNELS; ++c)
-        sum[c] = first_of_two ? line[c] * weight : sum[c] + line[c] * weight;
+        out[form.channels_last ? CHANNELS * (image * plane + pixel) + c : (CHANNELS * u64(image) + c) * plane + pixel] = sum[c];
     }
-    for (u32 c = 0; c < CHANNELS; ++c)
-      out[form.channels_last ? CHANNELS * k + c : (CHANNELS * image + c) * plane + k % plane] = sum[c];
   }
 }

@@ -9,6 +9,8 @@ pub(super) static PROGRAM: Program =
     Program { name: "images.cu", source: include_str!("images.cu"), headers: &[PORTABLE], kernels: &[c"resample"] };
 
 const CHANNELS: u32 = 3;
+/// Threads of a block, which computes a row of an image at a time.
+const THREADS: u32 = 128;
 
 /// What the bytes of a batch of images are: the kernel's `ImageForm`.
 #[repr(C)]
@@ -31,10 +33,12 @@ impl ImageForm {
     /// too many of them for the kernel.
     pub fn new(images: usize, size: [u32; 2], side: u32, taps_max: [u32; 2], layout: Layout) -> Option<Self> {
         let [width, height] = size;
+        let images = u32::try_from(images).ok()?;
+        images.checked_mul(side).filter(|&lines| lines < 1 << 31)?;
         let tables = side.checked_mul(2 + taps_max[0] + taps_max[1])?.checked_add(2)?.checked_mul(4)?;
         let pixels = width.checked_mul(height)?.checked_mul(CHANNELS)?.checked_next_multiple_of(4)?;
         Some(ImageForm {
-            images: u32::try_from(images).ok()?,
+            images,
             side,
             width,
             height,
@@ -105,8 +109,8 @@ pub fn resample(bytes: &Tensor, mut form: ImageForm) -> Result<Tensor, Fault> {
         0 => Tensor::f_empty([images, channels, side, side], on_device)?,
         _ => Tensor::f_empty([images, side, side, channels], on_device)?.f_permute([0, 3, 1, 2])?,
     };
-    let pixels = form.images as usize * form.side as usize * form.side as usize;
-    if pixels == 0 {
+    let lines = form.images as usize * form.side as usize;
+    if lines == 0 {
         return Ok(out);
     }
     let module = PROGRAM.on(device)?;
@@ -115,6 +119,6 @@ pub fn resample(bytes: &Tensor, mut form: ImageForm) -> Result<Tensor, Fault> {
     // SAFETY: the arguments are those of the kernel. It reads no bytes but those that were counted above, because `ImageForm::new` has
     // counted them in the same way, and writes three values for each pixel of the dense tensor `out`. libtorch reuses their memory only
     // for work behind this one on the same stream.
-    unsafe { module.launch(device, c"resample", extent(pixels, 256), arguments)? };
+    unsafe { module.launch(device, c"resample", extent(lines * THREADS as usize, THREADS), arguments)? };
     Ok(out)
 }
