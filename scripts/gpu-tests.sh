@@ -211,7 +211,7 @@ for program in ${DEVICE_TESTS-}; do
     DISTGPIPE_GPU_TESTS=1 "$program" --nocapture --test-threads 1 || failed=1
 done
 if [[ -n ${UNIT_TESTS-} ]]; then
-    filters="links_of_a_gpu raw_tensors_from_a_gpu tensors_arrive_with the_batches_for_a_pipeline"
+    filters="links_of_a_gpu raw_tensors_from_a_gpu tensors_arrive_with the_batches_for_a_pipeline images_for_a_gpu"
     # shellcheck disable=SC2086  # filters are words
     DISTGPIPE_GPU_TESTS=1 "$UNIT_TESTS" --nocapture --test-threads 1 $filters >"$work/unit.out" 2>&1 || failed=1
     cat "$work/unit.out"

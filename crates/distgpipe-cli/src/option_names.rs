@@ -74,6 +74,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("TrainOptions::rate_schedule", "--lr-decay"),
     ("TrainOptions::restarts", "--restarts"),
     ("TrainOptions::steps_max", "--steps"),
+    ("TrainOptions::test_every", "--evaluate-every"),
     ("Workers::Servers::labels_leave", "--labels-leave"),
     ("zoo::allow_operators", "--allow-op"),
 ];

@@ -110,6 +110,21 @@ fn a_run_without_improvement_ends_early_and_says_so() {
 }
 
 #[test]
+fn a_run_evaluates_as_often_as_asked_and_at_the_end() {
+    let (out, _) = command::ended(
+        0,
+        &[&SMALL[..], &["--epochs", "3", "--evaluate-every", "2", "--limit-test", "32", "--json"]].concat(),
+    );
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let tested: Vec<bool> =
+        report["epochs"].as_array().unwrap().iter().map(|epoch| !epoch["test_loss"].is_null()).collect();
+    assert_eq!(tested, [false, true, true]);
+    let error = |more: &[&str]| refused(2, &[&SMALL[..], more].concat());
+    assert!(error(&["--evaluate-every", "0"]).contains("--evaluate-every 0: use 1 epoch or more, or --no-evaluate"));
+    assert!(error(&["--evaluate-every", "2", "--no-evaluate"]).contains("--evaluate-every: the run does not evaluate"));
+}
+
+#[test]
 fn negative_numbers_are_told_the_range_of_the_flag() {
     let error = |more: &[&str]| refused(2, &[&SMALL[..], more].concat());
     assert!(error(&["--lr", "-1"]).contains("--lr -1: expected a number from 0 to 1000"));

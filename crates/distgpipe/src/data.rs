@@ -209,8 +209,9 @@ pub trait Dataset: Send {
     /// If a row does not exist or cannot be loaded.
     fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError>;
 
-    /// The same batch as bytes that a GPU makes the input of; `None` if there is no such form, or it is no smaller. What has it are
-    /// images of one size: see [`ImageSource::size`](image::ImageSource::size).
+    /// The same batch as bytes from which a GPU makes the input; `None` if there is no such form, or if it is no smaller. Images of one
+    /// size have it: see [`ImageSource::size`](image::ImageSource::size). A wrapper forwards this only if its `batch` returns the batch of
+    /// the wrapped set unchanged.
     ///
     /// # Errors
     /// As for [`batch`](Self::batch).

@@ -5,6 +5,7 @@ mod kernel_values;
 
 use distgpipe::data::image::{Image, ImageSource};
 use distgpipe::data::{DataError, Dataset, ImageOptions, ImageSet, LoadPass, Split, Subset};
+use distgpipe::engine::kernels::{ImageForm, ImageResizing};
 use distgpipe::engine::{self, Layout as EngineLayout};
 use distgpipe_core::codec::half::HalfFormat;
 use distgpipe_core::codec::tile::{key, Rounding};
@@ -246,16 +247,58 @@ fn images_of_bytes() {
     }
 }
 
-/// Tables that name pixels outside the image, which no view makes.
+/// Tables that name pixels outside the image, which no view makes. What lies behind the image does not change the result.
 #[test]
 fn no_bytes_make_the_kernel_of_images_read_elsewhere() {
     let layout = EngineLayout::Contiguous;
     let set = ImageSet::new(Pixels::new(8, 8), ImageOptions { side: 32, split: Split::Test, layout }).unwrap();
-    let images = set.image_bytes(&[0], LoadPass::new(0, 0)).unwrap().unwrap();
-    let form = images.form().words().into_iter().flat_map(u32::to_ne_bytes);
-    let wrong = vec![0xff; images.form().row_bytes()];
-    let input: Vec<u8> = form.chain(wrong).collect();
-    assert_eq!(run("images", "0", [3 * 32 * 32, 0, 0, 0, 0], &input).len(), 4 * 3 * 32 * 32);
+    let form = set.image_bytes(&[0], LoadPass::new(0, 0)).unwrap().unwrap().form();
+    let tables = [vec![u32::MAX; 2 + 2 * 32], vec![1f32.to_bits(); 2 * 32 * 2]].concat();
+    let resized = |behind: u8| {
+        let words = form.words().into_iter().chain(tables.iter().copied()).flat_map(u32::to_ne_bytes);
+        let pixels = (0..3 * 8 * 8).map(|at| at as u8);
+        let input: Vec<u8> = words.chain(pixels).chain(std::iter::repeat_n(behind, 4096)).collect();
+        run("images", "0", [3 * 32 * 32, 0, 0, 0, 0], &input)
+    };
+    assert!(resized(0) == resized(255));
+}
+
+/// A GPU would have read lines of another length.
+#[test]
+fn an_image_that_does_not_have_the_size_of_its_source_is_refused() {
+    struct Untrue(Pixels);
+    impl ImageSource for Untrue {
+        fn name(&self) -> &'static str {
+            "untrue"
+        }
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+        fn classes(&self) -> usize {
+            self.0.classes()
+        }
+        fn size(&self) -> Option<[u32; 2]> {
+            Some([8, 12])
+        }
+        fn label(&self, row: usize) -> i64 {
+            self.0.label(row)
+        }
+        fn image<'a>(&'a self, row: usize, memory: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
+            self.0.image(row, memory)
+        }
+    }
+    for (width, height) in [(12, 8), (6, 8)] {
+        let options = ImageOptions { side: 32, split: Split::Test, layout: EngineLayout::ChannelsLast };
+        let set = ImageSet::new(Untrue(Pixels::new(width, height)), options).unwrap();
+        let error = set.image_bytes(&[1], LoadPass::new(0, 0)).err().unwrap().to_string();
+        assert!(error.contains("data set `untrue`: expected images of 8 × 12 pixels"), "{error}");
+        assert!(error.contains(&format!("got {width} × {height} pixels")), "{error}");
+    }
+    let layout = EngineLayout::Contiguous;
+    let how = |size, taps_max| ImageResizing { size, side: 8, taps_max, scale: [1.0; 3], shift: [0.0; 3], layout };
+    for (images, size, taps_max) in [(1, [0, 8], [2, 2]), (1, [8, 8], [u32::MAX, 2]), (1 << 30, [8, 8], [2, 2])] {
+        assert_eq!(ImageForm::new(images, how(size, taps_max)), None);
+    }
 }
 
 /// Channels-last memory of images [images, channels, pixels, 1].

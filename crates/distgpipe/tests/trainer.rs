@@ -504,6 +504,45 @@ fn a_run_without_improvement_ends_when_patience_does() {
     assert_eq!((longer.summary.end, longer.summary.steps), (RunEnd::OutOfPatience, 14));
 }
 
+#[test]
+fn tests_come_as_often_as_asked_and_at_the_end() {
+    let tested = |every, epochs, steps| {
+        let options = TrainOptions { test_every: every, ..options(epochs, steps) };
+        let mut pipeline = pipeline(2);
+        let trainer = Trainer::new(&mut pipeline, training(), Some(testing()), options).unwrap();
+        let summary = trainer.run(|_, _| Ok(())).unwrap();
+        summary.epochs.iter().map(|epoch| epoch.test_loss.is_some()).collect::<Vec<_>>()
+    };
+    assert_eq!(tested(1, 3, None), [true, true, true]);
+    assert_eq!(tested(2, 5, None), [false, true, false, true, true]);
+    assert_eq!(tested(9, 2, None), [false, true]);
+    // The second epoch is cut short.
+    assert_eq!(tested(9, 5, Some(16)), [false, true]);
+    let mut pipeline = pipeline(2);
+    let never = TrainOptions { test_every: 0, ..options(1, None) };
+    let refused = Trainer::new(&mut pipeline, training(), Some(testing()), never).err().unwrap().to_string();
+    assert_eq!(refused, "`TrainOptions::test_every`: expected 1 epoch or more, got 0");
+}
+
+/// Epochs without a test say nothing about patience.
+#[test]
+fn patience_counts_to_the_last_test() {
+    let checkpoints = Checkpoints::open(&folder("patience-between-tests"), 1).unwrap();
+    let schedule = RateSchedule::custom(|update, _| if update < 28 { 1.0 } else { -1.0 });
+    let options = TrainOptions {
+        rate_schedule: schedule,
+        test_every: 2,
+        best: Some(TestMetric::Loss),
+        patience: Some(1),
+        ..options(9, None)
+    };
+    let stopped = unsound_run(options, &checkpoints, SaveEvery::Steps(100), None);
+    assert_eq!((stopped.summary.end, stopped.summary.epochs.len()), (RunEnd::OutOfPatience, 4));
+    assert_eq!(stopped.summary.best.map(|best| best.epoch), Some(1));
+    let tested = stopped.summary.epochs.iter().map(|epoch| epoch.test_loss.is_some()).collect::<Vec<_>>();
+    assert_eq!(tested, [false, true, false, true]);
+}
+
 /// A run that climbs the loss in its last epochs, on purpose, so it is exempt from the rule that tests train soundly.
 fn unsound_run(options: TrainOptions, to: &Checkpoints, every: SaveEvery, from: Option<&Checkpoint>) -> Run {
     let mut pipeline = pipeline(2);

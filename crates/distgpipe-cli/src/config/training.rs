@@ -26,6 +26,7 @@ pub(super) fn options(
         rate_schedule: rate(flags)?,
         accumulate: accumulate(flags)?,
         capture: capture(flags, replica_workers)?,
+        test_every: test_every(flags)?,
         best: best(flags)?,
         patience: flags.patience,
         restarts: flags.restarts.unwrap_or(if flags.checkpoint.is_some() || keeps_state { RESTARTS } else { 0 }),
@@ -61,6 +62,17 @@ pub(super) fn optimizer(flags: &TrainFlags) -> anyhow::Result<(Optim, f64)> {
         OptimizerName::Rmsprop => Optim::rms_prop(momentum).with_weight_decay(weight_decay),
     };
     Ok((optim, learning_rate))
+}
+
+/// The epochs from one test to the next.
+fn test_every(flags: &TrainFlags) -> anyhow::Result<u64> {
+    match flags.evaluate_every {
+        Some(0) => Err(usage("--evaluate-every 0: use 1 epoch or more, or --no-evaluate")),
+        Some(_) if flags.no_evaluate == Some(true) => {
+            Err(usage("--evaluate-every: the run does not evaluate: remove --no-evaluate"))
+        }
+        every => Ok(every.unwrap_or(1)),
+    }
 }
 
 /// The metric of `--save-best`. `--patience` alone compares the loss.

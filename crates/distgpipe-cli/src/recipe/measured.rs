@@ -312,8 +312,8 @@ impl Measured {
         own.chain(others).filter_map(move |file| Some((file, file.row(recipe)?)))
     }
 
-    /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them, measured rather than
-    /// simulated. The speeds of two files are those of two machines, or of two runs of a shared one, and their ratio would say nothing.
+    /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them; among equals, the one with
+    /// more measured speeds. The speeds of two files are those of two machines, or of two runs of a shared one, and their ratio would say nothing.
     pub fn speeds(&self, table: &str, recipes: &[&str]) -> Option<&Measurements> {
         let speed = |file: &Measurements, recipe: &str| file.row(recipe)?.figure(Metric::Throughput);
         let rows = |file: &Measurements| recipes.iter().filter_map(|recipe| speed(file, recipe)).count();

@@ -13,7 +13,7 @@ pub use bytes::ImageBytes;
 
 use super::{check, DataError, Dataset, LoadPass, Split};
 use crate::driver::pipeline::Batch;
-use crate::engine::kernels::ImageForm;
+use crate::engine::kernels::{ImageForm, ImageResizing};
 use crate::engine::{self, Draws, Layout};
 use crate::model::layer::SampleShape;
 use resample::{resample, Axis, Normalisation, ResampleSpec, ResizedInterval, Rows};
@@ -196,13 +196,21 @@ impl<S: ImageSource> Dataset for ImageSet<S> {
         let Some(form) = self.source.size().and_then(|size| self.form_of_bytes(rows.len(), size)) else {
             return Ok(None);
         };
-        let dims = [rows.len() as i64, form.row_bytes() as i64];
+        let dims = [rows.len() as i64, form.image_bytes() as i64];
         let mut bytes = pass.empty(&dims, Kind::Uint8, Layout::Contiguous)?;
         let values = engine::bytes_mut(&mut bytes).unwrap_or_default();
         pass.fill(values, rows, |row, into, decoded: &mut Vec<u8>| {
             let image = self.source.image(row, decoded)?;
-            let [columns, lines] = self.view(&image, row, pass).axes(self.options.side);
-            Ok(bytes::write(&image, &columns, &lines, form, into)?)
+            let (size, pixels) = ([image.width, image.height], image.pixels.len());
+            if size != form.size() || pixels != CHANNELS * image.width * image.height {
+                let [width, height] = form.size();
+                return Err(DataError::Unsuitable {
+                    set: self.source.name(),
+                    expected: format!("images of {width} × {height} pixels, as its `ImageSource::size` says"),
+                    got: format!("{} × {} pixels of {pixels} bytes in row {row}", image.width, image.height),
+                });
+            }
+            Ok(bytes::write(&image, &self.view(&image, row, pass).axes(self.options.side), form, into)?)
         })?;
         Ok(Some(ImageBytes { bytes, form, target: self.labels(rows)? }))
     }
@@ -221,14 +229,15 @@ impl<S: ImageSource> ImageSet<S> {
         }
     }
 
-    /// What images of this size are as bytes; `None` if that is more than they are as values.
+    /// The byte form of images of this size; `None` if it is no smaller than the values.
     fn form_of_bytes(&self, images: usize, size: [u32; 2]) -> Option<ImageForm> {
         let side = self.options.side;
         // No view shows more of an image than all of it on one side of the square.
         let taps_max = size.map(|length| Axis::taps_of(length as usize, side) as u32);
-        let form = ImageForm::new(images, size, side as u32, taps_max, self.options.layout)?;
         let Normalisation { scale, shift } = self.normalisation;
-        (form.row_bytes() < CHANNELS * side * side * size_of::<f32>()).then(|| form.normalised(scale, shift))
+        let layout = self.options.layout;
+        let form = ImageForm::new(images, ImageResizing { size, side: side as u32, taps_max, scale, shift, layout })?;
+        (form.image_bytes() < CHANNELS * side * side * size_of::<f32>()).then_some(form)
     }
 }
 

@@ -26,7 +26,7 @@ use crate::failure::Fault;
 use crate::model::layer::SampleShape;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{sync_channel, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 /// How many loaded batches are queued for the trainer.
@@ -200,11 +200,10 @@ impl Loader {
             engine::attach_thread(1, 0);
             let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told).for_gpu(devices.inputs);
             let attached = devices.any().map_or(Ok(()), engine::attach_to_gpu);
-            let as_bytes = attached.is_ok() && devices.inputs.is_some_and(kernels::can_resample);
+            let mut as_bytes = devices.inputs;
             for rows in plan {
                 let batch = match &attached {
-                    Ok(()) if as_bytes => load_bytes(&data, &rows, pass, devices),
-                    Ok(()) => load(&data, &rows, pass).and_then(|batch| Ok(Loaded::Batch(devices.pinned(batch)?))),
+                    Ok(()) => load_for(devices, &mut as_bytes, &data, (&rows, pass)),
                     Err(fault) => Err(Fault::engine(fault.to_string()).into()),
                 };
                 // The receiver is gone: the epoch was dropped.
@@ -240,9 +239,12 @@ fn row_bytes(input: &[SampleShape]) -> u128 {
 
 /// Loads a batch. The lock is held for this batch alone, so an epoch that waits for its trainer blocks no other epoch.
 fn load(data: &Mutex<dyn Dataset>, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
-    // A data set that panicked in an earlier epoch gets its next chance: `batch` does not change it.
-    let data = data.lock().unwrap_or_else(PoisonError::into_inner);
-    Ok(Batch { samples: samples(rows), ..data.batch(rows, pass)? })
+    Ok(Batch { samples: samples(rows), ..lock(data).batch(rows, pass)? })
+}
+
+/// A data set that panicked in an earlier epoch gets its next chance: loading does not change it.
+fn lock<'a>(data: &'a Mutex<dyn Dataset + 'static>) -> MutexGuard<'a, dyn Dataset + 'static> {
+    data.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The samples' numbers.
@@ -250,19 +252,23 @@ fn samples(rows: &[usize]) -> Vec<u64> {
     rows.iter().map(|&row| row as u64).collect()
 }
 
-/// Loads a batch as bytes if the data set has them.
-fn load_bytes(
-    data: &Mutex<dyn Dataset>,
-    rows: &[usize],
-    pass: LoadPass<'_>,
+/// Loads a batch for GPUs: as bytes for the one in `as_bytes`, which becomes `None` if the data set has no bytes or the GPU cannot use them.
+fn load_for(
     devices: BatchDevices,
+    as_bytes: &mut Option<usize>,
+    data: &Mutex<dyn Dataset>,
+    (rows, pass): (&[usize], LoadPass<'_>),
 ) -> Result<Loaded, DataError> {
-    let images = data.lock().unwrap_or_else(PoisonError::into_inner).image_bytes(rows, pass)?;
-    let Some(images) = images else {
-        return Ok(Loaded::Batch(devices.pinned(load(data, rows, pass)?)?));
-    };
-    let without_inputs = Batch { inputs: Vec::new(), target: images.target().shallow_clone(), samples: samples(rows) };
-    Ok(Loaded::Bytes(devices.pinned(without_inputs)?, images))
+    if let Some(device) = *as_bytes {
+        let images = lock(data).image_bytes(rows, pass)?;
+        if let Some(images) = images.filter(|_| kernels::can_resize_images(device)) {
+            let target = images.target().shallow_clone();
+            let without_inputs = Batch { inputs: Vec::new(), target, samples: samples(rows) };
+            return Ok(Loaded::Bytes(devices.pinned(without_inputs)?, images));
+        }
+        *as_bytes = None;
+    }
+    Ok(Loaded::Batch(devices.pinned(load(data, rows, pass)?)?))
 }
 
 /// A batch on its way from the loading thread.
@@ -340,7 +346,7 @@ impl Prefetch {
         let start = |uploads: &Uploads| match &loaded {
             Loaded::Batch(batch) => uploads.start(&batch.inputs.iter().collect::<Vec<_>>()),
             Loaded::Bytes(_, images) => uploads
-                .start_and(&[images.bytes()], |copies| copies.iter().map(|bytes| images.resampled(bytes)).collect()),
+                .start_and(&[images.bytes()], |copies| copies.iter().map(|bytes| images.resized(bytes)).collect()),
         };
         let inputs = self.inputs.as_ref().map(start);
         let (Loaded::Batch(batch) | Loaded::Bytes(batch, _)) = loaded;
@@ -471,7 +477,6 @@ mod tests {
                 }
             }
         }
-        images_for_a_gpu_are_those_of_the_cpu();
         // An error arrives in its place, also through the prefetch.
         let unlucky = Loader::new(numbers(40, true), LoaderOptions::testing(10)).unwrap();
         let pipeline = Pipeline::builder(Mlp::default().model().unwrap()).build().unwrap();
@@ -504,12 +509,17 @@ mod tests {
         }
     }
 
-    /// Bit for bit, where there is a GPU.
+    /// Bit for bit. Needs a GPU, and DISTGPIPE_GPU_TESTS=1 to say that there is one.
+    #[test]
     fn images_for_a_gpu_are_those_of_the_cpu() {
         use crate::engine::{Device, Layout};
         use crate::model::zoo::MobileNetV2;
-        let Ok(opened) = Device::Cuda(0).open() else { return };
-        assert!(kernels::can_resample(0));
+        if std::env::var_os("DISTGPIPE_GPU_TESTS").is_none() {
+            eprintln!("NOT TESTED: set DISTGPIPE_GPU_TESTS=1 on a machine with a GPU");
+            return;
+        }
+        let opened = Device::Cuda(0).open().unwrap();
+        assert!(kernels::can_resize_images(0));
         for (split, layout) in [(Split::Train, Layout::ChannelsLast), (Split::Test, Layout::Contiguous)] {
             let images = ImageSet::new(Small, ImageOptions { side: 32, split, layout }).unwrap();
             let loader = Loader::new(images, LoaderOptions { threads: 3, ..LoaderOptions::training(7, 3) }).unwrap();

@@ -163,19 +163,6 @@ public:
   }
 };
 
-// The calling thread runs its backward passes itself while this lives: hooks call back into its caller.
-class BackwardOnThisThread {
-  bool before_;
-
-public:
-  BackwardOnThisThread() : before_(c10::AutogradState::get_tls_state().get_multithreading_enabled()) {
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-  }
-  ~BackwardOnThisThread() { c10::AutogradState::get_tls_state().set_multithreading_enabled(before_); }
-  BackwardOnThisThread(const BackwardOnThisThread &) = delete;
-  BackwardOnThisThread &operator=(const BackwardOnThisThread &) = delete;
-};
-
 } // namespace
 
 extern "C" {
@@ -303,7 +290,8 @@ char *dg_empty_cache() {
 }
 
 // The gradients of the outputs with respect to the inputs; null where there is none. Those with respect to the parameters go to `take`
-// as soon as this many bytes of them are there, and at the end the rest. Frees the autograd graph.
+// as soon as this many bytes of them are there, and at the end the rest, on this thread if it has called dg_backward_on_this_thread. Frees
+// the autograd graph.
 char *dg_gradients_in_parts(at::Tensor **outputs, at::Tensor **upstream, size_t outputs_count, at::Tensor **parameters,
                             size_t parameters_count, at::Tensor **inputs, at::Tensor **gradients, size_t inputs_count,
                             size_t part_bytes, TakeGradients take, void *context) {
@@ -317,7 +305,6 @@ char *dg_gradients_in_parts(at::Tensor **outputs, at::Tensor **upstream, size_t 
       of.push_back(*parameters[i]);
     for (size_t i = 0; i < inputs_count; ++i)
       of.push_back(*inputs[i]);
-    BackwardOnThisThread on_this_thread;
     GradientParts parts(parameters, parameters_count, part_bytes, take, context);
     auto found = torch::autograd::grad(outs, of, grads, /*retain_graph=*/false, /*create_graph=*/false,
                                        /*allow_unused=*/true);

@@ -357,16 +357,16 @@ impl GraphPool {
     ) -> Result<(Vec<Graph>, T), Fault> {
         require_unshared(self.device)?;
         let stream = CudaStream::current(self.device)?;
-        let mut recording = Recording { pool: self, stream, open: false, graphs: Vec::new() };
+        let mut recording = Recording { pool: self, stream, open: false, failed: false, graphs: Vec::new() };
         recording.begin()?;
         let made = body(&mut recording);
-        if !recording.open {
-            // A cut has failed, and `body` may have hidden it.
-            return made.and_then(|_| Err(Fault::internal("a recording", "one that a failed cut has ended")));
-        }
-        let ended = recording.end(made.is_ok());
+        let ended = if recording.open { recording.end(made.is_ok() && !recording.failed) } else { Ok(()) };
         let made = made?;
         ended?;
+        // `body` may have hidden it.
+        if recording.failed {
+            return Err(Fault::internal("a recording", "one with a cut that has failed"));
+        }
         Ok((std::mem::take(&mut recording.graphs), made))
     }
 }
@@ -377,24 +377,29 @@ pub struct Recording<'a> {
     stream: CudaStream,
     /// Whether it has begun and not ended.
     open: bool,
+    /// Whether a cut has failed.
+    failed: bool,
     graphs: Vec<Graph>,
 }
 
 impl Recording<'_> {
-    /// Ends the graph, runs `between`, which may record graphs of its own, and goes on with the next graph. After an error nothing is
-    /// recorded any more.
+    /// Ends the graph, runs `between`, which may record graphs of its own, and goes on with the next graph. After an error the
+    /// recording fails.
     pub fn cut<T>(&mut self, between: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
         let current = CudaStream::current(self.pool.device)?;
         // In another stream, CUDA would leave the recording open.
         if current != self.stream {
+            self.failed = true;
             return Err(Fault::internal(format!("{:?}", self.stream), format!("{current:?}")));
         }
         if !self.open {
             return Err(Fault::internal("a recording", "one that has ended"));
         }
+        self.failed = true;
         self.end(true)?;
         let made = between()?;
         self.begin()?;
+        self.failed = false;
         Ok(made)
     }
 
@@ -412,11 +417,7 @@ impl Recording<'_> {
         let ended = outcome(unsafe { dg_capture_end(number(self.pool.device), self.pool.number, keep, &mut raw) });
         let graph = NonNull::new(raw).map(|raw| Graph { raw, pool: self.pool.clone() });
         ended.map_err(Fault::engine)?;
-        match graph {
-            Some(graph) => self.graphs.push(graph),
-            None if keep => return Err(Fault::internal("a CUDA graph", "none")),
-            None => {}
-        }
+        self.graphs.extend(graph);
         Ok(())
     }
 }
@@ -465,13 +466,13 @@ pub type IndexedGradients = Vec<(usize, Tensor)>;
 /// What a backward pass in parts has left to its end.
 pub struct LastGradients {
     /// The gradients of parameters that no earlier part has.
-    pub parameters: IndexedGradients,
+    pub of_parameters: IndexedGradients,
     /// The gradient of each input, if there is one.
-    pub inputs: Vec<Option<Tensor>>,
+    pub of_inputs: Vec<Option<Tensor>>,
 }
 
-/// Whoever takes the gradients of parameters, and what has become of them.
-struct Taker<'a> {
+/// The callback for parts, the last of them, and the callback's first failure.
+struct PartCallback<'a> {
     take: &'a mut dyn FnMut(IndexedGradients) -> Result<(), Fault>,
     last: IndexedGradients,
     fault: Option<Fault>,
@@ -485,22 +486,22 @@ extern "C" fn take_gradients(
     gradients: *const *mut C_tensor,
     count: usize,
 ) -> bool {
-    // SAFETY: `gradients_in_parts` passes a pointer to a `Taker` that nothing else uses until the shim has returned. The arrays have
+    // SAFETY: `gradients_in_parts` passes a pointer to a `PartCallback` that nothing else uses until the shim has returned. The arrays have
     // `count` elements, the second of handles from `new`, which tch's Tensors own from here on.
-    let (taker, found): (_, IndexedGradients) = unsafe {
+    let (callback, found): (_, IndexedGradients) = unsafe {
         let of = |i| (*indices.add(i), Tensor::from_ptr(*gradients.add(i)));
-        (&mut *context.cast::<Taker<'_>>(), (0..count).map(of).collect())
+        (&mut *context.cast::<PartCallback<'_>>(), (0..count).map(of).collect())
     };
     if last {
-        taker.last = found;
+        callback.last = found;
         return true;
     }
     // A panic must not unwind into C++.
-    match catch_unwind(AssertUnwindSafe(|| (taker.take)(found))) {
-        Ok(taken) => taker.fault = taken.err(),
-        Err(panic) => taker.panic = Some(panic),
+    match catch_unwind(AssertUnwindSafe(|| (callback.take)(found))) {
+        Ok(taken) => callback.fault = taken.err(),
+        Err(panic) => callback.panic = Some(panic),
     }
-    taker.fault.is_none() && taker.panic.is_none()
+    callback.fault.is_none() && callback.panic.is_none()
 }
 
 /// Runs the backward pass from `outputs` with their upstream gradients, and leaves gradients that are kept in leaves as they are. Frees
@@ -522,8 +523,9 @@ pub fn gradients_in_parts(
     let parameters: Vec<*const C_tensor> = parameters.iter().map(Tensor::as_ptr).collect();
     let inputs: Vec<*const C_tensor> = inputs.iter().map(|input| input.as_ptr()).collect();
     let mut found = vec![std::ptr::null_mut::<C_tensor>(); inputs.len()];
-    let mut taker = Taker { take, last: Vec::new(), fault: None, panic: None };
-    let context = std::ptr::from_mut(&mut taker).cast::<c_void>();
+    backward_on_this_thread();
+    let mut callback = PartCallback { take, last: Vec::new(), fault: None, panic: None };
+    let context = std::ptr::from_mut(&mut callback).cast::<c_void>();
     // SAFETY: each array has as many elements as the count passed with it, of tensors that outlive the call. The shim stores null or
     // a handle from `new` for each input, which tch's Tensor then owns, also if it fails later. It calls `take_gradients` with
     // `context` on this thread and only before it returns.
@@ -544,14 +546,14 @@ pub fn gradients_in_parts(
     });
     // SAFETY: see above.
     let inputs = found.into_iter().map(|raw| (!raw.is_null()).then(|| unsafe { Tensor::from_ptr(raw) })).collect();
-    if let Some(panic) = taker.panic {
+    if let Some(panic) = callback.panic {
         resume_unwind(panic);
     }
-    match (taker.fault, done) {
+    match (callback.fault, done) {
         (Some(fault), _) => Err(fault),
         (None, done) => {
             done.map_err(Fault::engine)?;
-            Ok(LastGradients { parameters: taker.last, inputs })
+            Ok(LastGradients { of_parameters: callback.last, of_inputs: inputs })
         }
     }
 }
@@ -654,7 +656,7 @@ mod tests {
     fn gradients(network: &(Vec<Tensor>, Tensor)) -> Vec<Option<Tensor>> {
         let of: Vec<&Tensor> = network.0.iter().chain([&network.1]).collect();
         let nothing: &mut dyn FnMut(_) -> _ = &mut |_| unreachable!();
-        gradients_in_parts(&loss(network), &[], &of, 0, nothing).unwrap().inputs
+        gradients_in_parts(&loss(network), &[], &of, 0, nothing).unwrap().of_inputs
     }
 
     /// Runs the backward pass in parts that are added to zeros. Returns the parameters of each part, the sums, and the gradient of the
@@ -673,7 +675,7 @@ mod tests {
             }
             Ok(())
         };
-        let LastGradients { parameters: last, mut inputs } =
+        let LastGradients { of_parameters: last, of_inputs: mut inputs } =
             gradients_in_parts(&loss(network), parameters, &[x], part_bytes, &mut add).unwrap();
         if !last.is_empty() {
             add(last).unwrap();
@@ -762,7 +764,7 @@ mod tests {
             taken.extend(gradients);
             Ok(())
         });
-        taken.extend(last.unwrap().parameters);
+        taken.extend(last.unwrap().of_parameters);
         taken.sort_by_key(|(index, _)| *index);
         let kinds: Vec<_> = taken.iter().map(|(_, gradient)| (gradient.kind(), gradient.size())).collect();
         assert_eq!(kinds, [(Kind::BFloat16, vec![2, 3]), (Kind::Float, vec![])]);

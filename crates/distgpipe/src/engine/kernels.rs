@@ -1,8 +1,8 @@
 //! Kernels of our own for NVIDIA GPUs, compiled at run time from the sources in `kernels/`, for the GPU that is there. To build
 //! the project takes neither CUDA's headers nor its compiler.
 //!
-//! A kernel of a codec, of a mask or of images computes what a function of the CPU computes, bit for bit. A C++ compiler for the CPU understands the
-//! kernels too, so that tests compare the two without a GPU.
+//! A kernel of a codec, of a mask or of images computes what a function of the CPU computes, bit for bit. A C++ compiler for the CPU
+//! understands the kernels too, so that tests compare the two without a GPU.
 
 pub mod codecs;
 mod driver;
@@ -14,7 +14,7 @@ mod nvrtc;
 use super::cuda;
 use crate::failure::Fault;
 use driver::{Driver, Extent, Function};
-pub use images::{can_resample, resample, ImageForm};
+pub use images::{can_resize_images, resize_images, ImageForm, ImageResizing};
 pub use instance_norm::{instance_norm, NORM_EPSILON};
 use libc::{c_int, c_void};
 pub(super) use library::Library;

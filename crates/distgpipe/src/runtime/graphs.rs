@@ -40,11 +40,11 @@ const WARM_UP_STEPS: usize = 2;
 /// The steps until graphs are recorded, the recording included: they are slower than those after them.
 pub(crate) const STEPS_UNTIL_RECORDED: u64 = WARM_UP_STEPS as u64 + 1;
 
-/// A backward pass is cut whenever it holds this fraction of its parameters' gradients. A lane then holds a fourth of them and the one
-/// that was found last, which is little beside the activations, and each cut costs no more than two launches.
+/// A backward pass is cut whenever it holds 1/`BACKWARD_PARTS` of the bytes of its parameters. A lane then holds that much and the gradient
+/// that was found last.
 const BACKWARD_PARTS: usize = 4;
 
-/// The fewest bytes of gradients for which a backward pass is cut: to hold fewer costs less than to launch two more graphs.
+/// The fewest bytes of gradients for which a backward pass is cut: small models would launch more graphs and hardly hold less.
 const PART_BYTES_MIN: usize = 4 << 20;
 
 /// The bytes of gradients at which a backward pass is cut.
@@ -247,7 +247,7 @@ struct RecordedBackward {
 /// Adds gradients to sums.
 struct Addition {
     graph: Graph,
-    /// The chains of these sums: one, unless the parts of this pass begin elsewhere than those of the pass that was recorded first.
+    /// The chains of these sums: several if this pass was cut elsewhere than the one that was recorded first.
     chains: Vec<usize>,
 }
 
@@ -619,7 +619,10 @@ impl WorkerGraphs {
             let roots = in_flight.roots(&upstream)?;
             let leaves: Vec<&Tensor> = arrived().filter(|t| t.requires_grad()).collect();
             if roots.is_empty() {
-                return Ok(LastGradients { parameters: Vec::new(), inputs: leaves.iter().map(|_| None).collect() });
+                return Ok(LastGradients {
+                    of_parameters: Vec::new(),
+                    of_inputs: leaves.iter().map(|_| None).collect(),
+                });
             }
             let mut add = |gradients| {
                 let part = additions.len();
@@ -628,15 +631,15 @@ impl WorkerGraphs {
             };
             let mut found = cuda::gradients_in_parts(&roots, &parameters, &leaves, part_bytes(&parameters), &mut add)?;
             // libtorch gives the gradient that it keeps in a leaf the layout of the leaf.
-            for (gradient, leaf) in found.inputs.iter_mut().zip(&leaves) {
+            for (gradient, leaf) in found.of_inputs.iter_mut().zip(&leaves) {
                 if let (Some(dense), Some(layout)) = (gradient.as_mut(), engine::layout(leaf)) {
                     *dense = engine::with_layout(dense, layout)?;
                 }
             }
             Ok(found)
         })?;
-        additions.push(sums.record_addition(&lane.pool, additions.len(), found.parameters)?);
-        let mut leaves = found.inputs.into_iter();
+        additions.push(sums.record_addition(&lane.pool, additions.len(), found.of_parameters)?);
+        let mut leaves = found.of_inputs.into_iter();
         let mut gradient = |tensor: &Tensor| tensor.requires_grad().then(|| leaves.next().flatten()).flatten();
         let gradients: Vec<GradientParcel> = in_flight
             .arrived()

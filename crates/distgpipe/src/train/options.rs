@@ -26,10 +26,12 @@ pub struct TrainOptions {
     pub warm_up_steps: u64,
     /// The step of which the observer receives everything that crossed the links.
     pub capture: Capture,
+    /// Tests after every so many epochs, and after the last one.
+    pub test_every: u64,
     /// The metric of the tests that decides which epoch is the best. Its checkpoint is kept beside the newest ones; see
     /// [`Checkpoints::best`](crate::Checkpoints::best). Only whole epochs count. Needs test data.
     pub best: Option<TestMetric>,
-    /// Ends the run after so many epochs in a row without a better [`best`](Self::best), which it needs.
+    /// Ends the run when a test finds that the best one, by [`best`](Self::best), which it needs, is so many epochs old.
     pub patience: Option<u64>,
     /// How often the run may go on by itself after it has lost a worker that is a process. It starts the workers again, goes
     /// back to its last checkpoint and repeats the steps since then, with the same results. A run without checkpoints keeps
@@ -50,6 +52,7 @@ impl Default for TrainOptions {
             accumulate: 1,
             warm_up_steps: 2,
             capture: Capture::Nothing,
+            test_every: 1,
             best: None,
             patience: None,
             restarts: 0,

@@ -155,9 +155,10 @@ impl Progress {
         BestEpoch::of(options.best?, &self.epochs, self.epoch_batches)
     }
 
-    /// Whether the last epochs were not better than one before them for too long.
+    /// Whether the last test came too long after the best one.
     fn is_out_of_patience(&self, options: &TrainOptions) -> bool {
-        let since_best = |best: BestEpoch| self.epoch.saturating_sub(best.epoch + 1);
+        let tested = self.epochs.iter().rev().find(|epoch| epoch.test_loss.is_some()).map_or(0, |epoch| epoch.epoch);
+        let since_best = |best: BestEpoch| tested.saturating_sub(best.epoch);
         options.patience.zip(self.best(options)).is_some_and(|(patience, best)| since_best(best) >= patience)
     }
 
@@ -211,7 +212,7 @@ impl<'a> Trainer<'a> {
         if rows < micro_batches {
             return Err(TrainError::TooFewRows { micro_batches, rows });
         }
-        check_best(&options, test.is_some())?;
+        check_tests(&options, test.is_some())?;
         let steps = options.steps(train.batches() as u64);
         let capture = match options.capture {
             Capture::Nothing => None,
@@ -279,7 +280,7 @@ impl<'a> Trainer<'a> {
         self.steps
     }
 
-    /// Trains to the end of the run, with a test after every epoch.
+    /// Trains to the end of the run, with a test after every epoch, or as [`TrainOptions::test_every`] says.
     ///
     /// Calls the observer for each event, on this thread: a slow observer slows training down. Through its second argument
     /// it can stop the run, evaluate and predict. An error of the observer ends the run; errors of your own fit into an
@@ -429,22 +430,25 @@ impl<'a> Trainer<'a> {
         self.notify(observer, &Event::StepDone(&done))
     }
 
-    /// Tests, reports the epoch and moves on to the next. Returns whether it did: an observer may stop the test.
+    /// Tests if that is due, reports the epoch and moves on to the next. Returns whether it did: an observer may stop the test.
     fn finish_epoch(
         &mut self,
         next: Progress,
         summary: &mut SummaryBuilder,
         observer: &mut Observer<'_>,
     ) -> Result<bool, TrainError> {
-        let test = self.test(summary, observer)?;
-        if self.stop && test.is_some() {
+        let last = self.progress.step == self.steps;
+        let due = last || (self.progress.epoch + 1).is_multiple_of(self.options.test_every);
+        let test = if due { self.test(summary, observer)? } else { None };
+        let tested = test.is_some();
+        if self.stop && tested {
             return Ok(false);
         }
         if let Some(loss) = test.as_ref().map(EpochTotals::loss).filter(|loss| !loss.is_finite()) {
             return Err(TrainError::Diverged { step: self.progress.step.saturating_sub(1), loss });
         }
         let epoch = self.progress.totals.summary(self.progress.epoch, test);
-        if let Some(metric) = self.options.best.filter(|metric| metric.value_in(&epoch).is_none()) {
+        if let Some(metric) = self.options.best.filter(|metric| tested && metric.value_in(&epoch).is_none()) {
             return Err(no_metric(metric));
         }
         self.notify(observer, &Event::EpochDone(&epoch))?;
@@ -574,9 +578,12 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Checks that there is something to choose the best epoch by.
-fn check_best(options: &TrainOptions, tests: bool) -> Result<(), TrainError> {
+/// Checks that there are tests, and something to choose the best epoch by.
+fn check_tests(options: &TrainOptions, tests: bool) -> Result<(), TrainError> {
     let lacks = |option, needs: &str| Err(TrainError::Best { option, needs: needs.to_owned() });
+    if options.test_every == 0 {
+        return lacks("`TrainOptions::test_every`", "expected 1 epoch or more, got 0");
+    }
     match (options.best, options.patience) {
         (Some(_), _) if !tests => {
             lacks("`TrainOptions::best`", "it compares the tests of the epochs, so the trainer needs test data")

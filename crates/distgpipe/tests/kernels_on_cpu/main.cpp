@@ -103,7 +103,7 @@ int main(int arguments, char **texts) {
     ImageForm form;
     std::memcpy(&form, in.as<char>(), sizeof(form));
     Memory out(4 * count);
-    launch(3, 64, [&] { resample(in.as<u8>() + sizeof(form), form, out.as<float>()); });
+    launch(3, 64, [&] { resize_images(in.as<u8>() + sizeof(form), form, out.as<float>()); });
     write(out.as<char>(), 4 * count);
     return 0;
   }

@@ -1,15 +1,15 @@
 //! Images as bytes, for a GPU that resizes and normalises them itself.
 //!
-//! An image of CIFAR has 3 KB, and 600 KB when it has been resized to 224 × 224 pixels. So the pixels go to the GPU as they are, with the
-//! weights that they are resized with, and a kernel makes of them what [`resample`](super::resample::resample) does, bit for bit.
+//! An image of CIFAR has 3 KB, and 600 KB after resizing to 224 × 224 pixels. So the loader sends the original pixels with the weights of
+//! the interpolation, and a kernel resizes them, with the bits of [`resample`](super::resample::resample).
 
 use super::resample::Axis;
-use super::{Image, CHANNELS};
+use super::Image;
 use crate::engine::kernels::{self, ImageForm};
 use crate::failure::Fault;
 use tch::Tensor;
 
-/// A batch of images in the form that [`Dataset::image_bytes`](crate::data::Dataset::image_bytes) returns.
+/// A batch of images as bytes; see [`Dataset::image_bytes`](crate::data::Dataset::image_bytes).
 pub struct ImageBytes {
     pub(super) bytes: Tensor,
     pub(super) form: ImageForm,
@@ -27,45 +27,36 @@ impl ImageBytes {
         &self.target
     }
 
-    /// What the kernel is told of the bytes.
+    /// What the bytes are, for the kernel.
     pub fn form(&self) -> ImageForm {
         self.form
     }
 
-    /// The images, from a copy of the bytes on a GPU.
-    pub(crate) fn resampled(&self, bytes: &Tensor) -> Result<Tensor, Fault> {
-        kernels::resample(bytes, self.form)
+    /// The inputs of the model, from a copy of the bytes on a GPU.
+    pub(crate) fn resized(&self, copy: &Tensor) -> Result<Tensor, Fault> {
+        kernels::resize_images(copy, self.form)
     }
 }
 
-/// Writes an image and how to resize it; `into` has the bytes of one image.
-pub(super) fn write(
-    image: &Image<'_>,
-    columns: &Axis,
-    lines: &Axis,
-    form: ImageForm,
-    into: &mut [u8],
-) -> Result<(), Fault> {
-    let ((taps_x, starts_x), (taps_y, starts_y)) = (columns.sources(), lines.sources());
-    let [taps_x_max, taps_y_max] = form.taps_max();
-    let words = |values: &[usize]| values.iter().map(|&value| value as u32).collect::<Vec<u32>>();
-    let tables = 2 + starts_x.len() * (1 + taps_x_max) + starts_y.len() * (1 + taps_y_max);
-    let pixels = CHANNELS * image.width * image.height;
-    if taps_x > taps_x_max || taps_y > taps_y_max || image.pixels.len() != pixels || into.len() < 4 * tables + pixels {
-        let got = format!("{} × {} pixels with {taps_x} × {taps_y} taps", image.width, image.height);
-        return Err(Fault::internal(format!("an image of the form {form:?}"), got));
+/// Writes an image, which has the size of `form`, and how to resize it. `into` has the bytes of one image.
+pub(super) fn write(image: &Image<'_>, axes: &[Axis; 2], form: ImageForm, into: &mut [u8]) -> Result<(), Fault> {
+    let taps = axes.each_ref().map(Axis::taps);
+    let taps_max = form.taps_max();
+    if taps[0] > taps_max[0] || taps[1] > taps_max[1] {
+        return Err(Fault::internal(format!("at most {taps_max:?} taps"), format!("{taps:?}")));
     }
+    let starts = axes.iter().flat_map(Axis::starts).map(|&start| start as u32);
+    let weights = axes.iter().zip(taps_max).flat_map(|(axis, taps_max)| {
+        let unused = axis.starts().len() * taps_max - axis.weights().len();
+        axis.weights().iter().map(|weight| weight.to_bits()).chain(std::iter::repeat_n(0, unused))
+    });
+    let words = taps.into_iter().map(|taps| taps as u32).chain(starts).chain(weights);
+    let tables: usize =
+        2 + axes.iter().zip(taps_max).map(|(axis, taps)| axis.starts().len() * (1 + taps)).sum::<usize>();
     let (words_into, pixels_into) = into.split_at_mut(4 * tables);
-    let mut left = words_into.chunks_exact_mut(4);
-    let mut put = |word: u32| left.next().into_iter().for_each(|to| to.copy_from_slice(&word.to_ne_bytes()));
-    [taps_x, taps_y].into_iter().for_each(|taps| put(taps as u32));
-    words(starts_x).into_iter().chain(words(starts_y)).for_each(&mut put);
-    for (axis, outputs, taps_max) in [(columns, starts_x.len(), taps_x_max), (lines, starts_y.len(), taps_y_max)] {
-        let weights = axis.all_weights();
-        weights.iter().for_each(|weight| put(weight.to_bits()));
-        (weights.len()..outputs * taps_max).for_each(|_| put(0));
-    }
-    pixels_into[..pixels].copy_from_slice(image.pixels);
-    pixels_into[pixels..].fill(0);
+    words_into.chunks_exact_mut(4).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_ne_bytes()));
+    let (pixels_into, rest) = pixels_into.split_at_mut(image.pixels.len());
+    pixels_into.copy_from_slice(image.pixels);
+    rest.fill(0);
     Ok(())
 }

@@ -64,19 +64,24 @@ impl Axis {
         axis
     }
 
-    /// How many pixels of an interval of this length make one of those that it is resized to.
+    /// The number of taps when an interval of this length is resized.
     pub fn taps_of(length: usize, resized: usize) -> usize {
         let support = (length as f64 / resized as f64).max(1.0);
         ((2.0 * support).ceil() as usize).min(length)
     }
 
-    /// The source pixels of each output pixel, and the first of them for each output pixel.
-    pub fn sources(&self) -> (usize, &[usize]) {
-        (self.taps, &self.starts)
+    /// Source pixels per output pixel.
+    pub fn taps(&self) -> usize {
+        self.taps
+    }
+
+    /// The first source pixel of each output pixel.
+    pub fn starts(&self) -> &[usize] {
+        &self.starts
     }
 
     /// The weights of all output pixels, one after the other.
-    pub fn all_weights(&self) -> &[f32] {
+    pub fn weights(&self) -> &[f32] {
         &self.weights
     }
 
@@ -88,7 +93,7 @@ impl Axis {
         self
     }
 
-    fn weights(&self, output: usize) -> &[f32] {
+    fn weights_of(&self, output: usize) -> &[f32] {
         &self.weights[output * self.taps..][..self.taps]
     }
 }
@@ -145,12 +150,12 @@ pub fn resample(image: &Image<'_>, wanted: &ResampleSpec<'_>, rows: &mut Rows, i
         }
         let row = |tap: usize| &rows.resized[(start + tap) % lines.taps * width..][..width];
         match layout {
-            Layout::ChannelsLast => blend(lines.weights(output), row, &mut into[output * width..][..width]),
+            Layout::ChannelsLast => blend(lines.weights_of(output), row, &mut into[output * width..][..width]),
             Layout::Contiguous => {
                 let (plane, side) = (into.len() / CHANNELS, width / CHANNELS);
                 for channel in 0..CHANNELS {
                     let part = |tap: usize| &row(tap)[channel * side..][..side];
-                    blend(lines.weights(output), part, &mut into[channel * plane + output * side..][..side]);
+                    blend(lines.weights_of(output), part, &mut into[channel * plane + output * side..][..side]);
                 }
             }
         }
