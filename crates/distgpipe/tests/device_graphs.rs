@@ -62,25 +62,27 @@ impl Layer for Dense {
     }
 }
 
+/// Layers of the given widths, the first of which reads 64 pixels. Which of them does what else.
+fn model(widths: &[i64], extra_in: usize, extra: Extra) -> Model {
+    let names = ["in", "one", "two", "three", "four", "five"];
+    let layer = |(at, &to): (usize, &i64)| {
+        let from = at.checked_sub(1).map_or(64, |before| widths[before]);
+        let extra = if at == extra_in { extra } else { Extra::Nothing };
+        Arc::new(Dense { name: names[at], from, to, extra }) as Arc<dyn Layer>
+    };
+    Model::new(widths.iter().enumerate().map(layer).collect(), vec![SampleShape::float(&[1, 8, 8])])
+}
+
 /// The losses of eight steps, and why partitions run without graphs.
-fn losses(extra: Extra, mode: GraphMode, recompute: Recompute) -> (Vec<f64>, Vec<(u32, String)>) {
-    let layer = |name, from, to, extra| Arc::new(Dense { name, from, to, extra }) as Arc<dyn Layer>;
-    let layers = vec![
-        layer("in", 64, 96, Extra::Nothing),
-        layer("middle", 96, 96, extra),
-        layer("more", 96, 96, Extra::Nothing),
-        layer("out", 96, 10, Extra::Nothing),
-    ];
-    let model = Model::new(layers, vec![SampleShape::float(&[1, 8, 8])]);
-    // Worker `a` has a partition that can be recorded and one that cannot.
+fn losses(model: Model, balance: &[usize], place: &str, graphs: GraphOptions, recompute: Recompute) -> Losses {
     let mut pipeline = Pipeline::builder(model)
-        .balance([1, 1, 1, 1])
-        .place("a,a,b,a")
+        .balance(balance.to_vec())
+        .place(place)
         .micro_batches(4)
         .recompute(recompute)
         .learning_rate(0.1)
         .device(Device::Cuda(0))
-        .graphs(GraphOptions { mode, streams: Some(3) })
+        .graphs(graphs)
         .build()
         .unwrap();
     let digits = Digits::new(Split::Train, Default::default()).unwrap();
@@ -94,6 +96,11 @@ fn losses(extra: Extra, mode: GraphMode, recompute: Recompute) -> (Vec<f64>, Vec
     }
     (losses, refused)
 }
+
+type Losses = (Vec<f64>, Vec<(u32, String)>);
+
+const GRAPHS: GraphOptions = GraphOptions { mode: GraphMode::Auto, streams: Some(3) };
+const NO_GRAPHS: GraphOptions = GraphOptions { mode: GraphMode::Off, streams: None };
 
 fn assert_close(got: &[f64], expected: &[f64], what: &str) {
     let gap = got.iter().zip(expected).map(|(a, b)| (a - b).abs() / b.abs()).fold(0.0, f64::max);
@@ -109,16 +116,35 @@ fn a_layer_that_cannot_be_recorded_runs_without_a_graph() {
     }
     for recompute in [Recompute::Never, Recompute::ExceptLast] {
         for extra in [Extra::Nothing, Extra::ReadsForward, Extra::ReadsBackward] {
-            let (expected, none) = losses(extra, GraphMode::Off, recompute);
-            assert!(none.is_empty());
-            let (got, refused) = losses(extra, GraphMode::Auto, recompute);
-            let partitions: Vec<u32> = refused.iter().map(|(partition, _)| *partition).collect();
-            let which = if extra == Extra::Nothing { vec![] } else { vec![1] };
-            assert_eq!(partitions, which, "{refused:?}");
-            assert_close(&got, &expected, "with graphs where possible");
-            assert!(expected[7] < expected[0], "{expected:?}");
+            // Worker `a` has a partition that can be recorded and one that cannot.
+            let run = |graphs| losses(model(&[96, 96, 96, 10], 1, extra), &[1, 1, 1, 1], "a,a,b,a", graphs, recompute);
+            compare(run, extra, 1);
         }
     }
+}
+
+/// Gradients of 17 MB are added in parts, also where the last part cannot be recorded.
+#[test]
+fn a_backward_pass_in_parts_adds_every_gradient_once() {
+    if !has_gpu() {
+        return;
+    }
+    for extra in [Extra::Nothing, Extra::ReadsBackward] {
+        let widths = [1024, 1024, 1024, 1024, 1024, 10];
+        compare(|graphs| losses(model(&widths, 0, extra), &[6], "a", graphs, Recompute::Never), extra, 0);
+    }
+}
+
+/// Compares runs with graphs and without. Only a partition with something extra runs without.
+fn compare(run: impl Fn(GraphOptions) -> Losses, extra: Extra, partition: u32) {
+    let (expected, none) = run(NO_GRAPHS);
+    assert!(none.is_empty());
+    let (got, refused) = run(GRAPHS);
+    let partitions: Vec<u32> = refused.iter().map(|(partition, _)| *partition).collect();
+    let which = if extra == Extra::Nothing { vec![] } else { vec![partition] };
+    assert_eq!(partitions, which, "{refused:?}");
+    assert_close(&got, &expected, "with graphs where possible");
+    assert!(expected[7] < expected[0], "{expected:?}");
 }
 
 /// The kernels of our own and libtorch on the CPU, in double precision; sizes of both kinds, odd numbers of pixels, and values far
