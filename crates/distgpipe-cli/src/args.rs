@@ -392,7 +392,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluate_every: Option<u64>,
-    /// Do not evaluate on the test data after each epoch
+    /// Do not evaluate on the test data
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_evaluate: Option<bool>,

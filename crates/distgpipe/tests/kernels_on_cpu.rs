@@ -266,7 +266,7 @@ fn no_bytes_make_the_kernel_of_images_read_elsewhere() {
 /// A GPU would have read lines of another length.
 #[test]
 fn an_image_that_does_not_have_the_size_of_its_source_is_refused() {
-    struct Untrue(Pixels);
+    struct Untrue(Pixels, usize);
     impl ImageSource for Untrue {
         fn name(&self) -> &'static str {
             "untrue"
@@ -284,15 +284,16 @@ fn an_image_that_does_not_have_the_size_of_its_source_is_refused() {
             self.0.label(row)
         }
         fn image<'a>(&'a self, row: usize, memory: &'a mut Vec<u8>) -> Result<Image<'a>, DataError> {
-            self.0.image(row, memory)
+            let image = self.0.image(row, memory)?;
+            Ok(Image { pixels: &image.pixels[..self.1], ..image })
         }
     }
-    for (width, height) in [(12, 8), (6, 8)] {
+    for (width, height, bytes) in [(12, 8, 288), (6, 8, 144), (8, 12, 100)] {
         let options = ImageOptions { side: 32, split: Split::Test, layout: EngineLayout::ChannelsLast };
-        let set = ImageSet::new(Untrue(Pixels::new(width, height)), options).unwrap();
+        let set = ImageSet::new(Untrue(Pixels::new(width, height), bytes), options).unwrap();
         let error = set.image_bytes(&[1], LoadPass::new(0, 0)).err().unwrap().to_string();
         assert!(error.contains("data set `untrue`: expected images of 8 × 12 pixels"), "{error}");
-        assert!(error.contains(&format!("got {width} × {height} pixels")), "{error}");
+        assert!(error.contains(&format!("got {width} × {height} pixels of {bytes} bytes")), "{error}");
     }
     let layout = EngineLayout::Contiguous;
     let how = |size, taps_max| ImageResizing { size, side: 8, taps_max, scale: [1.0; 3], shift: [0.0; 3], layout };

@@ -177,7 +177,7 @@ pub enum ResumeName {
     Best,
 }
 
-/// Metrics of the test after each epoch: `--save-best`.
+/// Metrics of the test after an epoch: `--save-best`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MetricName {

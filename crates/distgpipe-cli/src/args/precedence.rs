@@ -7,13 +7,15 @@ use crate::exit::usage;
 
 /// Flags that exclude others. Where the overriding source gives one of the first list, the flags of the second list are dropped
 /// from the source below, so that users get no error about flags that they did not give.
-const EXCLUDED_FLAGS: [(&[&str], &[&str]); 8] = [
+const EXCLUDED_FLAGS: [(&[&str], &[&str]); 10] = [
     (&["partitions", "balance", "cut", "auto-balance"], &CUTS),
     (&["plan"], &["place", "chunks", "schedule", "recompute"]),
     (&["chunks", "schedule", "recompute"], &["plan"]),
     (&["codec"], &["sortquant", "quant", "split"]),
     (&["sortquant"], &["codec"]),
     (&["lr-decay"], &["lr-power", "lr-steps", "lr-factor"]),
+    (&["evaluate-every"], &["no-evaluate"]),
+    (&["no-evaluate"], &["evaluate-every", "patience", "save-best"]),
     (&["workers"], &["server", "server-file", "listen", "labels-leave"]),
     (&["server", "server-file"], &["workers", "token-file", "server", "server-file"]),
 ];
@@ -149,5 +151,17 @@ mod tests {
         assert_eq!(flags.set, ["classes=3"], "a setting that the user gives is refused, not dropped");
         let other = TrainFlags { model: Some("vgg".to_owned()), ..TrainFlags::default() };
         assert_eq!(recipe().overlaid(&other).unwrap().set, ["classes=5"]);
+    }
+
+    #[test]
+    fn whether_a_run_evaluates_is_said_by_the_overriding_source_alone() {
+        let speed = parse("no-evaluate = true").unwrap();
+        let often = TrainFlags { evaluate_every: Some(2), ..TrainFlags::default() };
+        let flags = speed.clone().overlaid(&often).unwrap();
+        assert_eq!((flags.no_evaluate, flags.evaluate_every), (None, Some(2)));
+        let best = parse("evaluate-every = 2\npatience = 4\nsave-best = 'loss'").unwrap();
+        let flags = best.overlaid(&speed).unwrap();
+        assert_eq!((flags.no_evaluate, flags.evaluate_every), (Some(true), None));
+        assert!(flags.patience.is_none() && flags.save_best.is_none());
     }
 }

@@ -54,7 +54,7 @@ pub struct MeasuredRow {
     /// Why there are no runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
-    /// What ran this row later than the rest of the file.
+    /// What ran this row, if not the command of the file: it was added later, or is that of another table's file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub added: Option<Origin>,
 }
@@ -313,7 +313,8 @@ impl Measured {
     }
 
     /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them; among equals, the one with
-    /// more measured speeds. The speeds of two files are those of two machines, or of two runs of a shared one, and their ratio would say nothing.
+    /// more measured speeds. The speeds of two files are those of two machines, or of two runs of a shared one, and their ratio would
+    /// say nothing.
     pub fn speeds(&self, table: &str, recipes: &[&str]) -> Option<&Measurements> {
         let speed = |file: &Measurements, recipe: &str| file.row(recipe)?.figure(Metric::Throughput);
         let rows = |file: &Measurements| recipes.iter().filter_map(|recipe| speed(file, recipe)).count();

@@ -151,6 +151,9 @@ fn measuring(run: &TrainFlags, given: &TrainFlags, chosen: Option<&[usize]>) -> 
         phases: Some(PhaseTiming::Exact),
         steps: Some(given.steps.unwrap_or(STEPS)),
         no_evaluate: Some(true),
+        evaluate_every: None,
+        patience: None,
+        save_best: None,
         ..given.clone()
     })
 }
@@ -256,9 +259,10 @@ mod tests {
     #[test]
     fn one_worker_for_each_partition_is_measured_with_one_micro_batch() {
         let recipe = find("resnet101-speed-pipeline-2").unwrap();
-        let given = TrainFlags { steps: Some(7), ..TrainFlags::default() };
+        let given = TrainFlags { steps: Some(7), evaluate_every: Some(2), ..TrainFlags::default() };
         let run = recipe.with(&given).unwrap();
         let flags = recipe.with(&measuring(&run, &given, Some(&[20, 17])).unwrap()).unwrap();
+        assert_eq!((flags.no_evaluate, flags.evaluate_every), (Some(true), None));
         assert_eq!((flags.batch, flags.chunks, flags.steps), (Some(15), Some(1), Some(7)));
         assert_eq!((flags.balance.as_deref(), flags.place.as_deref()), (Some("20,17"), Some("p0,p1")));
         // A pass that is run again would coincide with one of the next partition.

@@ -71,7 +71,8 @@ pub trait ImageSource: Send + Sync {
         None
     }
 
-    /// Width and height, if all images have the same and are in memory. A GPU then gets them as bytes, and resizes them itself.
+    /// Width and height, if all images have the same and are in memory. A GPU then gets them as bytes, and resizes them itself;
+    /// an image of another size is refused.
     fn size(&self) -> Option<[u32; 2]> {
         None
     }

@@ -200,10 +200,10 @@ impl Loader {
             engine::attach_thread(1, 0);
             let pass = LoadPass::new(options.seed, epoch).shared(options.threads, &told).for_gpu(devices.inputs);
             let attached = devices.any().map_or(Ok(()), engine::attach_to_gpu);
-            let mut as_bytes = devices.inputs;
+            let mut bytes_for = devices.inputs;
             for rows in plan {
                 let batch = match &attached {
-                    Ok(()) => load_for(devices, &mut as_bytes, &data, (&rows, pass)),
+                    Ok(()) => load_for(devices, &mut bytes_for, &data, (&rows, pass)),
                     Err(fault) => Err(Fault::engine(fault.to_string()).into()),
                 };
                 // The receiver is gone: the epoch was dropped.
@@ -252,21 +252,22 @@ fn samples(rows: &[usize]) -> Vec<u64> {
     rows.iter().map(|&row| row as u64).collect()
 }
 
-/// Loads a batch for GPUs: as bytes for the one in `as_bytes`, which becomes `None` if the data set has no bytes or the GPU cannot use them.
+/// Loads a batch for GPUs: as bytes for the one in `bytes_for`, which becomes `None` if the data set has no bytes or the GPU cannot use
+/// them.
 fn load_for(
     devices: BatchDevices,
-    as_bytes: &mut Option<usize>,
+    bytes_for: &mut Option<usize>,
     data: &Mutex<dyn Dataset>,
     (rows, pass): (&[usize], LoadPass<'_>),
 ) -> Result<Loaded, DataError> {
-    if let Some(device) = *as_bytes {
+    if let Some(device) = *bytes_for {
         let images = lock(data).image_bytes(rows, pass)?;
         if let Some(images) = images.filter(|_| kernels::can_resize_images(device)) {
             let target = images.target().shallow_clone();
             let without_inputs = Batch { inputs: Vec::new(), target, samples: samples(rows) };
             return Ok(Loaded::Bytes(devices.pinned(without_inputs)?, images));
         }
-        *as_bytes = None;
+        *bytes_for = None;
     }
     Ok(Loaded::Batch(devices.pinned(load(data, rows, pass)?)?))
 }

@@ -386,20 +386,19 @@ impl Recording<'_> {
     /// Ends the graph, runs `between`, which may record graphs of its own, and goes on with the next graph. After an error the
     /// recording fails.
     pub fn cut<T>(&mut self, between: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
+        let failed = std::mem::replace(&mut self.failed, true);
         let current = CudaStream::current(self.pool.device)?;
         // In another stream, CUDA would leave the recording open.
         if current != self.stream {
-            self.failed = true;
             return Err(Fault::internal(format!("{:?}", self.stream), format!("{current:?}")));
         }
         if !self.open {
             return Err(Fault::internal("a recording", "one that has ended"));
         }
-        self.failed = true;
         self.end(true)?;
         let made = between()?;
         self.begin()?;
-        self.failed = false;
+        self.failed = failed;
         Ok(made)
     }
 
@@ -510,6 +509,7 @@ extern "C" fn take_gradients(
 /// The parameters are leaves, each at most once. `take` is given their gradients in the order in which they are found, as soon as there
 /// are `part_bytes` of them: the backward pass holds them no longer. It is called on this thread, and an error ends the backward
 /// pass. The last of them are returned.
+/// Later backward passes of this thread run on it, too.
 pub fn gradients_in_parts(
     outputs: &[(Tensor, Option<Tensor>)],
     parameters: &[Tensor],

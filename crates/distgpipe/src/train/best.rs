@@ -4,7 +4,7 @@
 use crate::train::summary::EpochSummary;
 use serde::{Deserialize, Serialize};
 
-/// A metric of the test after each epoch.
+/// A metric of the test after an epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]

@@ -90,7 +90,7 @@ pub enum Event<'a> {
         /// It tries no earlier than after this many seconds, while the disk does not answer; otherwise 0.
         pause_s: f64,
     },
-    /// An epoch and its test are done.
+    /// An epoch is done, and its test if one was due.
     EpochDone(&'a EpochSummary),
     /// A checkpoint is on the disk.
     Saved {

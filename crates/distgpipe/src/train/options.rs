@@ -26,12 +26,12 @@ pub struct TrainOptions {
     pub warm_up_steps: u64,
     /// The step of which the observer receives everything that crossed the links.
     pub capture: Capture,
-    /// Tests after every so many epochs, and after the last one.
+    /// Tests after every so many epochs, and after the last one. Has no effect without test data.
     pub test_every: u64,
     /// The metric of the tests that decides which epoch is the best. Its checkpoint is kept beside the newest ones; see
     /// [`Checkpoints::best`](crate::Checkpoints::best). Only whole epochs count. Needs test data.
     pub best: Option<TestMetric>,
-    /// Ends the run when a test finds that the best one, by [`best`](Self::best), which it needs, is so many epochs old.
+    /// Ends the run at a test that comes this many epochs or more after the best one. Needs [`best`](Self::best).
     pub patience: Option<u64>,
     /// How often the run may go on by itself after it has lost a worker that is a process. It starts the workers again, goes
     /// back to its last checkpoint and repeats the steps since then, with the same results. A run without checkpoints keeps
@@ -92,7 +92,7 @@ pub enum Capture {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SaveEvery {
-    /// After each epoch and its test.
+    /// After each epoch, and its test if one is due.
     Epoch,
     /// Every N steps, at the next finished update.
     Steps(u64),

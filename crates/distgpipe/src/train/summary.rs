@@ -182,7 +182,8 @@ pub enum RunEnd {
 #[derive(Clone, Debug, Serialize)]
 pub struct RunSummary {
     /// One entry per epoch, including those before the checkpoint that the run resumed from.
-    /// An epoch that was stopped has no figures of a test.
+    /// An epoch that was stopped, or had no test due, has no figures of a test; see
+    /// [`TrainOptions::test_every`](crate::TrainOptions::test_every).
     pub epochs: Vec<EpochSummary>,
     /// Why the run ended.
     pub end: RunEnd,

@@ -1,4 +1,4 @@
-//! Trains a pipeline over epochs of data: steps, tests after each epoch, writes checkpoints, and reports events.
+//! Trains a pipeline over epochs of data: steps, tests after epochs, writes checkpoints, and reports events.
 
 mod recovery;
 
@@ -53,7 +53,7 @@ pub enum TrainError {
         /// Steps of the run.
         steps: u64,
     },
-    /// [`TrainOptions::best`] or [`TrainOptions::patience`] lacks what it compares.
+    /// [`TrainOptions::test_every`] is 0, or [`TrainOptions::best`] or [`TrainOptions::patience`] lacks what it compares.
     #[error("{option}: {needs}")]
     Best {
         /// The option that was set.
@@ -578,7 +578,7 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Checks that there are tests, and something to choose the best epoch by.
+/// Checks the options of tests: how often, and what they choose the best epoch by.
 fn check_tests(options: &TrainOptions, tests: bool) -> Result<(), TrainError> {
     let lacks = |option, needs: &str| Err(TrainError::Best { option, needs: needs.to_owned() });
     if options.test_every == 0 {

@@ -23,7 +23,7 @@ pub struct ImageResizing {
     pub size: [u32; 2],
     /// Width and height of the squares.
     pub side: u32,
-    /// The most pixels along x and along y that make one of a square.
+    /// The largest number of source pixels per output pixel, along x and along y.
     pub taps_max: [u32; 2],
     /// What each colour from 0 to 255 is multiplied by.
     pub scale: [f32; CHANNELS as usize],
@@ -50,7 +50,7 @@ pub struct ImageForm {
 }
 
 impl ImageForm {
-    /// So many images. `None` if there is no such image, or if there are too many for the kernel.
+    /// The form of this many images. `None` if they have no pixels, or if there are too many lines or bytes for one launch.
     pub fn new(images: usize, how: ImageResizing) -> Option<Self> {
         let ImageResizing { size: [width, height], side, taps_max: [taps_x_max, taps_y_max], .. } = how;
         let images = u32::try_from(images).ok()?;
