@@ -36,7 +36,9 @@ impl Pipeline {
             if reconnecting {
                 granted = reconnect;
             }
-            if (moved.is_some() || reconnecting) && claimed.elapsed() < claimed_max + granted {
+            // Asked every time: a timer that nobody asks takes the time in between for a suspension.
+            let claimed_for = claimed.elapsed();
+            if (moved.is_some() || reconnecting) && claimed_for < claimed_max + granted {
                 idle.progress();
             } else if idle.elapsed() >= self.timeouts.stall() {
                 let plan = self.forward_plan.as_ref().unwrap_or(self.plan());
@@ -96,5 +98,57 @@ impl Pipeline {
     /// Fails the run because of a worker; returns the run's first failure, which may be another.
     pub(super) fn fail_at(&self, worker: WorkerId, phase: &str, fault: Fault) -> Failure {
         self.workers.abort.fail(Failure::new(self.topology.name(worker), phase, fault))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::comm::suspension;
+    use crate::data::LoadPass;
+    use crate::model::layer::{Context, Layer, LayerTensors, SampleShape, ShapeError, SkipShapes};
+    use crate::prelude::*;
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+    use tch::Tensor;
+
+    const SLOW: Duration = Duration::from_millis(1500);
+
+    /// Takes a long time for each micro-batch.
+    struct Slow;
+
+    impl Layer for Slow {
+        fn name(&self) -> &str {
+            "slow"
+        }
+
+        fn shapes(&self, inputs: Vec<SampleShape>, _: &mut SkipShapes) -> Result<Vec<SampleShape>, ShapeError> {
+            Ok(inputs)
+        }
+
+        fn forward(
+            &self,
+            _: &mut LayerTensors<'_>,
+            inputs: Vec<Tensor>,
+            _: &mut Context<'_>,
+        ) -> Result<Vec<Tensor>, Fault> {
+            std::thread::sleep(SLOW);
+            Ok(inputs)
+        }
+    }
+
+    /// The timer of what workers claim was asked only when a status had changed, and took the time in between for a suspension.
+    #[test]
+    fn a_layer_that_takes_long_is_no_suspension_of_the_process() {
+        let digits = Digits::new(Split::Train, Default::default()).unwrap();
+        let model = Mlp::default().model().unwrap();
+        let (mut layers, input) = (model.layers.clone(), model.input.clone());
+        layers.insert(0, Arc::new(Slow));
+        let mut pipeline = Pipeline::builder(Model::new(layers, input)).place("a,b").micro_batches(2).build().unwrap();
+        let batch = digits.batch(&[0, 1, 2, 3], LoadPass::new(0, 0)).unwrap();
+        let start = Instant::now();
+        pipeline.train_step(&batch).unwrap();
+        let noticed =
+            suspension::last().filter(|last| last.ended > start && last.duration >= SLOW - Duration::from_millis(300));
+        assert!(noticed.is_none(), "{noticed:?}");
     }
 }
