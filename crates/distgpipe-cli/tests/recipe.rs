@@ -185,6 +185,31 @@ fn the_accuracies_of_the_readme_are_those_of_the_committed_reports() {
     }
 }
 
+#[test]
+fn the_cifar100_table_of_the_readme_is_that_of_the_committed_runs() {
+    let readme = include_str!("../../../README.md");
+    let table = cells(readme, "| codec | bytes relative to `raw` | CIFAR-100 accuracy, % |");
+    assert_eq!(table.len(), 5, "{table:?}");
+    let view = |name: &str| -> Value { serde_json::from_str(&fine(&["recipe", "table", name, "--json"])).unwrap() };
+    for row in table {
+        let codec = row[0].trim_matches('`');
+        let (name, file) = match codec {
+            "sort:4+4" => ("cifar100-sort8-1to1".to_owned(), "altogether"),
+            other => (format!("cifar100-{}", other.replace(':', "")), "cifar100"),
+        };
+        let printed = view(file);
+        let shown = printed["rows"].as_array().unwrap().iter().find(|row| row["recipe"] == name).unwrap();
+        let mut cells = shown["cells"].as_array().unwrap().iter().map(|cell| cell.as_str().unwrap());
+        let published = cells.find(|cell| cell.trim_end_matches('%') == row[3]);
+        assert!(published.is_some(), "{codec}: {} is not published: {shown}", row[3]);
+        assert_eq!(cells.next(), Some(&format!("{} %", row[2])[..]), "{codec}");
+        let ratio = shown["cells"].to_string();
+        let (above, below) = row[1].split_once('/').unwrap_or((&row[1], "1"));
+        let share = above.parse::<f64>().unwrap() / below.parse::<f64>().unwrap();
+        assert!(ratio.contains(&format!("\"{share:.3}\"")), "{codec}: {share} is not in {ratio}");
+    }
+}
+
 /// Small enough for a test: everything about a row is there but its size.
 const TINY: [&str; 12] = [
     "--set",

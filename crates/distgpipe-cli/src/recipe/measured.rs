@@ -32,6 +32,7 @@ pub struct Measurements {
     pub version: String,
     /// The command that wrote the file, or what was run instead.
     pub command: String,
+    /// A recipe may have several rows, of runs with different flags. A cell of a table shows the first that has its figure.
     pub rows: Vec<MeasuredRow>,
 }
 
@@ -213,9 +214,14 @@ impl MeasuredRow {
 }
 
 impl Measurements {
-    /// The row of a recipe, if it was run.
+    /// The rows of a recipe that were run.
+    fn rows_of<'a, 'b>(&'a self, recipe: &'b str) -> impl Iterator<Item = &'a MeasuredRow> + use<'a, 'b> {
+        self.rows.iter().filter(move |row| row.recipe.as_deref() == Some(recipe) && !row.runs.is_empty())
+    }
+
+    /// The first of them.
     pub fn row(&self, recipe: &str) -> Option<&MeasuredRow> {
-        self.rows.iter().find(|row| row.recipe.as_deref() == Some(recipe) && !row.runs.is_empty())
+        self.rows_of(recipe).next()
     }
 
     /// The machine and the command of a row.
@@ -309,7 +315,7 @@ impl Measured {
     ) -> impl Iterator<Item = (&'a Measurements, &'a MeasuredRow)> {
         let own = self.files.iter().filter(move |file| file.table == table);
         let others = self.files.iter().filter(move |file| file.table != table);
-        own.chain(others).filter_map(move |file| Some((file, file.row(recipe)?)))
+        own.chain(others).flat_map(move |file| file.rows_of(recipe).map(move |row| (file, row)))
     }
 
     /// The file with the speeds of a table's rows: the table's own, or else the one that has most of them; among equals, the one with
@@ -400,6 +406,21 @@ mod tests {
         let scores = || file("own", vec![score.clone()]);
         assert_eq!(speeds(&measured(vec![scores(), file("a", vec![y()])])), Some("a".to_owned()));
         assert_eq!(speeds(&measured(vec![scores(), file("a", vec![z()])])), None);
+    }
+
+    /// Such as a speed with random weights, and a score.
+    #[test]
+    fn a_recipe_may_have_several_rows_in_a_file() {
+        let mut score = row("x", 0.0);
+        score.runs[0].figures = BTreeMap::from([(Metric::Accuracy, 90.0)]);
+        let files = vec![file("other", vec![row("x", 20.0)]), file("own", vec![row("x", 30.0), row("y", 10.0), score])];
+        let measured = Measured { place: String::new(), files };
+        let figures = |metric| {
+            let rows = measured.rows("own", "x").map(|(_, row)| row.figure(metric).map(|figure| figure.mean));
+            rows.collect::<Vec<_>>()
+        };
+        assert_eq!(figures(Metric::Throughput), [Some(30.0), None, Some(20.0)]);
+        assert_eq!(figures(Metric::Accuracy), [None, Some(90.0), None]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use super::{find, Recipe};
 use crate::config::{model, ExportedFlags};
 use crate::report::table::{Side, Table};
 use serde::Serialize;
+use std::collections::HashSet;
 
 /// What a cell without a figure of ours shows.
 const NONE: &str = "–";
@@ -66,14 +67,15 @@ impl Coverage {
     }
 }
 
-/// One file with figures of ours.
+/// Figures of one file and one machine.
 #[derive(Serialize)]
 struct Source {
     /// The table that was run.
     table: String,
     file: String,
     machine: String,
-    command: String,
+    /// What measured them. Rows can be added to a file later, each by a command of its own.
+    commands: Vec<String>,
     /// Sentences, and the rows they are about; no rows if they are about all of them.
     deviations: Vec<(String, Vec<String>)>,
 }
@@ -226,7 +228,11 @@ impl<'a> TableView<'a> {
 impl Source {
     /// Where the figures come from, and what differs.
     fn text(&self) -> String {
-        let mut text = format!("\nOurs: {}; {}; made by {}.", self.file, self.machine, self.command);
+        let made_by = match &self.commands[..] {
+            [command] => command.clone(),
+            several => format!("{} commands, which the file has", several.len()),
+        };
+        let mut text = format!("\nOurs: {}; {}; made by {made_by}.", self.file, self.machine);
         text += if self.deviations.is_empty() { "\n" } else { " What differs:\n\n" };
         for (sentence, rows) in &self.deviations {
             let rows = if rows.is_empty() { String::new() } else { format!(" ({})", rows.join("; ")) };
@@ -387,21 +393,9 @@ fn sources<'a>(
     figures: impl Iterator<Item = &'a Ours<'a>>,
     extra: &[&'a MeasuredRow],
 ) -> Vec<Source> {
-    // Rows that were added to a file later are from another machine, or at least another command.
-    let mut files: Vec<(&Measurements, Vec<&MeasuredRow>)> = Vec::new();
     let own = measured.table(&table.name);
     let extra = own.into_iter().flat_map(|own| extra.iter().map(move |row| (own, *row)));
-    for (file, row) in figures.filter_map(|figure| figure.from).chain(extra) {
-        let origin = file.origin(row);
-        let same = |(known, rows): &&mut (&Measurements, Vec<&MeasuredRow>)| {
-            known.table == file.table && rows.first().is_none_or(|first| known.origin(first) == origin)
-        };
-        match files.iter_mut().find(same) {
-            Some((_, rows)) if rows.iter().any(|known| std::ptr::eq(*known, row)) => {}
-            Some((_, rows)) => rows.push(row),
-            None => files.push((file, vec![row])),
-        }
-    }
+    let shown = figures.filter_map(|figure| figure.from).chain(extra);
     let source = |(file, rows): (&Measurements, Vec<&MeasuredRow>)| {
         let mut deviations: Vec<(String, Vec<String>)> = Vec::new();
         for row in &rows {
@@ -418,18 +412,54 @@ fn sources<'a>(
                 names.clear();
             }
         }
-        let (machine, command) = rows.first().map_or((&file.machine[..], &file.command[..]), |row| file.origin(row));
-        let (machine, command) = (machine.to_owned(), command.to_owned());
+        let machine = rows.first().map_or(&file.machine[..], |row| file.origin(row).0).to_owned();
+        let mut commands: Vec<String> = rows.iter().map(|row| file.origin(row).1.to_owned()).collect();
+        let mut known = HashSet::new();
+        commands.retain(|command| known.insert(command.clone()));
         let table = file.table.clone();
-        Source { file: format!("{}/{table}.json", measured.place), table, machine, command, deviations }
+        Source { file: format!("{}/{table}.json", measured.place), table, machine, commands, deviations }
     };
-    files.into_iter().map(source).collect()
+    by_source(shown).into_iter().map(source).collect()
+}
+
+/// Rows with the file that they are from.
+type RowsOfFile<'a> = (&'a Measurements, Vec<&'a MeasuredRow>);
+
+/// The rows of each file and machine. Two rows of one recipe are in different groups, so that its name says which is meant.
+fn by_source<'a>(shown: impl Iterator<Item = (&'a Measurements, &'a MeasuredRow)>) -> Vec<RowsOfFile<'a>> {
+    let mut by_command: Vec<RowsOfFile<'_>> = Vec::new();
+    for (file, row) in shown {
+        let same = |(known, rows): &&mut RowsOfFile<'_>| {
+            known.table == file.table && rows.first().is_none_or(|first| known.origin(first) == file.origin(row))
+        };
+        match by_command.iter_mut().find(same) {
+            Some((_, rows)) if rows.iter().any(|known| std::ptr::eq(*known, row)) => {}
+            Some((_, rows)) => rows.push(row),
+            None => by_command.push((file, vec![row])),
+        }
+    }
+    let mut groups: Vec<RowsOfFile<'_>> = Vec::new();
+    for (file, rows) in by_command {
+        let machine = rows.first().map(|row| file.origin(row).0);
+        let joins = |(known, others): &&mut RowsOfFile<'_>| {
+            let named =
+                |row: &MeasuredRow| others.iter().any(|other| other.recipe.is_some() && other.recipe == row.recipe);
+            known.table == file.table
+                && others.first().map(|row| known.origin(row).0) == machine
+                && !rows.iter().any(|row| named(row))
+        };
+        match groups.iter_mut().find(joins) {
+            Some((_, others)) => others.extend(rows),
+            None => groups.push((file, rows)),
+        }
+    }
+    groups
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::measured::{MeasuredRun, Outcome};
+    use crate::recipe::measured::{MeasuredRun, Origin, Outcome};
     use crate::recipe::tables;
     use std::collections::BTreeMap;
     use std::path::Path;
@@ -552,6 +582,31 @@ mod tests {
             |name: &str| view.rows.iter().find(|row| row.recipe.as_deref() == Some(name)).unwrap().not_measured.clone();
         assert_eq!(why("unet-speed-pipeline-1").unwrap(), "not measured: it ran out of patience");
         assert_eq!(why("unet-speed-baseline").unwrap(), "not measured: needs a GPU");
+    }
+
+    /// Rows that were added one by one to a file are told together; a recipe's speed and its score from other runs are not.
+    #[test]
+    fn sources_are_files_and_machines() {
+        let row = |recipe: &str, machine: &str, command: &str| {
+            let (machine, command) = (machine.to_owned(), command.to_owned());
+            let added = Some(Origin { machine, version: String::new(), command });
+            MeasuredRow { recipe: Some(recipe.to_owned()), added, ..MeasuredRow::default() }
+        };
+        let rows = vec![
+            row("x", "gpu", "speeds"),
+            row("y", "gpu", "speeds"),
+            row("x", "gpu", "score of x"),
+            row("y", "gpu", "score of y"),
+            row("z", "cpu", "z"),
+        ];
+        let (machine, version, command) = Default::default();
+        let file = Measurements { table: String::new(), machine, version, command, rows };
+        // As a table has them: the score of a recipe before its speed.
+        let shown = [2, 0, 3, 1, 4, 0].map(|at| (&file, &file.rows[at]));
+        let groups = by_source(shown.into_iter())
+            .into_iter()
+            .map(|(_, rows)| rows.iter().map(|row| row.added.as_ref().unwrap().command.clone()).collect::<Vec<_>>());
+        assert_eq!(groups.collect::<Vec<_>>(), [vec!["score of x", "score of y"], vec!["speeds"; 2], vec!["z"]]);
     }
 
     /// No figure of ours appears without a file: with no files at all, only parameters are there.
