@@ -32,9 +32,10 @@ mod ranks {
     use crate::{report, signals};
     use distgpipe::engine::exit_at_once;
     use distgpipe::model::zoo;
+    use distgpipe::sync::lock;
     use distgpipe::{MpiProgram, Notice, Workers};
     use std::collections::BTreeSet;
-    use std::sync::{Mutex, OnceLock, PoisonError};
+    use std::sync::{Mutex, OnceLock};
 
     static PROGRAM: OnceLock<MpiProgram> = OnceLock::new();
 
@@ -93,7 +94,7 @@ mod ranks {
 
     /// Notes which workers are silent, and ends the run if it cannot go on.
     pub fn take_notice(notice: &Notice) {
-        let mut silent = SILENT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut silent = lock(&SILENT);
         match notice {
             Notice::Silent { worker, .. } => drop(silent.insert(worker.clone())),
             Notice::Back { worker, .. } => drop(silent.remove(worker)),
@@ -106,7 +107,7 @@ mod ranks {
     /// Ends a run of ranks that a signal has asked to stop, if a silent worker keeps the step in progress from finishing. A scheduler
     /// kills all ranks soon after the signal, and then nobody would say why.
     pub fn end_if_a_worker_is_silent() {
-        let silent = SILENT.lock().unwrap_or_else(PoisonError::into_inner).first().cloned();
+        let silent = lock(&SILENT).first().cloned();
         if let (Some(_), Some(worker)) = (PROGRAM.get(), silent) {
             signals::end_if_stopping(&format!(", because {worker} does not answer"));
         }

@@ -12,6 +12,7 @@ pub mod units;
 use crate::mpi;
 use crate::option_names::with_flags;
 use anyhow::Context;
+use distgpipe::sync::lock;
 use distgpipe::Notice;
 use distgpipe_core::schedule::Pass;
 use indicatif::ProgressBar;
@@ -79,13 +80,13 @@ static BAR: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
 /// Has [`note`] print above this bar from now on, or on a plain terminal.
 fn print_above(bar: Option<ProgressBar>) {
-    *BAR.lock().unwrap_or_else(|e| e.into_inner()) = bar;
+    *lock(&BAR) = bar;
 }
 
 /// Prints a line on standard error, above the progress bar if there is one, with options of the library named as flags.
 /// Failures are ignored.
 pub fn note(text: &str) {
-    let bar = BAR.lock().unwrap_or_else(|e| e.into_inner()).clone();
+    let bar = lock(&BAR).clone();
     let line = with_flags(text);
     match bar {
         Some(bar) => bar.println(line),
@@ -101,14 +102,14 @@ static SERVERS: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
 
 /// Has [`notice`] name servers as the user does from now on.
 pub fn name_servers(servers: BTreeMap<String, String>) {
-    *SERVERS.lock().unwrap_or_else(|e| e.into_inner()) = servers;
+    *lock(&SERVERS) = servers;
 }
 
 /// Shows a notice of the run. A bar shows every second of a broken connection; lines are printed now and then.
 pub fn notice(notice: &Notice) {
-    let notice = named(notice, &SERVERS.lock().unwrap_or_else(|e| e.into_inner()));
+    let notice = named(notice, &lock(&SERVERS));
     if let Notice::Reconnecting { seconds, .. } = notice {
-        let bar = BAR.lock().unwrap_or_else(|e| e.into_inner()).clone();
+        let bar = lock(&BAR).clone();
         match bar {
             Some(bar) => return bar.set_message(progress_text(&notice)),
             None if seconds >= 2.0 && !(seconds as u64).is_multiple_of(RECONNECTING_EVERY_S) => return,

@@ -7,6 +7,7 @@ use crate::mpi;
 use crate::report::note;
 use anyhow::Context;
 use distgpipe::engine::{exit_at_once, spawn};
+use distgpipe::sync::lock;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
@@ -42,10 +43,6 @@ impl State {
         }
         mpi::exit(status(signal))
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// What the end of the process needs to know of the checkpoints.

@@ -65,6 +65,8 @@ pub mod prelude;
 #[doc(hidden)]
 pub mod runtime;
 #[doc(hidden)]
+pub mod sync;
+#[doc(hidden)]
 pub mod train;
 
 pub use comm::codec_policy::{CodecPolicy, LinkOverride};

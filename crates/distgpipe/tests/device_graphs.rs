@@ -173,7 +173,7 @@ fn instance_norm_is_that_of_libtorch() {
             assert_eq!(engine::layout(&got), Some(engine::Layout::ChannelsLast));
             engine::backward(&[(got.shallow_clone(), Some(on_gpu(&upstream)))], None).unwrap();
             // Gradients are sums of terms as large as the inverse deviation of their channel.
-            let deviation = (here.detach().var_dim([2, 3], false, true) + 1e-5).sqrt();
+            let deviation = (here.detach().var_dim(&[2i64, 3][..], false, true) + 1e-5).sqrt();
             let values = ("values", got, expected, Tensor::ones_like(&deviation));
             let gradients = ("gradients", there.grad(), here.grad(), deviation.reciprocal());
             for (what, got, expected, terms) in [values, gradients] {

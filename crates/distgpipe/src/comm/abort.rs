@@ -4,6 +4,7 @@
 //! flag at least every [`POLL`], so no thread waits for one that is gone.
 
 use crate::failure::{Failure, Fault};
+use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -24,7 +25,7 @@ struct AbortState {
 impl AbortFlag {
     /// Sets the flag, unless it is set already. Returns the first failure, which is not the given one in that case.
     pub fn fail(&self, failure: Failure) -> Failure {
-        let mut first = self.0.first.lock().unwrap_or_else(|e| e.into_inner());
+        let mut first = lock(&self.0.first);
         let first = first.get_or_insert(failure).clone();
         self.0.failed.store(true, Ordering::Release);
         first
@@ -42,6 +43,6 @@ impl AbortFlag {
 
     /// The first failure, if the run has failed.
     pub fn failure(&self) -> Option<Failure> {
-        self.0.first.lock().unwrap_or_else(|e| e.into_inner()).clone()
+        lock(&self.0.first).clone()
     }
 }

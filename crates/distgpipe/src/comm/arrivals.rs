@@ -10,6 +10,7 @@
 //!                               └ peer ┘└── link ─────────┘└── codec ───┘
 //! ```
 
+use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -169,7 +170,7 @@ impl Arrivals {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.0)
     }
 }
 

@@ -18,6 +18,7 @@ use crate::comm::transport::tcp::{read_frame, write_frame, Deadline, Frame, Resu
 use crate::comm::transport::tls::{self, Expected};
 use crate::engine;
 use crate::failure::{printable, Fault};
+use crate::sync::lock;
 use distgpipe_core::wire::{HandshakeError, Header, Hello, Kind, MessageError, Refuse, Role, Welcome};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,7 +26,7 @@ use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::str::FromStr;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// The secret that the driver and its workers share; 32 random bytes, written as 64 hexadecimal digits.
@@ -202,10 +203,6 @@ pub fn dial_server(
 
 /// The address at which a server has answered last, by its key.
 static ANSWERED: Mutex<BTreeMap<[u8; 32], String>> = Mutex::new(BTreeMap::new());
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The addresses of a server, the one that has answered last before the others.
 fn in_order<'a>(addresses: &'a [String], expected: &Expected<'_>) -> Vec<&'a String> {

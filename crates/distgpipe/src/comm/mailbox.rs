@@ -8,6 +8,7 @@
 use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::message::{Message, Tag};
 use crate::failure::Fault;
+use crate::sync::lock;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
 use std::collections::{BTreeMap, HashMap};
@@ -247,7 +248,7 @@ impl Mailbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, Arrived> {
-        self.arrived.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.arrived)
     }
 }
 

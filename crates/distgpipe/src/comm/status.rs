@@ -1,12 +1,13 @@
 //! What each worker is doing right now: the facts from which the [watchdog](crate::comm::watchdog) finds the worker that
 //! has stopped among those that wait for it. Remote workers send theirs with each heartbeat.
 
+use crate::sync::lock;
 use distgpipe_core::schedule::Action;
 use distgpipe_core::WorkerId;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 /// What a worker is doing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -77,7 +78,7 @@ impl SharedStatus {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

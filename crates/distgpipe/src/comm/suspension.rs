@@ -7,6 +7,7 @@
 
 use crate::comm::abort::POLL;
 use crate::engine;
+use crate::sync::lock;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -52,7 +53,7 @@ impl Suspensions {
     }
 
     fn lock(&self) -> MutexGuard<'_, Noticed> {
-        self.0.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.0)
     }
 
     fn news(&self) -> Option<Suspension> {

@@ -1,13 +1,14 @@
 //! Counts what the links of a worker carry, for reports and tables.
 
 use crate::comm::arrivals::{Arrivals, Delivered, LinkWait};
+use crate::sync::lock;
 use distgpipe_core::codec::CodecError;
 use distgpipe_core::schedule::Pass;
 use distgpipe_core::PartitionId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 /// One direction between two partitions. Each edge has a codec and a count of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -262,8 +263,4 @@ impl Counters {
             waited,
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
 }

@@ -14,6 +14,7 @@ use super::image::decode::{check_ends, decode, DecodeError, ImageDefect};
 use super::image::{Image, ImageSource};
 use super::{DataError, FilePosition, LoadPass, Split};
 use crate::files::open_regular;
+use crate::sync::lock;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::Read;
@@ -142,7 +143,7 @@ impl ImageFiles {
         let defects = Mutex::new(Vec::new());
         self.each(cores, |row, memory| match self.image(row, memory) {
             Err(defect @ DataError::Corrupt { .. }) => {
-                defects.lock().unwrap_or_else(PoisonError::into_inner).push(defect);
+                lock(&defects).push(defect);
                 Ok(())
             }
             other => other.map(drop),

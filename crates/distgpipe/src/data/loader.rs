@@ -24,9 +24,10 @@ use crate::driver::pipeline::{Batch, Pipeline};
 use crate::engine::{self, kernels, Stream, Uploading, Uploads};
 use crate::failure::Fault;
 use crate::model::layer::SampleShape;
+use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{sync_channel, Receiver};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 /// How many loaded batches are queued for the trainer.
@@ -239,12 +240,8 @@ fn row_bytes(input: &[SampleShape]) -> u128 {
 
 /// Loads a batch. The lock is held for this batch alone, so an epoch that waits for its trainer blocks no other epoch.
 fn load(data: &Mutex<dyn Dataset>, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
+    // A data set that panicked in an earlier epoch gets its next chance: loading does not change it.
     Ok(Batch { samples: samples(rows), ..lock(data).batch(rows, pass)? })
-}
-
-/// A data set that panicked in an earlier epoch gets its next chance: loading does not change it.
-fn lock<'a>(data: &'a Mutex<dyn Dataset + 'static>) -> MutexGuard<'a, dyn Dataset + 'static> {
-    data.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The samples' numbers.

@@ -6,6 +6,7 @@
 use super::DataError;
 use crate::engine::{self, Layout, Stream};
 use crate::failure::Fault;
+use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use tch::{Kind, Tensor};
@@ -100,10 +101,6 @@ impl<'a> LoadPass<'a> {
             None => Ok(()),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -12,9 +12,10 @@ use crate::engine;
 use crate::failure::Fault;
 use crate::model::layer::SampleShape;
 use crate::model::loss::{Loss, IGNORED};
+use crate::sync::lock;
 use crate::train::weights::{self, TensorSource, WeightsError};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use tch::{Kind, Tensor};
 
 /// One row in so many is for testing.
@@ -73,7 +74,7 @@ impl Dataset for TensorFiles {
     }
 
     fn batch(&self, rows: &[usize], pass: LoadPass<'_>) -> Result<Batch, DataError> {
-        self.tensors.lock().unwrap_or_else(PoisonError::into_inner).batch(rows, pass)
+        lock(&self.tensors).batch(rows, pass)
     }
 }
 
@@ -119,7 +120,7 @@ impl TensorFiles {
     /// # Errors
     /// If the targets do not fit the output, or a class number is not one of its classes.
     pub fn loss_for(&self, output: &SampleShape) -> Result<Loss, DataError> {
-        let tensors = self.tensors.lock().unwrap_or_else(PoisonError::into_inner);
+        let tensors = lock(&self.tensors);
         let target = tensors.target();
         let wrong = |expected: String, got: String| DataError::Unsuitable { set: SET, expected, got };
         let dims = target.size()[1..].to_vec();

@@ -12,12 +12,13 @@ use crate::comm::transport::tls::{self, Expected};
 use crate::driver::launch::Workers;
 use crate::engine;
 use crate::failure::Fault;
+use crate::sync::lock;
 use distgpipe_core::wire::Role;
 use distgpipe_core::PartitionId;
 use std::cmp::Reverse;
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{mpsc, Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{mpsc, Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// How the driver reaches a worker that is not in its process.
@@ -145,7 +146,7 @@ impl ServerListener {
     }
 
     fn listener(&self) -> Result<Arc<TcpListener>, Fault> {
-        let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bound = lock(&self.bound);
         if let Some(listener) = bound.upgrade() {
             return Ok(listener);
         }
@@ -218,10 +219,6 @@ impl Drop for Entered {
     fn drop(&mut self) {
         lock(&self.pending).retain(|pending| pending.number != self.number);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

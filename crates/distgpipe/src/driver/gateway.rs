@@ -27,12 +27,13 @@ use crate::driver::launch::WorkerProgram;
 use crate::driver::worker_mode::LIMITS;
 use crate::engine;
 use crate::failure::{Failure, Fault};
+use crate::sync::lock;
 use distgpipe_core::wire::Role;
 use runs::{Admission, Runs};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How a server runs.
@@ -149,10 +150,10 @@ impl Gateway {
 
     /// Serves until `stop` returns true. Ends all jobs then.
     pub fn run(&self, stop: impl Fn() -> bool) {
-        let mut acceptor = self.acceptor.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut acceptor = lock(&self.acceptor);
         let run_key = |run: &[u8; 16]| self.shared.runs.key_of(run);
         let stopped = Arc::new(AtomicBool::new(false));
-        if let Some(dialer) = self.dialer.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(dialer) = lock(&self.dialer).take() {
             let (shared, stopped) = (self.shared.clone(), stopped.clone());
             if let Err(error) = engine::spawn("dialer", move || dialer::serve(&shared, dialer, &stopped)) {
                 let failure = Failure::new("the server", "starting a thread", error.into());

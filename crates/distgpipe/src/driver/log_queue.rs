@@ -2,9 +2,10 @@
 
 use crate::engine;
 use crate::failure::Fault;
+use crate::sync::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -41,7 +42,7 @@ impl LogQueue {
 
     /// Queues a line. Never waits.
     pub fn write(&self, line: String) {
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = lock(&self.lines);
         if lines.as_ref().is_some_and(|lines| lines.try_send(line).is_err()) {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
@@ -51,8 +52,8 @@ impl LogQueue {
 impl Drop for LogQueue {
     /// Waits a moment for the lines that are queued.
     fn drop(&mut self) {
-        drop(self.lines.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(lock(&self.lines).take());
+        let thread = lock(&self.thread).take();
         let deadline = Instant::now() + END_LIMIT;
         while thread.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));

@@ -24,13 +24,14 @@ use crate::failure::{Failure, Fault};
 use crate::model::exported::{allow_operators, allowed_operators};
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
+use crate::sync::lock;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -97,7 +98,7 @@ impl MpiProgram {
     }
 
     fn start_beats(&self) -> Result<(), Fault> {
-        let mut beats = BEATS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut beats = lock(&BEATS);
         if beats.is_some() {
             return Ok(());
         }
@@ -273,7 +274,7 @@ impl MpiProgram {
                 mpi.abort(1)
             }
         });
-        let beats = BEATS.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let beats = lock(&BEATS).take();
         if let Some((over, thread)) = beats {
             over.store(true, Ordering::Release);
             thread.thread().unpark();

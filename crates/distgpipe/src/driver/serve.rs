@@ -26,6 +26,7 @@ use crate::engine;
 use crate::failure::{printable, Failure, Fault};
 use crate::model::zoo::{self, ModelError};
 use crate::model::{Model, ModelSpec};
+use crate::sync::lock;
 use busy::{rejected, BusyListener};
 use distgpipe_core::wire::{Hello, Kind, Role};
 use distgpipe_core::WorkerId;
@@ -33,7 +34,7 @@ use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -184,7 +185,7 @@ impl Server {
     /// From the handshake of a driver to the end of its run, it refuses other drivers at once.
     pub fn run(&self, stop: impl Fn() -> bool, report: impl Fn(&ServeEvent<'_>)) -> Result<(), Failure> {
         engine::start();
-        let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut arrivals = lock(&self.arrivals);
         while !stop() {
             let Some((from, driver)) = self.next_driver(&mut arrivals, &report) else { continue };
             let end = match driver {

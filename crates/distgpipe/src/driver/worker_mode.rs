@@ -20,11 +20,12 @@ use crate::files::open_stream;
 use crate::model::exported::allow_operators;
 use crate::model::zoo::ModelError;
 use crate::model::{Model, ModelSpec};
+use crate::sync::lock;
 use std::ffi::OsString;
 use std::io::{BufRead, Read, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// The first argument of a program that is to be a worker.
@@ -279,12 +280,12 @@ pub struct CurrentRun(Arc<Mutex<Option<(String, Instant)>>>);
 
 impl CurrentRun {
     fn set(&self, run: Option<String>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = run.map(|run| (run, Instant::now()));
+        *lock(&self.0) = run.map(|run| (run, Instant::now()));
     }
 
     /// The last line of the worker's log if this ends its process now.
     pub fn ended_by(&self, cause: &str) -> String {
-        let line = match &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+        let line = match &*lock(&self.0) {
             Some((run, start)) => {
                 format!("run {run} failed after {:.1} s: {cause} ended this worker", start.elapsed().as_secs_f64())
             }

@@ -5,6 +5,7 @@
 
 use super::ffi::outcome;
 use crate::failure::Fault;
+use crate::sync::lock;
 use libc::{c_char, c_int, c_void};
 use std::any::Any;
 use std::cell::RefCell;
@@ -14,7 +15,7 @@ use std::ops::Deref;
 use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -162,14 +163,14 @@ pub struct HeldStream(CudaStream);
 impl HeldStream {
     /// A stream that nobody else holds or will be given. `None` if all are held, or [`UNSHARED_MAX`] in this way.
     pub fn unshared(device: usize) -> Result<Option<Self>, Fault> {
-        let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&STREAMS);
         let id = hold_unshared(all.entry(device).or_default(), || next_of_libtorch(device))?;
         Ok(id.map(|id| HeldStream(CudaStream { device, id })))
     }
 
     /// A stream that nobody holds, or else the one with the fewest holders among those that may have several.
     pub fn shared(device: usize) -> Result<Self, Fault> {
-        let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&STREAMS);
         let id = hold_shared(all.entry(device).or_default(), || next_of_libtorch(device))?;
         Ok(HeldStream(CudaStream { device, id }))
     }
@@ -185,7 +186,7 @@ impl Deref for HeldStream {
 
 impl Drop for HeldStream {
     fn drop(&mut self) {
-        let mut all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&STREAMS);
         let held = all.get_mut(&self.device).and_then(|streams| streams.iter_mut().find(|held| held.id == self.id));
         if let Some(held) = held {
             held.holders = held.holders.saturating_sub(1);
@@ -224,7 +225,7 @@ fn hold_shared(streams: &mut Vec<StreamUse>, next: impl FnOnce() -> Result<i64, 
 /// Whether nobody else holds the calling thread's current stream.
 pub fn current_is_unshared(device: usize) -> Result<bool, Fault> {
     let current = CudaStream::current(device)?;
-    let all = STREAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = lock(&STREAMS);
     let held = all.get(&device).and_then(|streams| streams.iter().find(|held| held.id == current.id));
     Ok(held.is_some_and(|held| held.unshared))
 }

@@ -13,6 +13,7 @@ mod nvrtc;
 
 use super::cuda;
 use crate::failure::Fault;
+use crate::sync::lock;
 use driver::{Driver, Extent, Function};
 pub use images::{can_resize_images, resize_images, ImageForm, ImageResizing};
 pub use instance_norm::{instance_norm, NORM_EPSILON};
@@ -21,7 +22,7 @@ pub(super) use library::Library;
 pub(super) use nvrtc::Nvrtc;
 use std::collections::HashMap;
 use std::ffi::CStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use tch::{Kind, Tensor};
 
 /// A source file with kernels.
@@ -57,7 +58,7 @@ type Modules = Option<HashMap<(&'static str, usize), Result<Arc<Module>, String>
 impl Program {
     /// The program on a device, compiled at the first call.
     fn on(&self, device: usize) -> Result<Arc<Module>, Fault> {
-        let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = lock(&MODULES);
         let module = modules.get_or_insert_default().entry((self.name, device)).or_insert_with(|| self.load(device));
         module.clone().map_err(Fault::Kernels)
     }

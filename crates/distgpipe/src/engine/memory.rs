@@ -7,10 +7,11 @@
 use super::ffi;
 use super::resource_limits::memory_limit_bytes;
 use crate::failure::Fault;
+use crate::sync::lock;
 use std::fs;
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Mutex, Once};
 
 static TUNED: AtomicBool = AtomicBool::new(false);
 
@@ -71,7 +72,7 @@ impl Meter {
     /// A meter that nobody else uses; the shared meter 0 if more than a thousand are in use.
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
-        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = lock(&TAKEN);
         let (used, next) = &mut *taken;
         // Tensors may outlive the worker that made them. The meter that has been free for longest has the fewest.
         let free = (0..METERS - 1).map(|i| 1 + (*next - 1 + i) % (METERS - 1)).find(|&number| !used[number]);
@@ -90,7 +91,7 @@ impl Meter {
 
 impl Drop for MeterNumber {
     fn drop(&mut self) {
-        TAKEN.lock().unwrap_or_else(PoisonError::into_inner).0[self.0] = false;
+        lock(&TAKEN).0[self.0] = false;
     }
 }
 

@@ -6,6 +6,7 @@
 use super::cuda::{self, CudaStream};
 use super::{attach_to_gpu, exit_at_once, Layout};
 use crate::failure::Fault;
+use crate::sync::lock;
 use mpi::collective::SystemOperation;
 use mpi::ffi;
 use mpi::raw::AsRaw;
@@ -20,7 +21,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use tch::{Kind, Tensor};
 
@@ -645,8 +646,4 @@ fn error_text(code: c_int) -> String {
         ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut length);
         CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,10 +2,11 @@
 //! in every call are converted once.
 
 use super::ffi::{outcome, scalar_type};
+use crate::sync::lock;
 use libc::{c_char, c_int, c_void};
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
@@ -122,7 +123,7 @@ impl Operator {
     /// The operator `aten::NAME` with this overload, as PyTorch writes it: `conv2d.default`. Each is looked up once.
     pub fn find(operator: &str) -> Result<Arc<Self>, String> {
         static FOUND: OnceLock<Mutex<HashMap<String, Arc<Operator>>>> = OnceLock::new();
-        let mut found = FOUND.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let mut found = lock(FOUND.get_or_init(Mutex::default));
         if let Some(known) = found.get(operator) {
             return Ok(known.clone());
         }
@@ -286,7 +287,7 @@ pub fn as_with_grad(call: impl FnOnce() -> Result<Vec<Tensor>, String>) -> Resul
 /// argument are called in it, one at a time in the process.
 pub fn seeded<T>(device: Device, seed: u64, draw: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     static DRAWING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = DRAWING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = lock(&DRAWING);
     // SAFETY: takes no pointer; the shim locks the generator.
     outcome(unsafe { dg_seed_default(cuda(device), seed) })?;
     draw()

@@ -28,6 +28,7 @@ use crate::comm::topology::Topology;
 use crate::comm::traffic::Counters;
 use crate::comm::transport::Outgoing;
 use crate::failure::Fault;
+use crate::sync::lock;
 use distgpipe_core::wire::Kind;
 use distgpipe_core::WorkerId;
 use serde::{Deserialize, Serialize};
@@ -166,7 +167,7 @@ impl ShareProgress {
     }
 
     fn lock(&self) -> MutexGuard<'_, ShareState> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.state)
     }
 }
 

@@ -6,6 +6,7 @@ mod chrome;
 pub use chrome::ChromeTrace;
 
 use crate::engine::cuda::{self, CudaStream};
+use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io::Write;
@@ -225,15 +226,12 @@ impl BackgroundRecorder {
     pub fn record(&self, step: u64, phase: Phase, action: &dyn fmt::Display, start_ns: u64) {
         let Some(spans) = &self.spans else { return };
         let span = Span { worker: self.worker, step, phase, action: action.to_string(), start_ns, end_ns: now_ns() };
-        spans.lock().unwrap_or_else(|e| e.into_inner()).push(span);
+        lock(spans).push(span);
     }
 
     /// Returns the records since the last call.
     pub fn take(&self) -> Vec<Span> {
-        self.spans
-            .as_ref()
-            .map(|spans| std::mem::take(&mut *spans.lock().unwrap_or_else(|e| e.into_inner())))
-            .unwrap_or_default()
+        self.spans.as_ref().map(|spans| std::mem::take(&mut *lock(spans))).unwrap_or_default()
     }
 }
 

@@ -1,7 +1,8 @@
 //! When to print a line of progress, and how much time is left.
 
 use distgpipe::engine::boot_time;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use distgpipe::sync::lock;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// A line is printed at least this often.
@@ -37,10 +38,6 @@ impl Ticks {
         self.last = now;
         now.saturating_sub(self.missed)
     }
-}
-
-fn lock(ticks: &Mutex<Ticks>) -> MutexGuard<'_, Ticks> {
-    ticks.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl RunningClock {

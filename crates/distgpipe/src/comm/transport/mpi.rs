@@ -42,6 +42,7 @@ use crate::comm::traffic::Counters;
 use crate::engine;
 use crate::engine::mpi::{Mpi, Outbound};
 use crate::failure::{Failure, Fault};
+use crate::sync::lock;
 use distgpipe_core::wire::{Header, Kind, WireError, HEADER_BYTES};
 use heartbeats::{Heartbeats, Pulse};
 use receiver::{Receiver, ReceivingEnd};
@@ -49,7 +50,7 @@ use sender::{Sender, SendingEnd};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
@@ -192,15 +193,15 @@ impl Link {
     }
 
     fn take_damage(&self) -> Option<u64> {
-        self.damage.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.damage).take()
     }
 
     fn has_damage(&self) -> bool {
-        self.damage.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        lock(&self.damage).is_some()
     }
 
     fn damage_next(&self, draw: u64) {
-        *self.damage.lock().unwrap_or_else(PoisonError::into_inner) = Some(draw);
+        *lock(&self.damage) = Some(draw);
     }
 }
 

@@ -26,6 +26,7 @@ use crate::comm::server_identity::{PublicKey, ServerIdentity};
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::comm::transport::tcp::Deadline;
 use crate::failure::Fault;
+use crate::sync::lock;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::Resumption;
 use rustls::crypto::{ring as provider, verify_tls13_signature_with_raw_key, CryptoProvider};
@@ -38,7 +39,7 @@ use rustls::{
 };
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// What precedes the 32 bytes of an Ed25519 key in its DER form (RFC 8410).
@@ -197,10 +198,6 @@ const CHUNK_BYTES: usize = 128 << 10;
 
 /// How long the end of a stream may take to be sent.
 const CLOSE_LIMIT: Duration = Duration::from_millis(500);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 fn tls_error(error: rustls::Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)

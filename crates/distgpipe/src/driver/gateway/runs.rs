@@ -10,13 +10,14 @@ use crate::driver::launch::start_process;
 use crate::driver::serve::run_name;
 use crate::engine;
 use crate::failure::{printable, Failure, Fault};
+use crate::sync::lock;
 use distgpipe_core::wire::{Hello, Kind, Refuse, Role};
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::process::{Child, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long the process of a job may take to start.
@@ -44,10 +45,6 @@ const BEFORE_HEARTBEATS: Duration = Duration::from_secs(90);
 /// Lines of a job's process that are reported, and their longest length.
 const LINES_MAX: usize = 200;
 const LINE_CHARS_MAX: usize = 500;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The runs of a gateway, by their numbers.
 #[derive(Default)]

@@ -4,11 +4,12 @@ use super::step::{kind, Memory, Pass, Slots, Step, Value};
 use crate::engine;
 use crate::failure::Fault;
 use crate::model::layer::{Context, Init, Layer, LayerTensors, Role, SampleShape, ShapeError, SkipShapes, TensorSpec};
+use crate::sync::lock;
 use distgpipe_core::pt2::{layers, Graph, ValueId};
 use distgpipe_core::skip::SkipUse;
 use distgpipe_core::weights::TensorType;
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use tch::{Device, Tensor};
 
 /// A value that enters or leaves a layer.
@@ -92,7 +93,7 @@ impl ExportedLayer {
         if self.constants.is_empty() {
             return Ok(());
         }
-        let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut built = lock(&self.built);
         if built.as_ref().is_none_or(|(on, _)| *on != device) {
             let tensors = self.constants.iter().map(|constant| constant.build(device));
             *built = Some((device, tensors.collect::<Result<_, Fault>>()?));

@@ -6,12 +6,13 @@ use crate::comm::abort::POLL;
 use crate::comm::notice::{Notice, Notify};
 use crate::comm::suspension::IdleTimer;
 use crate::engine;
+use crate::sync::lock;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -50,7 +51,7 @@ pub(super) struct Gate {
 #[cfg(test)]
 impl Gate {
     /// Closed until the value is dropped.
-    pub fn lock(&self) -> MutexGuard<'_, ()> {
+    pub fn lock(&self) -> std::sync::MutexGuard<'_, ()> {
         lock(&self.closed)
     }
 
@@ -216,10 +217,6 @@ impl Drop for Disk {
             let _ = thread.join();
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

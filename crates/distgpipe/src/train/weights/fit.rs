@@ -6,9 +6,10 @@ use super::{is_finite, open, Entry, TensorSource, WeightsError};
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::model::layer::TensorSpec;
 use crate::model::Model;
+use crate::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use tch::{Kind, Tensor};
 
 /// How many names a note lists before "and N more".
@@ -40,7 +41,7 @@ pub struct FittedWeights {
 impl FittedWeights {
     /// Loads the tensors into the workers that hold them. Fails on values that are not finite.
     pub fn load(&self, pipeline: &mut Pipeline) -> Result<(), StepError> {
-        let mut source = self.source.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut source = lock(&self.source);
         let mut names: Vec<String> = self.found.keys().cloned().collect();
         // In the order of the file, so that each worker's tensors are read from front to back.
         names.sort_by_key(|name| self.found[name].0);

@@ -13,6 +13,7 @@ use crate::comm::transport::tcp::{Connection, Reconnect, TcpOptions};
 use crate::comm::transport::{LinkOptions, Outgoing};
 use crate::engine::{self, Layout, Meter};
 use crate::failure::{Failure, Fault};
+use crate::sync::lock;
 use distgpipe_core::schedule::Pass;
 use distgpipe_core::wire::{Header, Kind};
 use distgpipe_core::WorkerId;
@@ -117,7 +118,7 @@ struct Arriving {
 
 impl Arriving {
     fn lock(&self) -> MutexGuard<'_, Option<Expected>> {
-        self.expected.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.expected)
     }
 
     /// Expects the messages of an order. The series before it must be over.

@@ -11,10 +11,11 @@ use crate::comm::transport::{limits, Outgoing};
 use crate::engine::mpi::{sleep_precisely, Backoff, GpuMemory, Outbound, Sendable};
 use crate::engine::{self, TensorBytes};
 use crate::failure::Fault;
+use crate::sync::lock;
 use distgpipe_core::wire::{Header, Kind};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use tch::Tensor;
 
 /// The most messages that are on their way at the same time, and the most pieces, by their size: enough that the next frame begins while
@@ -30,10 +31,6 @@ impl Sendable for EncodedBytes {
         let bytes: &[u8] = self.as_ref();
         (bytes.as_ptr(), bytes.len())
     }
-}
-
-fn lock(outbound: &SharedOutbound) -> MutexGuard<'_, Outbound> {
-    outbound.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sends what a stage has queued.

@@ -13,6 +13,7 @@ use crate::comm::abort::{AbortFlag, POLL};
 use crate::comm::traffic::MessageSize;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::failure::Fault;
+use crate::sync::lock;
 use distgpipe_core::wire::{SendWindow, SequenceError};
 use std::collections::VecDeque;
 use std::net::Shutdown;
@@ -310,7 +311,7 @@ impl Outbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.state)
     }
 }
 

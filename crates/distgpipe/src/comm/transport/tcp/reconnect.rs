@@ -8,6 +8,7 @@ use super::outbox::Outbox;
 use crate::comm::abort::AbortFlag;
 use crate::comm::transport::byte_stream::ByteStream;
 use crate::failure::Fault;
+use crate::sync::lock;
 use distgpipe_core::wire::Hello;
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -101,6 +102,6 @@ impl Offers {
     }
 
     fn lock(&self) -> MutexGuard<'_, OfferState> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+        lock(&self.state)
     }
 }
