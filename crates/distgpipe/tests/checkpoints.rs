@@ -11,7 +11,7 @@ use distgpipe::model::zoo::{Mlp, MobileNetV2};
 use distgpipe::runtime::optimizer::Optim;
 use distgpipe::tch::Tensor;
 use distgpipe::train::checkpoint::{Checkpoint, CheckpointError, Checkpoints};
-use distgpipe::train::{Event, RunSummary, SaveEvery, TrainError, TrainOptions, Trainer};
+use distgpipe::train::{Event, Progress, RunSummary, SaveEvery, TrainError, TrainOptions, Trainer};
 use distgpipe::{Builder, Model, Pipeline};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -379,4 +379,43 @@ fn a_checkpoint_that_fails_leaves_no_part_of_itself() {
     let mut names: Vec<_> = std::fs::read_dir(&root).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["lock", "step-00000001", "step-00000002"]);
+}
+
+/// The progress of a run that has done so many epochs of 5 steps.
+fn after_epochs(epochs: u64) -> Progress {
+    let epoch = |epoch: u64| {
+        let loss = 2.345678901234567 / (epoch + 1) as f64;
+        format!(
+            r#"{{"epoch":{epoch},"steps":5,"train_loss":{loss},"train_accuracy":0.9131886477462437,"test_loss":{loss},
+            "test_accuracy":0.8972222222222223,"test_classes":10,"test_f1":0.8961403508771931,
+            "test_matthews":0.8858024691358024,"samples_per_s":143780.48780487805,"train_s":0.009994,"test_s":0.002501}}"#
+        )
+    };
+    let figures: Vec<String> = (0..epochs).map(epoch).collect();
+    let totals = r#"{"steps":0,"rows":0,"loss_sum":0.0,"seconds":0.0}"#;
+    let (step, figures) = (5 * epochs, figures.join(","));
+    serde_json::from_str(&format!(
+        r#"{{"step":{step},"epoch":{epochs},"batch":0,"epoch_batches":5,"totals":{totals},"epochs":[{figures}]}}"#
+    ))
+    .unwrap()
+}
+
+/// The manifest of such a run has more than 64 MiB, and was once written and then refused.
+#[test]
+fn a_run_of_very_many_epochs_resumes() {
+    let root = folder("many_epochs");
+    let checkpoints = Checkpoints::open(&root, 1).unwrap();
+    let mut pipeline = Pipeline::builder(mlp()).device(distgpipe::engine::Device::Cpu).threads(1).build().unwrap();
+    let progress = after_epochs(200_000);
+    let path = checkpoints.save(&mut pipeline, &progress, &serde_json::Value::Null).unwrap();
+    assert!(path.join("checkpoint.json").metadata().unwrap().len() > 64 << 20);
+    let (newest, damaged) = checkpoints.newest().unwrap();
+    assert!(damaged.is_empty(), "{damaged:?}");
+    let newest = newest.unwrap();
+    assert!(newest.manifest().progress == progress, "other figures");
+    let options = TrainOptions { epochs: 200_001, ..TrainOptions::default() };
+    let trainer = Trainer::new(&mut pipeline, loader(256), None, options).unwrap();
+    let summary = trainer.resume(&newest).unwrap().run(|_, _| Ok(())).unwrap();
+    assert_eq!((summary.steps, summary.epochs.len()), (5, 200_001));
+    std::fs::remove_dir_all(root).unwrap();
 }

@@ -46,6 +46,7 @@ pub trait UpdateRule: Send + Sync {
 }
 
 /// The built-in optimizers with their constants.
+// The fields of each are in alphabetical order, as in the manifest of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -54,10 +55,10 @@ pub enum Optim {
     Sgd {
         /// The factor of the momentum buffer; 0 for none.
         momentum: f64,
-        /// L2 penalty, added to the gradient.
-        weight_decay: f64,
         /// Whether to use Nesterov momentum.
         nesterov: bool,
+        /// L2 penalty, added to the gradient.
+        weight_decay: f64,
     },
     /// Adam, with weight decay as an L2 penalty.
     Adam {

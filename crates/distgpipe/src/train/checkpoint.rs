@@ -38,34 +38,24 @@
 
 mod disk;
 mod folder;
+mod manifest;
 
 pub use folder::{newest_in, Checkpoints, Created};
+pub use manifest::Manifest;
 
 use crate::driver::pipeline::{Pipeline, StepError};
-use crate::files::open_regular;
 use crate::model::layer::TensorSpec;
-use crate::model::ModelSpec;
-use crate::runtime::optimizer::Optim;
-use crate::runtime::parameter_groups::ParameterGroup;
 use crate::train::weights::{self, TensorSource, WeightsError};
-use crate::train::Progress;
-use serde::{Deserialize, Serialize};
+use manifest::{FORMAT, MANIFEST};
+use serde::Serialize;
 use std::collections::BTreeMap;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tch::Tensor;
-use xxhash_rust::xxh3::{xxh3_64, Xxh3Default};
 
-/// The version of the layout above.
-const FORMAT: u32 = 1;
-const MANIFEST: &str = "checkpoint.json";
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-/// The field of the manifest with the checksum of all other fields.
-const CHECKSUM: &str = "xxh3";
-/// The most bytes of a manifest; each epoch adds some hundreds.
-const MANIFEST_BYTES_MAX: u64 = 64 << 20;
 
 /// Why a checkpoint could not be written, found or read.
 #[derive(Debug, thiserror::Error)]
@@ -117,6 +107,12 @@ pub enum CheckpointError {
         /// The step at which the checkpoint was written.
         step: u64,
     },
+    /// The model's specification or the settings cannot be read from a checkpoint again, so none was written.
+    #[error("no checkpoint was written, because the model's specification or the settings of the run could not be read again: {why}")]
+    Settings {
+        /// The limit that they exceed.
+        why: String,
+    },
     /// An update of several batches is in progress, and its gradients are not saved.
     #[error("an update of several batches is in progress: finish it before saving")]
     InUpdate,
@@ -163,111 +159,6 @@ impl CheckpointError {
 fn on_disk(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     let path = path.to_owned();
     move |source| CheckpointError::Io { doing, path, source }
-}
-
-/// The content of a checkpoint's `checkpoint.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct Manifest {
-    format: u32,
-    /// The specification that builds the model; absent for a model of layers of your own.
-    pub model: Option<ModelSpec>,
-    /// The seed of initial weights and dropout.
-    pub seed: u64,
-    /// The optimizer of the run, with its settings.
-    pub optim: Optim,
-    /// The parameters that have their own learning rate or weight decay.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub groups: Vec<ParameterGroup>,
-    /// Patterns of the parameters that are not trained. The optimizer has no state for them.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub frozen: Vec<String>,
-    /// The name of the model's own optimizer, if it has one; `optim` is then unused.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub update_rule: Option<String>,
-    /// Batches trained on; see [`Pipeline::batches_trained`].
-    #[serde(rename = "learned")]
-    pub batches_trained: u64,
-    /// How much of the run was done.
-    pub progress: Progress,
-    /// The caller's settings; see [`Trainer::save_to`](crate::train::Trainer::save_to).
-    pub settings: serde_json::Value,
-    files: BTreeMap<String, FileDigest>,
-}
-
-impl Manifest {
-    /// Reads a manifest and verifies its checksum.
-    fn read(file: &Path) -> Result<Self, CheckpointError> {
-        let damaged = |expected: &str, got: String| CheckpointError::Corrupt {
-            path: file.to_owned(),
-            expected: expected.to_owned(),
-            got,
-        };
-        let mut text = Vec::new();
-        let opened = open_regular(file).map_err(on_disk("opening", file))?;
-        opened.take(MANIFEST_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", file))?;
-        let mut value: serde_json::Value =
-            serde_json::from_slice(&text).map_err(|e| damaged("a checkpoint's manifest", e.to_string()))?;
-        // Checked first, because another format may have other fields.
-        if value.get("format") != Some(&FORMAT.into()) {
-            let got = value.get("format").map_or_else(|| "none".to_owned(), ToString::to_string);
-            return Err(CheckpointError::Format { path: file.to_owned(), got });
-        }
-        let expected = value.as_object_mut().and_then(|fields| fields.remove(CHECKSUM));
-        if expected != Some(checksum(&value).into()) {
-            return Err(damaged("content with the checksum in it", "another checksum".to_owned()));
-        }
-        serde_json::from_value(value).map_err(|e| damaged("a checkpoint's manifest", e.to_string()))
-    }
-
-    /// Verifies the checksum of a file in the checkpoint's folder, and returns its path.
-    fn verify(&self, folder: &Path, name: &str) -> Result<PathBuf, CheckpointError> {
-        let Some(expected) = self.files.get(name) else {
-            let expected = format!("the checksum of {name}");
-            return Err(CheckpointError::Corrupt { path: folder.join(MANIFEST), expected, got: "none".to_owned() });
-        };
-        let file = folder.join(name);
-        let got = FileDigest::of(&file, || {})?;
-        if got != *expected {
-            return Err(CheckpointError::Corrupt { path: file, expected: expected.text(), got: got.text() });
-        }
-        Ok(file)
-    }
-}
-
-/// The checksum of a manifest without its checksum.
-fn checksum(manifest: &serde_json::Value) -> String {
-    format!("{:016x}", xxh3_64(manifest.to_string().as_bytes()))
-}
-
-/// Length and checksum of a file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct FileDigest {
-    bytes: u64,
-    xxh3: String,
-}
-
-impl FileDigest {
-    /// Calls `on_read` after each part.
-    fn of(path: &Path, on_read: impl Fn()) -> Result<Self, CheckpointError> {
-        let mut file = open_regular(path).map_err(on_disk("opening", path))?;
-        let (mut hash, mut bytes) = (Xxh3Default::new(), 0);
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            match file.read(&mut buffer).map_err(on_disk("reading", path))? {
-                0 => return Ok(FileDigest { bytes, xxh3: format!("{:016x}", hash.digest()) }),
-                n => {
-                    hash.update(&buffer[..n]);
-                    bytes += n as u64;
-                    on_read();
-                }
-            }
-        }
-    }
-
-    fn text(&self) -> String {
-        format!("{} bytes with checksum {}", self.bytes, self.xxh3)
-    }
 }
 
 /// A checkpoint whose files are complete and intact.

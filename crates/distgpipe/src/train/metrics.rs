@@ -12,14 +12,15 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 /// How often each class was predicted, occurred, and was predicted correctly.
+// The fields are in alphabetical order, as in the manifest of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassCounts {
-    /// Rows of each class that were predicted correctly.
-    pub right: Vec<u64>,
-    /// Rows that were predicted to be of each class.
-    pub predicted: Vec<u64>,
     /// Rows of each class.
     pub actual: Vec<u64>,
+    /// Rows that were predicted to be of each class.
+    pub predicted: Vec<u64>,
+    /// Rows of each class that were predicted correctly.
+    pub right: Vec<u64>,
 }
 
 impl ClassCounts {

@@ -11,32 +11,33 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The figures of an epoch.
+// The fields are in alphabetical order, as in the manifest of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EpochSummary {
     /// The epoch, from 0.
     pub epoch: u64,
+    /// Training rows per second, loading included and testing excluded.
+    pub samples_per_s: f64,
     /// Training steps of the epoch.
     pub steps: u64,
-    /// Mean training loss over the rows, each computed before the update that its row contributed to.
-    pub train_loss: f64,
-    /// Fraction of training rows classified correctly, computed like `train_loss`.
-    pub train_accuracy: Option<f64>,
-    /// Mean loss over the rows of the test data.
-    pub test_loss: Option<f64>,
     /// Fraction of test rows classified correctly.
     pub test_accuracy: Option<f64>,
     /// Classes of the test data.
     pub test_classes: Option<usize>,
     /// F1 on the test data: of class 1 where there are two classes, else the mean over the classes.
     pub test_f1: Option<f64>,
+    /// Mean loss over the rows of the test data.
+    pub test_loss: Option<f64>,
     /// The Matthews correlation of predicted and actual classes on the test data.
     pub test_matthews: Option<f64>,
-    /// Training rows per second, loading included and testing excluded.
-    pub samples_per_s: f64,
-    /// Seconds spent in training steps, loading included.
-    pub train_s: f64,
     /// Seconds spent in the test, loading included.
     pub test_s: f64,
+    /// Fraction of training rows classified correctly, computed like `train_loss`.
+    pub train_accuracy: Option<f64>,
+    /// Mean training loss over the rows, each computed before the update that its row contributed to.
+    pub train_loss: f64,
+    /// Seconds spent in training steps, loading included.
+    pub train_s: f64,
 }
 
 /// The figures of an evaluation over all batches of a loader.

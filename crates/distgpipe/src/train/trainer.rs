@@ -121,22 +121,23 @@ pub struct Trainer<'a> {
 }
 
 /// How much of a run is done. A checkpoint keeps it, and the run resumes from it.
+// The fields are in alphabetical order, as in the manifest of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Steps done, over all epochs.
-    pub step: u64,
-    /// The epoch in progress, from 0.
-    pub epoch: u64,
     /// Batches of the epoch that are done.
     pub batch: u64,
-    /// Batches of every epoch.
-    pub epoch_batches: u64,
-    totals: EpochTotals,
-    epochs: Vec<EpochSummary>,
     /// Whether the last epoch, which the end of the run cut short, has been tested. It is not among `epochs`, because a longer
     /// run continues it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     cut_short_tested: bool,
+    /// The epoch in progress, from 0.
+    pub epoch: u64,
+    /// Batches of every epoch.
+    pub epoch_batches: u64,
+    epochs: Vec<EpochSummary>,
+    /// Steps done, over all epochs.
+    pub step: u64,
+    totals: EpochTotals,
 }
 
 impl Progress {

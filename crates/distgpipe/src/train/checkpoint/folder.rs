@@ -1,10 +1,8 @@
 //! A folder of checkpoints: writes them so that a kill at any moment leaves the previous one intact, and removes old ones.
 
 use super::disk::{Answers, Disk};
-use super::{
-    checksum, on_disk, own_rule, Checkpoint, CheckpointError, FileDigest, Manifest, CHECKSUM, FORMAT, MANIFEST, MODEL,
-    OPTIMIZER,
-};
+use super::manifest::{FileDigest, Manifest, MANIFEST};
+use super::{on_disk, Checkpoint, CheckpointError, MODEL, OPTIMIZER};
 use crate::driver::pipeline::{Pipeline, StepError};
 use crate::engine;
 use crate::failure::{Failure, Fault};
@@ -12,8 +10,7 @@ use crate::files::{create_fresh, create_private_directory, missing_directories, 
 use crate::model::layer::{Role, TensorSpec};
 use crate::train::weights::{Entry, SafetensorsWriter};
 use crate::train::Progress;
-use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -331,8 +328,10 @@ impl Folder {
             return Ok(());
         }
         let partial = path.with_extension("json.partial");
-        let manifest = Manifest { progress, ..Manifest::read(&path)? };
-        let written = write_manifest(&partial, &manifest)
+        let mut manifest = Manifest::read(&path)?;
+        manifest.progress = progress;
+        let written = manifest
+            .write(&partial, || self.answers.add())
             .and_then(|()| fs::rename(&partial, &path).map_err(on_disk("renaming", &path)));
         if written.is_err() {
             let _ = fs::remove_file(&partial);
@@ -415,12 +414,12 @@ impl Attempt<'_> {
         let mut optimizer = TensorsWriter::create(self, OPTIMIZER, &pipeline.optimizer_specs())?;
         pipeline.optimizer_each(|_, tensor| optimizer.write(&tensor))?;
         optimizer.finish()?;
-        let manifest = manifest(pipeline, progress, settings);
+        let mut manifest = Manifest::new(pipeline, progress, settings);
         let answers = self.checkpoints.disk.answers.clone();
         self.perform(move |_, partial| {
             let digest = |name: &str| Ok((name.to_owned(), FileDigest::of(&partial.join(name), || answers.add())?));
-            let files = [MODEL, OPTIMIZER].into_iter().map(digest).collect::<Result<_, CheckpointError>>()?;
-            write_manifest(&partial.join(MANIFEST), &Manifest { files, ..manifest })?;
+            manifest.files = [MODEL, OPTIMIZER].into_iter().map(digest).collect::<Result<_, CheckpointError>>()?;
+            manifest.write(&partial.join(MANIFEST), || answers.add())?;
             sync_directory(partial)
         })
     }
@@ -458,29 +457,6 @@ impl<'a> TensorsWriter<'a> {
     }
 }
 
-/// The manifest of a checkpoint, without the checksums of its files.
-fn manifest(pipeline: &Pipeline, progress: &Progress, settings: &serde_json::Value) -> Manifest {
-    Manifest {
-        format: FORMAT,
-        model: pipeline.model().spec.clone(),
-        seed: pipeline.seed(),
-        optim: pipeline.optim(),
-        groups: pipeline.parameter_groups().to_vec(),
-        frozen: pipeline.frozen().to_vec(),
-        update_rule: own_rule(pipeline),
-        batches_trained: pipeline.batches_trained(),
-        progress: progress.clone(),
-        settings: settings.clone(),
-        files: BTreeMap::new(),
-    }
-}
-
-fn write_manifest(path: &Path, manifest: &Manifest) -> Result<(), CheckpointError> {
-    let mut manifest = serde_json::to_value(manifest).map_err(|e| on_disk("writing", path)(e.into()))?;
-    manifest[CHECKSUM] = checksum(&manifest).into();
-    write_durably(path, &manifest)
-}
-
 fn is_finite(tensor: &Tensor) -> Result<bool, CheckpointError> {
     let finite = || -> Result<bool, Fault> { Ok(i64::try_from(tensor.f_isfinite()?.f_all()?)? != 0) };
     finite().map_err(failed_here)
@@ -510,13 +486,6 @@ fn remove_if_there(path: &Path) -> Result<(), CheckpointError> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(on_disk("removing", path)(error)),
         _ => Ok(()),
     }
-}
-
-fn write_durably(path: &Path, value: &impl Serialize) -> Result<(), CheckpointError> {
-    let mut text = serde_json::to_vec_pretty(value).map_err(|e| on_disk("writing", path)(e.into()))?;
-    text.push(b'\n');
-    let mut file = create_fresh(path).map_err(on_disk("creating", path))?;
-    file.write_all(&text).and_then(|()| file.sync_all()).map_err(on_disk("writing", path))
 }
 
 /// A rename inside a folder survives a power cut only once the folder is synced.

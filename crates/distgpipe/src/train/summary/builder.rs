@@ -17,16 +17,17 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Sums over an epoch. A checkpoint in the middle of one keeps them.
+// The fields are in alphabetical order, as in the manifest of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EpochTotals {
-    steps: u64,
-    rows: usize,
-    loss_sum: f64,
+    classes: Option<ClassCounts>,
     correct: Option<u64>,
     /// Classes of the data set, which may have more than occur in the batches.
     data_classes: Option<usize>,
-    classes: Option<ClassCounts>,
+    loss_sum: f64,
+    rows: usize,
     seconds: f64,
+    steps: u64,
 }
 
 impl EpochTotals {
