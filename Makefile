@@ -50,9 +50,10 @@ test: setup ## all tests, and a short run of the fuzz targets
 test-isa: setup ## the numeric tests with each instruction set (or some: ISA="avx2 sse41")
 	scripts/test-isa.sh $(ISA)
 
+# `--workspace` here and below takes the library as `make test` has built it: with `-p distgpipe`, dependencies have other features.
 test-kernels: setup target/tools/nvrtc/made ## compile the kernels for GPUs with NVRTC; needs no GPU
 	LD_LIBRARY_PATH="$(CURDIR)/target/tools/nvrtc/nvidia/cu13/lib:$$LD_LIBRARY_PATH" DISTGPIPE_KERNEL_TESTS=1 \
-	    cargo test --locked -p distgpipe --lib engine::kernels
+	    cargo test --locked --workspace --lib engine::kernels
 
 mpi: setup ## build the binary with MPI, for `mpirun distgpipe train`; see docs/clusters.md
 	scripts/mpi-packages.sh
@@ -60,12 +61,13 @@ mpi: setup ## build the binary with MPI, for `mpirun distgpipe train`; see docs/
 
 test-mpi: setup ## the tests of MPI, under mpirun
 	scripts/mpi-packages.sh
-	cargo test --locked -p distgpipe --features mpi --lib -- mpi:: block_sums
+	cargo test --locked -p distgpipe -p distgpipe-cli --features distgpipe/mpi,distgpipe-cli/mpi --lib -- mpi:: block_sums
 	cargo test --locked -p distgpipe -p distgpipe-cli --features distgpipe/mpi,distgpipe-cli/mpi --test mpi
 
 examples: setup ## run all examples of the library
+	cargo build --locked --workspace --examples
 	for example in crates/distgpipe/examples/*.rs; do \
-	    cargo run --locked --quiet -p distgpipe --example $$(basename $$example .rs) || exit 1; \
+	    "$${CARGO_TARGET_DIR:-target}/debug/examples/$$(basename $$example .rs)" || exit 1; \
 	done
 
 fuzz-smoke: tools ## only the short run of the fuzz targets
