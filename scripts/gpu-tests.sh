@@ -152,7 +152,7 @@ compare server gpu 10 1e-4 "a server over TLS, its job within limits, and one pa
 compare recomputed gpu 10 1e-4 "with everything recomputed and without"
 compare replicas gpu 10 1e-4 "two replicas and one"
 compare phases threads 10 1e-5 "with a wait after each action (--phases exact) and without"
-if grep -q '^per batch, client spends' "$work/phases.out" && ! grep -q 'times of launches' "$work/phases.out" && grep -q 'times of launches' "$work/threads.out"; then
+if grep -q '^per batch, client spends' "$work/phases.out" && ! grep -q 'launch times' "$work/phases.out" && grep -q 'launch times' "$work/threads.out"; then
     echo "ok      times per batch are those of execution with --phases exact, and those of launches without"
 else
     failed=1

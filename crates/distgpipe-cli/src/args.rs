@@ -45,7 +45,8 @@ pub struct TrainFlags {
     #[arg(long, value_name = "KEY=VALUE", help_heading = "Model")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub set: Vec<String>,
-    /// Where the layers of an exported model end: with modules, or at all places where it can be cut [default: modules]
+    /// Where the layers of an exported model end: at the ends of modules, or at every boundary where it can be cut [default:
+    /// modules]
     #[arg(long, value_name = "modules|all", help_heading = "Model")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub layers: Option<LayersName>,
@@ -89,12 +90,12 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loader_threads: Option<usize>,
-    /// How colours, from 0 to 1, are normalised: `imagenet`, as pretrained weights expect, or the means and the standard
+    /// Normalisation of colours, which range from 0 to 1: `imagenet`, as pretrained weights expect, or the means and the standard
     /// deviations of red, green and blue, such as 0.49,0.48,0.45/0.25,0.24,0.26 [default: imagenet]
     #[arg(long, value_name = "imagenet|MEANS/DEVIATIONS", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub normalise: Option<NormaliseChoice>,
-    /// Training rows of --data synthetic; a quarter as many more are generated for testing [default: 2048]
+    /// Number of training rows of --data synthetic, which also generates a quarter as many test rows [default: 2048]
     #[arg(long, value_name = "N", help_heading = "Data")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
@@ -108,7 +109,8 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub balance: Option<String>,
     /// Cut by rule: first=1,last=1 keeps both ends on the client, after=LAYER,… cuts after those layers; roberta also has
-    /// roberta-1, roberta-2 and roberta-3. Three partitions are placed client,server,client unless --place is given
+    /// roberta-1 (first=3,last=3), roberta-2 (first=2,last=3) and roberta-3 (first=2,last=1). Three partitions are placed
+    /// client,server,client unless --place is given
     #[arg(long, value_name = "CUT", help_heading = "Partitions")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cut: Option<String>,
@@ -146,7 +148,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "FILE", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_file: Option<PathBuf>,
-    /// Server that runs a worker, over TLS, as `distgpipe join` named it; repeatable, for workers 1, 2, … in turn
+    /// Server to run a worker on, over TLS, by the name given to `distgpipe join`; repeat it for workers 1, 2, … in order
     #[arg(long, value_name = "NAME", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub server: Vec<String>,
@@ -155,7 +157,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "FILE", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server_file: Option<PathBuf>,
-    /// Address to listen on for servers that cannot be reached from here, and connect to it with `serve --dial`
+    /// Address to listen on for servers that this machine cannot reach, which connect to it with `serve --dial`
     #[arg(long, value_name = "ADDR", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub listen: Option<String>,
@@ -163,7 +165,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub labels_leave: Option<bool>,
-    /// Data parallelism: run N copies of the pipeline, which share each batch and sum their gradients before each update
+    /// Data parallelism: run N copies of the pipeline, split each batch among them, and sum their gradients before each update
     #[arg(long, value_name = "N", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<usize>,
@@ -191,8 +193,8 @@ pub struct TrainFlags {
     #[arg(long, value_name = "SECONDS", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<f64>,
-    /// Give a connection up when nothing arrives from a worker for this many seconds, not even a heartbeat; see --reconnect. Also
-    /// the limit for its answers while it joins the run [default: 20, or --timeout if that is less]
+    /// Treat a connection as broken when nothing, not even a heartbeat, arrives from a worker for this many seconds; see
+    /// --reconnect. A worker must also answer within this time while it joins the run [default: 20, or --timeout if that is less]
     #[arg(long, value_name = "SECONDS", help_heading = "Workers")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peer_timeout: Option<f64>,
@@ -249,8 +251,8 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capture_step: Option<u64>,
 
-    /// Device of the workers: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none). Workers take several devices,
-    /// such as cuda:0,cuda:1, in turn
+    /// Device of the workers: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none). The devices of a
+    /// list, such as cuda:0,cuda:1, are assigned to workers in turn
     #[arg(long, value_name = "DEVICE[,...]", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<Devices>,
@@ -264,26 +266,26 @@ pub struct TrainFlags {
     #[arg(long, value_name = "fp32|bf16", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub precision: Option<Precision>,
-    /// Record the training passes of workers on GPUs as CUDA graphs: auto where it is possible, on to stop where it is not, off
+    /// Run the training passes of workers on GPUs as CUDA graphs: auto (where possible), on (fail where it is not possible) or off
     #[arg(long, value_name = "auto|on|off", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub graphs: Option<GraphMode>,
-    /// How many micro-batches of a worker a GPU may compute at a time with --graphs, 1 to 8 [default: 4, or 2 with --recompute,
+    /// Micro-batches of one worker that a GPU may compute at once with --graphs, 1 to 8 [default: 4, or 2 with --recompute,
     /// divided by the workers on the GPU]
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub graph_streams: Option<usize>,
-    /// Where GPUs may round the inputs of products to TF32, which is faster and has 10 bits of mantissa instead of 23. A CPU does not
-    /// know it
+    /// Operations whose inputs GPUs may round to TF32, which is faster and has 10 bits of mantissa instead of 23: convolutions, on
+    /// (matrix products too) or off. No effect on a CPU
     #[arg(long, value_name = "on|off|convolutions", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tf32: Option<Tf32>,
-    /// Let cuDNN measure its algorithms for each new shape and take the fastest, which may differ from run to run in its rounding. No
-    /// effect on a CPU
+    /// Let cuDNN time its algorithms for each new shape and use the fastest; the choice, and so the rounding, may differ from run to
+    /// run. No effect on a CPU
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cudnn_benchmark: Option<bool>,
-    /// Let cuDNN take only algorithms that give equal bits in every run on a GPU
+    /// Restrict cuDNN to deterministic algorithms, which give the same bits in every run on a GPU
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cudnn_deterministic: Option<bool>,
@@ -291,7 +293,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fused_optimizer: Option<bool>,
-    /// What the times of phases cover on a GPU: launch, or exact to wait for the GPU after each action, which makes steps slower
+    /// How phases are timed on a GPU: launch (kernel launches only), or exact (wait for the GPU after each action; slower steps)
     #[arg(long, value_name = "launch|exact", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub phases: Option<PhaseTiming>,
@@ -299,7 +301,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "N", help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
-    /// Store images channels-first (NCHW) instead of channels-last, which is slower
+    /// Store images channels-first (NCHW), which is slower, instead of channels-last
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true", hide_possible_values = true, help_heading = "Compute")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_channels_last: Option<bool>,
@@ -324,7 +326,7 @@ pub struct TrainFlags {
     #[arg(long, value_name = "EPOCH,…", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr_steps: Option<String>,
-    /// What --lr-decay steps multiplies the learning rate by [default: 0.1]
+    /// Factor by which --lr-decay steps multiplies the learning rate [default: 0.1]
     #[arg(long, value_name = "X", help_heading = "Training")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lr_factor: Option<f64>,
@@ -397,9 +399,9 @@ pub struct TrainFlags {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_evaluate: Option<bool>,
 
-    /// Go on by itself up to N times after a worker process is lost: start the workers again and repeat the steps since the last
-    /// checkpoint. Without --checkpoint, the state is kept in memory after each epoch [default: 3 with --checkpoint, or with workers
-    /// on other hosts and codecs that do not remember earlier tensors, otherwise 0]
+    /// Recover automatically from a lost worker process, up to N times: restart the workers and repeat the steps since the last
+    /// checkpoint. Without --checkpoint, the driver keeps the state after each epoch in memory [default: 3 with --checkpoint, or
+    /// with workers on other hosts and stateless codecs, otherwise 0]
     #[arg(long, value_name = "N", help_heading = "Checkpoints")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restarts: Option<u64>,

@@ -59,7 +59,7 @@ fn status(result: anyhow::Result<()>) -> i32 {
     report::note(&format!("error: {}", full_text(&error)));
     if let Some(ResumeCommand(command)) = error.downcast_ref() {
         let first = if error.chain().any(is_full_disk) { ", once there is space on the disk" } else { "" };
-        report::note(&format!("to go on from the newest checkpoint{first}: {command}"));
+        report::note(&format!("to resume from the newest checkpoint{first}: {command}"));
     }
     if error.is::<Usage>() {
         2

@@ -43,7 +43,7 @@ Start here:
 Exit status: 0 success, 1 the run failed, 2 wrong usage, 3 a worker is in another run, 130 stopped by Ctrl-C, 143 stopped by SIGTERM."
 )]
 struct Args {
-    /// Let exported models use this operator of libtorch on this machine too, such as erfinv.default; repeatable
+    /// Also allow exported models to use this libtorch operator on this machine, such as erfinv.default; repeatable
     #[arg(long, global = true, value_name = "NAME", help_heading = "Exported models")]
     allow_op: Vec<String>,
     #[command(subcommand)]
@@ -57,7 +57,7 @@ enum Command {
     /// Train a model in a pipeline
     #[command(after_help = cmd::train::EXAMPLES)]
     Train(Box<args::TrainFlags>),
-    /// Measure how good a trained model is on test data
+    /// Evaluate a trained model on test data
     Evaluate(Box<cmd::evaluate::EvaluateArgs>),
     /// Classify images or sentences with a trained model
     Predict(Box<cmd::predict::PredictArgs>),
@@ -67,7 +67,7 @@ enum Command {
     Schedule(cmd::schedule::ScheduleArgs),
     /// List the models, or the layers of one: shapes, parameters, times and memory
     Models(cmd::models::ModelsArgs),
-    /// List the devices of this machine, and what a GPU lacks
+    /// List the devices of this machine, and what is missing to use its GPUs
     Devices(cmd::devices::DevicesArgs),
     /// Find the cut of a model with the fastest step or the lowest memory use
     Balance(cmd::balance::BalanceArgs),
@@ -79,9 +79,9 @@ enum Command {
     Recipe(cmd::recipe::RecipeArgs),
     /// Create a Rust project that trains with the library
     New(cmd::new::NewArgs),
-    /// Run the jobs of clients on other machines, over TLS, each in a process with limits
+    /// Accept jobs from clients on other machines over TLS, and run each in a process with resource limits
     Serve(cmd::serve::ServeArgs),
-    /// Keep the join string of a server, for `train --server`
+    /// Store the join string of a server under a name, for `train --server NAME`
     Join(cmd::join::JoinArgs),
     /// Wait for a driver that has the token, and run the partitions it assigns
     Worker(cmd::worker::WorkerArgs),

@@ -39,7 +39,7 @@ impl State {
         }
         note(&format!("{}: ended at once{when}", name(signal)));
         if let Some(command) = command {
-            note(&format!("to go on from the newest checkpoint: {command}"));
+            note(&format!("to resume from the newest checkpoint: {command}"));
         }
         mpi::exit(status(signal))
     }

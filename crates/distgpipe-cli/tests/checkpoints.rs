@@ -278,7 +278,7 @@ fn a_run_resumes_in_another_working_directory_with_the_files_of_the_first() {
     let failed = distgpipe(&[&run[..], &fails, &faults].concat()).current_dir(&first).output().unwrap();
     let said = String::from_utf8_lossy(&failed.stderr);
     assert_eq!(failed.status.code(), Some(1), "{said}");
-    let to_go_on = said.lines().find_map(|line| line.strip_prefix("to go on from the newest checkpoint: distgpipe "));
+    let to_go_on = said.lines().find_map(|line| line.strip_prefix("to resume from the newest checkpoint: distgpipe "));
     assert_eq!(to_go_on, Some("train --checkpoint=-saved --resume"), "{said}");
     let resume = ["train", "--checkpoint=../first/-saved", "--resume", "--faults", ""];
     let resumed = distgpipe(&resume).current_dir(&second).output().unwrap();

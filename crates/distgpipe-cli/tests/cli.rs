@@ -582,9 +582,9 @@ fn a_run_prints_what_its_first_worker_spends_per_batch() {
         let line = out.lines().find(|line| line.starts_with("per batch, ")).unwrap_or_else(|| panic!("{out}"));
         let rest = line.strip_prefix("per batch, w0 spends ").unwrap_or_else(|| panic!("{line}"));
         let (transfer, rest) =
-            rest.split_once(" on data transfer (with the wait for the loader), ").expect("its first part");
+            rest.split_once(" on data transfer (including the wait for the loader), ").expect("its first part");
         let (forward, rest) = rest.split_once(" on forward and ").expect("its second part");
-        let what = " on backward passes (with recomputation, exchange of gradients and update)";
+        let what = " on backward passes (including recomputation, exchange of gradients and update)";
         let backward = rest.strip_suffix(what).unwrap_or_else(|| panic!("{line}"));
         for (printed, key) in [(transfer, "transfer_s"), (forward, "forward_s"), (backward, "backward_s")] {
             let (number, unit) = printed.split_once(' ').expect("a number and its unit");

@@ -325,7 +325,7 @@ fn a_run_that_is_to_stop_does_not_wait_for_a_rank_that_does_not_answer() {
     let (status, said) = run.ended();
     assert_eq!(status, Some(143), "{said}");
     assert!(said.contains("SIGTERM: ended at once, because w1 does not answer"), "{said}");
-    assert!(said.contains("to go on from the newest checkpoint: distgpipe train "), "{said}");
+    assert!(said.contains("to resume from the newest checkpoint: distgpipe train "), "{said}");
     // The limit after which the connection counts as broken is 20 s.
     assert!(start.elapsed() < Duration::from_secs(15), "took {:?}", start.elapsed());
     // The signal may come long after the rank has fallen silent.

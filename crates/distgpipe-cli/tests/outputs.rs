@@ -225,7 +225,7 @@ fn a_log_that_cannot_be_written_does_not_lose_the_checkpoint() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("error: --log") && said.contains("File too large"), "{said}");
-    assert!(said.contains("to go on from the newest checkpoint: distgpipe train --checkpoint"), "{said}");
+    assert!(said.contains("to resume from the newest checkpoint: distgpipe train --checkpoint"), "{said}");
     let more = distgpipe(&["train", "--checkpoint", text(&saved), "--resume", "--epochs", "1"]).output().expect("runs");
     let said = String::from_utf8_lossy(&more.stderr);
     assert!(more.status.success() && said.contains("already finished after step "), "{said}");

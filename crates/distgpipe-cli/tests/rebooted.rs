@@ -58,7 +58,7 @@ fn reboot<T>(mut run: Client, ready: &str, machine: &mut T, lose_power: impl Fn(
     run.wait_for("waiting for the workers, ");
     start_again(machine);
     let said = run.end();
-    let restarted = said.iter().filter(|line| line.contains("all workers are there; going on after step")).count();
+    let restarted = said.iter().filter(|line| line.contains("all workers are back; continuing after step")).count();
     assert_eq!(restarted, 1, "{said:#?}");
 }
 

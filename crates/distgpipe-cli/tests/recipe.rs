@@ -54,9 +54,9 @@ fn a_table_has_our_figures_or_the_reason_beside_the_published_ones() {
     // Rows, and how many of them have all figures, some, and simulated ones.
     assert!(tables.lines().next().is_some_and(|line| line.contains("rows  measured  in part  simulated")), "{tables}");
     assert_eq!(counts("cola"), ["4", "4", "0", "0"], "{tables}");
-    // Their speeds were measured, and their scores were not.
+    // Their scores were not measured.
     assert_eq!(counts("resnet101-imagenet"), ["8", "0", "0", "6"], "{tables}");
-    assert_eq!(counts("pipeline-vs-data-parallel")[1], "2", "{tables}");
+    assert_eq!(counts("food101"), ["4", "1", "3", "0"], "{tables}");
     // By its title, from a document that the user has open.
     let cola = fine(&["recipe", "table", "Ablation Study: COLA"]);
     let row = |text: &str, part: &str| {
@@ -278,7 +278,7 @@ fn rows_and_seeds_are_added_to_the_file_of_a_table() {
     assert_eq!((&added["added"]["machine"], &second["machine"]), (&first["machine"], &"another machine".into()));
     assert!(added["added"]["command"].as_str().unwrap().contains("--rows sgd-3 --add"), "{added}");
     for machine in ["another machine", first["machine"].as_str().unwrap()] {
-        assert!(printed.contains(&format!("time-mobilenet.json; {machine}; made by ")), "{machine}: {printed}");
+        assert!(printed.contains(&format!("time-mobilenet.json; {machine}; produced by ")), "{machine}: {printed}");
     }
 
     // Nothing is left to do for these rows, and another seed is a run of all seeds.

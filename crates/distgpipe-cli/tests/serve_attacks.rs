@@ -541,7 +541,7 @@ fn a_job_whose_process_crashes_is_started_again_by_its_client() {
     // Rust itself handles SIGSEGV.
     signal(process, "-ILL");
     let said = ended(disturbed);
-    assert!(said.contains("going on after step"), "{said}");
+    assert!(said.contains("continuing after step"), "{said}");
     server.wait_for("crashed with signal 4");
     assert!(tensor_bytes(&weights) == tensor_bytes(&expected), "other weights:\n{said}");
 }
@@ -568,7 +568,7 @@ fn without_checkpoints_the_client_keeps_the_state_for_a_job_that_crashes() {
     let (expected, _) = train(&mut server, "quiet", false);
     let (weights, said) = train(&mut server, "disturbed", true);
     assert!(said.contains("the state to restart from is kept in memory"), "{said}");
-    assert!(said.contains("all workers are there; going on after step"), "{said}");
+    assert!(said.contains("all workers are back; continuing after step"), "{said}");
     assert!(weights == expected, "other weights:\n{said}");
 }
 

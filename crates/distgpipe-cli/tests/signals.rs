@@ -95,7 +95,7 @@ fn a_run_stopped_from_the_terminal_saves_reports_and_goes_on_with_the_command_it
         assert_eq!(summary["end"], "stopped");
 
         // What it printed is a command for a shell, with a path that needs quotes.
-        let printed = stopped.split("to go on: ").nth(1).expect("the command to go on");
+        let printed = stopped.split("to resume: ").nth(1).expect("the command to go on");
         assert!(printed.contains("'"), "{printed}");
         let more = done + 5;
         let resumed = printed.strip_prefix("distgpipe ").expect("a command of this program");
@@ -121,7 +121,7 @@ fn a_run_without_checkpoints_says_that_there_is_nothing_to_go_on_from() {
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["end"], "stopped");
     assert!(!report["epochs"].as_array().unwrap().is_empty(), "the epoch that was stopped is in the report");
-    assert!(said.contains("nothing was saved to go on from: use --checkpoint DIR"), "{said}");
+    assert!(said.contains("nothing was saved to resume from: use --checkpoint DIR"), "{said}");
     soundness::assert_losses_sound("a stopped run", &losses(&log).values().copied().collect::<Vec<_>>());
 }
 
@@ -176,7 +176,7 @@ fn a_second_signal_prints_the_command_that_resumes_the_run() {
     next("a second one ends the run at once");
     signal(&run, "INT");
     next("SIGINT: ended at once");
-    next(&format!("to go on from the newest checkpoint: distgpipe train --checkpoint {} --resume", saved.display()));
+    next(&format!("to resume from the newest checkpoint: distgpipe train --checkpoint {} --resume", saved.display()));
     assert_eq!(run.wait().unwrap().code(), Some(130));
 }
 
@@ -253,7 +253,7 @@ fn a_run_that_fails_after_a_checkpoint_prints_the_command_that_resumes_it() {
     let run = [&["--checkpoint", saved, "--checkpoint-every", "2"][..], &cut].concat();
     let (_, said) = ended(start(&[&LONG[..], &PROCESSES, &run].concat()), 1);
     let quoted = saved.replace('\'', "'\\''");
-    let expected = format!("to go on from the newest checkpoint: distgpipe train --checkpoint '{quoted}' --resume");
+    let expected = format!("to resume from the newest checkpoint: distgpipe train --checkpoint '{quoted}' --resume");
     assert!(said.lines().any(|line| line == expected), "{said}");
     let failed = ["--faults", "server:error@1F0"];
     let (_, said) = ended(start(&[&LONG[..], &PROCESSES, &failed].concat()), 1);

@@ -360,7 +360,7 @@ fn a_run_with_faults_all_along_ends_with_the_weights_of_an_undisturbed_one() {
     let [cuts, stopped_jobs, stopped_servers, stopped_clients, kills] =
         [Cut, StopJob, StopServer, StopClient, KillJob].map(count);
     let (restarts, restored) =
-        (said.matches("going on after step").count(), said.matches("reconnected to relayed").count());
+        (said.matches("continuing after step").count(), said.matches("reconnected to relayed").count());
     let report = format!(
         "{steps} steps in {:.0} s, seed {seed}: {cuts} cuts, {kills} kills of the job's process, {stopped_jobs} suspensions of it, \
          {stopped_servers} of the server and {stopped_clients} of the client; {restored} connections restored, {restarts} \

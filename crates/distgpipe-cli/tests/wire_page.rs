@@ -39,7 +39,7 @@ fn the_bytes_of_the_page_are_those_of_the_code() {
         ("Answer", tls::acceptance(&secret, None, &exporter)),
         ("Hello", hello.encode()),
         ("Welcome", Welcome { worker: Some(WorkerId(258)), next: 1, build }.encode()),
-        ("Refuse", Refuse { reason: "voll".to_owned() }.encode()),
+        ("Refuse", Refuse { reason: "full".to_owned() }.encode()),
         ("Abort", notice.encode()),
     ];
     let mut seen = Vec::new();

@@ -41,8 +41,8 @@ fn the_format_is_the_committed_one() {
     let welcome = Welcome { worker: None, next: 0, build: String::new() };
     assert_eq!(hex(&welcome.encode()), "000000000000000000000000000000");
 
-    let refuse = Refuse { reason: "voll".into() };
-    assert_eq!(hex(&refuse.encode()), "0400766f6c6c");
+    let refuse = Refuse { reason: "full".into() };
+    assert_eq!(hex(&refuse.encode()), "040066756c6c");
 
     let notice = AbortNotice { worker: "w1".into(), phase: "2F0".into(), message: "é".into() };
     assert_eq!(hex(&notice.encode()), "0200773103003246300200c3a9");

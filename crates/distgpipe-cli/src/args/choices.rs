@@ -12,7 +12,7 @@ use std::str::FromStr;
 pub enum DataName {
     /// 1,797 handwritten digits, built in
     Digits,
-    /// Generated for the model's input shape, with a pattern that can be trained on
+    /// Generated for the model's input shape, with a pattern that a model can learn
     Synthetic,
     /// CIFAR-10: 60,000 images in 10 classes
     Cifar10,
@@ -75,7 +75,7 @@ pub enum DecayName {
     Cosine,
     /// To 0 linearly
     Linear,
-    /// To 0 as a power (--lr-power) of the remaining share of updates
+    /// To 0, in proportion to the remaining fraction of updates raised to --lr-power
     Polynomial,
     /// Multiplied by --lr-factor after each epoch of --lr-steps
     Steps,
@@ -158,7 +158,7 @@ impl fmt::Display for NormaliseChoice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LayersName {
-    /// Where the call of a module ends, and no more tensors cross than where the modules around it end
+    /// Where a module's call ends, if no more tensors cross there than where the enclosing modules end
     #[default]
     Modules,
     /// At all places where the model can be cut

@@ -50,32 +50,35 @@ const EVALUATE: &[&str] = &["limit", "loader-threads", "loss", "samples", "seed"
 /// Help where that of `train` does not fit.
 const HELP: &[(&str, &str)] = &[
     ("weights", "The trained model: a file that `train --save` wrote, a checkpoint, a --checkpoint directory (its newest), or, with --model, any safetensors or torch.save file"),
-    ("model", "Model that the weights belong to; only for a file that does not say it"),
+    ("model", "Model that the weights belong to; only if the --weights file does not name its model"),
     ("set", "Model setting, such as classes=10, on top of those in the file; repeatable"),
     ("data-dir", "Directory with the data set's files [default: the one that the model was trained on]"),
     ("tokenizer", "RoBERTa tokenizer: a tokenizer.json file, or the directory with vocab.json and merges.txt [default: the one that the model was trained with]"),
-    ("normalise", "How colours are normalised: `imagenet`, or means and deviations [default: as in training]"),
+    ("normalise", "Normalisation of colours: `imagenet`, or means and deviations [default: as in training]"),
     ("loss", "Loss of outputs that are not class scores: mean-squared or binary-cross-entropy [default: as in training]"),
     ("limit", "Evaluate on N rows only, spread evenly over the test data [default: all rows]"),
     ("samples", "Training rows of the synthetic data, whose test rows follow them [default: as in training]"),
     ("seed", "Random seed of the synthetic data [default: as in training]"),
     ("loader-threads", "Threads that load and prepare batches in the background"),
     ("partitions", "Cut the model into N partitions with equal numbers of layers [default: as many as --place names, or 1]"),
-    ("replicas", "Data parallelism: run N copies of the pipeline, which share each batch [default: 1]"),
+    ("replicas", "Data parallelism: run N copies of the pipeline, and split each batch among them [default: 1]"),
     ("chunks", "Micro-batches per batch, in each replica [default: 1 with one worker, otherwise 4]"),
     ("batch", "Rows per batch [default: as in the tests of the training run, or 64]"),
     ("codec", "Codec for activations between workers; `auto` chooses by the measured links [default: raw]"),
     ("codec-link", "Codec for one link, named by its partitions or its workers: 0-1=tile:4; repeatable"),
     ("workers", "Where workers run: as threads of this process, as processes on this host, or at the addresses of `distgpipe worker` processes, one for each worker after the first [default: threads]"),
     ("timeout", "Abort when no worker makes progress for this many seconds [default: 300]"),
-    ("device", "Device of the workers: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none). Workers take several devices, such as cuda:0,cuda:1, in turn [default: auto]"),
+    ("device", "Device of the workers: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none). The devices of a list, such as cuda:0,cuda:1, are assigned to workers in turn [default: auto]"),
     ("precision", "Precision of the computation: fp32 or bf16 [default: as in training, or fp32]"),
-    ("tf32", "Where GPUs may round the inputs of products to TF32: on, off or convolutions [default: as in training, or convolutions]"),
+    ("tf32", "Operations whose inputs GPUs may round to TF32: convolutions, on (matrix products too) or off [default: as in training, or convolutions]"),
 ];
 
 const DATA_HELP: [(&str, &str); 2] = [
     ("evaluate", "Data set, of which the test data is used [default: the one that the model was trained on]"),
-    ("predict", "Data set whose images or sentences the inputs are like: they are prepared in the same way; only for a file that does not say it"),
+    (
+        "predict",
+        "Data set whose preprocessing to apply to the inputs; only if the --weights file does not name its data set",
+    ),
 ];
 
 fn flags(command: &str) -> impl Iterator<Item = &'static str> {

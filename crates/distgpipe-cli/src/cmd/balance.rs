@@ -45,12 +45,12 @@ Examples:
   distgpipe balance resnet --partitions 2 --balance-by memory
   distgpipe balance mobilenet_v2 --balance 7,6,7
 
-The layers are measured in rounds, until these show which of the two best cuts is faster, or a given cut and the best one,
-or until --time-limit. The costs are kept in $XDG_CACHE_HOME/distgpipe (by default ~/.cache/distgpipe) for the next call.
-A file of costs is the output of `distgpipe models NAME --profile --json`, or a JSON list with one number per layer.
-The step is simulated with each partition on its own worker, or as --place says. Times, bytes and activations are those
-of a micro-batch of --rows rows. Memory counts parameters, gradients, optimizer state and kept activations, but not the
-temporary tensors of a backward pass. The time of a step does not include encoding and decoding.")]
+The command measures the layers in rounds until they show which is faster, the best cut or its rival (your cut, or else the second \
+best), or until --time-limit. It caches the costs in $XDG_CACHE_HOME/distgpipe (by default ~/.cache/distgpipe) for the next call. \
+A file of costs is the output of `distgpipe models NAME --profile --json`, or a JSON list with one number per layer. The step is \
+simulated with each partition on its own worker, or as --place says. Times, bytes and activations are those of a micro-batch of \
+--rows rows. Memory counts parameters, gradients, optimizer state and kept activations, but not the temporary tensors of a backward \
+pass. The time of a step does not include encoding and decoding.")]
 pub struct BalanceArgs {
     /// Model to cut: one that `distgpipe models` lists, or a file of `python3 -m distgpipe_export`
     #[arg(value_name = "NAME|FILE.pt2")]

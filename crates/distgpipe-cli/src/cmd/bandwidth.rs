@@ -34,11 +34,12 @@ Examples:
   Measure one size and one codec:
       distgpipe bandwidth --server gpu-box --codec 'zstd(tile:4)' --sizes 16MiB
 
-Tensors go through the threads, frames, checksums and codecs of a training run; at a server, also through TLS and the process that
-would run a job, so a server that runs as many jobs as it may is busy. The receiver times them, from the arrival of the first to the
-arrival of the last. A round trip is one tensor there and one back. `limited by` names what the transfer waits for: the wire
-(everything between the two ends, a server's relay included), encoding, decoding, or copying (with checksums and encryption).
-With --workers 2, the other end is a process on this host, once over plain TCP and once over TLS through a server of its own.")]
+Tensors pass through the threads, frames, checksums and codecs of a training run. At a server they also pass through TLS and a job \
+process, so a server whose --jobs are all in use refuses the measurement as busy. The receiver times them, from the arrival of the \
+first to that of the last. A round trip is one tensor there and one back. `limited by` names the slowest part: the wire (everything \
+between the two ends, including a server's relay), encoding, decoding, or copying (including checksums and encryption). With \
+--workers 2, the other end is a process on this host: once over plain TCP, and once over TLS through a server that the command \
+starts.")]
 #[command(group = ArgGroup::new("peer").required(true))]
 pub struct BandwidthArgs {
     /// Server to measure the link to, by the name that `distgpipe join` gave it
@@ -47,7 +48,7 @@ pub struct BandwidthArgs {
     /// File with the join string of the server, instead of --server
     #[arg(long, value_name = "FILE", group = "peer")]
     server_file: Option<PathBuf>,
-    /// Measure between this process and another one on this host; the number is 2
+    /// Measure between this process and another one on this host; N must be 2
     #[arg(long, value_name = "N", group = "peer")]
     workers: Option<usize>,
     /// Codecs to measure; repeatable

@@ -25,7 +25,7 @@ const HELP_WIDTH: usize = 80;
 #[derive(Debug, clap::Args)]
 #[command(after_help = after_help())]
 pub struct CodecsArgs {
-    /// Codecs to measure; repeatable [default: some of each kind]
+    /// Codecs to measure; repeatable [default: examples of every codec]
     #[arg(long, value_name = "CODEC,…", value_delimiter = ',')]
     codec: Vec<CodecSpec>,
     /// Dimensions of the random tensor

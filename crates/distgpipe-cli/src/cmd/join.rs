@@ -25,8 +25,9 @@ Examples:
   From a file, or from the server itself over ssh:
       ssh gpu-box distgpipe serve --join-string | distgpipe join gpu-box
 
-The join string holds the server's secret: it is read from the terminal, which does not show it, or from a pipe, never from the
-command line, and kept in a file that you alone can read, in $XDG_CONFIG_HOME/distgpipe/servers (~/.config/distgpipe/servers).")]
+The join string contains the server's secret. The command reads it from the terminal, without echo, or from a pipe, never from the \
+command line, and stores it in a file that only you can read, in $XDG_CONFIG_HOME/distgpipe/servers \
+(~/.config/distgpipe/servers).")]
 pub struct JoinArgs {
     /// Name for the server; the join string is read from standard input
     #[arg(value_name = "NAME", required_unless_present = "list")]

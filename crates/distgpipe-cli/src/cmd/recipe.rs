@@ -65,7 +65,7 @@ enum RecipeCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Make the tables of Markdown files anew, between `<!-- recipe table NAME -->` and `<!-- end -->`
+    /// Regenerate the tables in Markdown files, between `<!-- recipe table NAME -->` and `<!-- end -->`
     Readme {
         /// Files to change
         #[arg(required = true, value_name = "FILE.md")]
@@ -112,7 +112,7 @@ struct RunArgs {
     /// Directory for the figures of --table, in the file TABLE.json [default: runs/recipes]
     #[arg(long, value_name = "DIR", requires = "table", help_heading = "Tables")]
     out: Option<PathBuf>,
-    /// Keep the file of an earlier run of --table, and run the rows and seeds that it lacks. Rows that are added say where they ran
+    /// Keep the file of an earlier run of --table, and run the rows and seeds that it lacks. Added rows record where they ran
     #[arg(long, requires = "table", help_heading = "Tables")]
     add: bool,
     /// Give up a row of --table whose run takes longer than this many seconds [default: no limit]

@@ -30,9 +30,9 @@ Examples:
       distgpipe schedule --check plan.txt
       distgpipe train --balance 1,2,1 --plan plan.txt
 
-Without --draw, --text, --svg or --json, a terminal gets the drawing, and a file or pipe the text format.
-In the text format, `2F0` is the forward pass of micro-batch 0 in partition 2; `2F0>3` sends its output to partition 3,
-and `3F0<2` receives it there. B is a backward pass, R a recomputation. All times are in the same unit, whichever it is.")]
+Without --draw, --text, --svg or --json, a terminal gets the drawing, and a file or pipe the text format. In the text format, `2F0` \
+is the forward pass of micro-batch 0 in partition 2; `2F0>3` sends its output to partition 3, and `3F0<2` receives it there. B is a \
+backward pass, R a recomputation. All times are in one unit of your choice.")]
 pub struct ScheduleArgs {
     /// Order of forward and backward passes: gpipe, 1f1b or interleaved
     #[arg(long, value_name = "NAME", default_value = "1f1b", help_heading = "Plan")]

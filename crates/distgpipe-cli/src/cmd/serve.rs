@@ -31,15 +31,15 @@ enum ModelKind {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  On the server, which makes a key on the first start, and prints its join string on a terminal:
+  On the server, which generates a key on its first start and prints its join string on a terminal:
       distgpipe serve
   On the client, which has the data:
       distgpipe join gpu-box
       distgpipe train --place client,server,client --server gpu-box …
 
-Every job runs in a process of its own, with limits. Traffic is encrypted (TLS 1.3), and only those who have the join string
-may send jobs: treat it as a password. docs/security.md says what each party can and cannot do, docs/deploy.md how to set a
-server up.")]
+Every job runs in a separate process with resource limits. Traffic is encrypted (TLS 1.3). Only those who have the join string \
+may send jobs, so treat it as a password. docs/deploy.md explains how to set up a server, and docs/security.md what each party can \
+and cannot do.")]
 pub struct ServeArgs {
     /// Address to listen on
     #[arg(long, value_name = "ADDR", default_value = "0.0.0.0:7443")]
@@ -50,29 +50,29 @@ pub struct ServeArgs {
     /// Device of the jobs: cpu, cuda:N, or auto (the first GPU, or the CPU if there is none)
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: Devices,
-    /// Jobs at a time; more clients are told that the server is busy
+    /// Maximum number of jobs at a time; the server tells further clients that it is busy
     #[arg(long, value_name = "N", default_value_t = 1)]
     jobs: usize,
-    /// Memory of each job, such as 8GiB [default: 80 % of the free memory, divided by --jobs]
+    /// Memory limit of each job, such as 8GiB [default: 80 % of the free memory, divided by --jobs]
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
-    /// libtorch threads of each job at most [default: the cores of this host]
+    /// Maximum number of libtorch threads per job [default: the cores of this host]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// End a job that makes no progress for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 1800.0)]
     idle: f64,
-    /// Give the connection to a client up when nothing arrives for this many seconds; its job then waits up to 120 s for the client to
-    /// connect again
+    /// Treat the connection to a client as broken when nothing arrives for this many seconds; its job then waits up to 120 s for the
+    /// client to reconnect
     #[arg(long, value_name = "SECONDS", default_value_t = 20.0)]
     peer_timeout: f64,
-    /// Client that cannot reach this server, and that it connects to instead, where `train --listen` waits; repeatable
+    /// Address of a client that cannot reach this server: the server connects to it, where `train --listen` waits; repeatable
     #[arg(long, value_name = "HOST:PORT")]
     dial: Vec<String>,
     /// Another server that jobs here may be connected to, in pipelines over several servers; repeatable
     #[arg(long, value_name = "HOST[:PORT]")]
     allow: Vec<String>,
-    /// Models that jobs may have: builtin, exported, or both as `builtin,exported`; --allow-op adds operators to those that
+    /// Models that jobs may use: builtin, exported, or both as `builtin,exported`; --allow-op adds operators to those that
     /// exported models may use
     #[arg(long, value_name = "KINDS", value_delimiter = ',', default_value = "builtin,exported")]
     models: Vec<ModelKind>,
@@ -108,7 +108,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
     let memory = memory.map_or_else(|| "no limit of".to_owned(), |bytes| format!("{:.1} GB of", bytes as f64 / 1e9));
     report::note(&format!("{jobs} job{} at a time, {memory} memory each", if jobs == 1 { "" } else { "s" }));
     if args.insecure {
-        report::note("warning: --insecure: nothing is encrypted, and the secret crosses the connection readable");
+        report::note("warning: --insecure: nothing is encrypted, not even the secret");
     }
     // Output that goes elsewhere may be kept, in a journal for instance, which must not hold the secret.
     if std::io::stdout().is_terminal() {

@@ -41,8 +41,8 @@ Examples:
   Save a checkpoint every 100 steps, and resume after a failure, here with another cut:
       distgpipe train … --checkpoint run1/saved --checkpoint-every 100
       distgpipe train --checkpoint run1/saved --resume --partitions 3
-  Train a new classifier on a trained body, and stop when the accuracy no longer rises:
-      distgpipe train … --weights body.pth --init-missing --freeze 'features.*' --checkpoint run1/saved --save-best accuracy --patience 3
+  Train a new classifier on a pretrained backbone, and stop when the accuracy no longer improves:
+      distgpipe train … --weights backbone.pth --init-missing --freeze 'features.*' --checkpoint run1/saved --save-best accuracy --patience 3
   Save the trained model, and classify images with it:
       distgpipe train … --save mine.safetensors
       distgpipe predict --weights mine.safetensors photos/
@@ -104,9 +104,9 @@ pub fn execute(config: &RunConfig, command: &str) -> anyhow::Result<Outcome> {
     report.failed = report.failed.map(with_command);
     if let Some(interrupted) = &mut report.interrupted {
         interrupted.message += &match (resume_command(), &config.saving) {
-            (Some(command), _) => format!("; to go on: {command}"),
+            (Some(command), _) => format!("; to resume: {command}"),
             (None, Some(_)) => ", before the first checkpoint".to_owned(),
-            (None, None) => "; nothing was saved to go on from: use --checkpoint DIR".to_owned(),
+            (None, None) => "; nothing was saved to resume from: use --checkpoint DIR".to_owned(),
         };
     }
     Ok(Outcome::Ran(Box::new(report), plan))

@@ -18,6 +18,7 @@ Examples:
   On the client, which has the data:
       distgpipe train --place client,server,client --workers 10.0.0.2:7000 --token-file token.txt
 
+Connections are not encrypted: between machines, use `distgpipe serve` unless you trust the network.
 The worker needs no configuration: the driver sends the model and the plan.
 A program with layers of its own is its own worker: `PROGRAM worker`, with the same flags (docs/library.md).
 It prints `listening ADDRESS` on standard output once it accepts connections.

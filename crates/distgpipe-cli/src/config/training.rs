@@ -126,7 +126,7 @@ fn rate(flags: &TrainFlags) -> anyhow::Result<RateSchedule> {
     let name = flags.lr_decay.unwrap_or(DecayName::Constant);
     let given = [("--lr-steps", flags.lr_steps.is_some()), ("--lr-factor", flags.lr_factor.is_some())];
     if let Some((flag, _)) = given.iter().find(|(_, given)| *given && name != DecayName::Steps) {
-        return Err(usage(format!("{flag}: it applies to --lr-decay steps only: remove it, or use that")));
+        return Err(usage(format!("{flag}: it applies to --lr-decay steps only: remove it, or use --lr-decay steps")));
     }
     let decay = match (name, flags.lr_power) {
         (DecayName::Polynomial, power) => {

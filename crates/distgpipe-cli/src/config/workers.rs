@@ -45,7 +45,7 @@ pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Worker
     }
     if let Some(twice) = addresses.iter().enumerate().find(|(i, address)| addresses[..*i].contains(address)) {
         return Err(usage(format!(
-            "--workers: {} is named twice, and a worker process takes one worker's part: start another `distgpipe worker`",
+            "--workers: {} is named twice, and a worker process runs only one worker: start another `distgpipe worker`",
             twice.1
         )));
     }

@@ -230,12 +230,12 @@ impl Source {
     fn text(&self) -> String {
         let made_by = match &self.commands[..] {
             [command] => command.clone(),
-            several => format!("{} commands, which the file has", several.len()),
+            several => format!("{} commands, listed in the file", several.len()),
         };
-        let mut text = format!("\nOurs: {}; {}; made by {made_by}.", self.file, self.machine);
+        let mut text = format!("\nOurs: {}; {}; produced by {made_by}.", self.file, self.machine);
         text += if self.deviations.is_empty() { "\n" } else { " What differs:\n\n" };
         for (sentence, rows) in &self.deviations {
-            let rows = if rows.is_empty() { String::new() } else { format!(" ({})", rows.join("; ")) };
+            let rows = if rows.is_empty() { String::new() } else { format!(" (rows: {})", rows.join("; ")) };
             text += &format!("- {sentence}{rows}\n");
         }
         text

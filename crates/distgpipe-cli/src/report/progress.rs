@@ -103,7 +103,7 @@ impl Progress {
                     for (kind, refusal) in refusals {
                         if self.warned.insert((what.clone(), kind.clone())) {
                             note(&format!(
-                                "warning: {} sends some {what} raw, because the codec refuses them: {refusal}",
+                                "warning: {} sends some {what} raw, because the codec rejects them: {refusal}",
                                 worker.name
                             ));
                         }
@@ -144,7 +144,7 @@ impl Progress {
             )),
             Event::Rejoining { failure, seconds, limit_s } => self.rejoining(failure, *seconds, *limit_s),
             Event::Restarted { step, .. } => {
-                note(&format!("all workers are there; going on after step {step}"));
+                note(&format!("all workers are back; continuing after step {step}"));
                 if let Some(bar) = &self.bar {
                     bar.set_position(*step);
                 }

@@ -261,12 +261,12 @@ impl RunReport {
             return String::new();
         };
         let launches = match first.reserved_bytes.is_some() && self.phases == PhaseTiming::Launch {
-            true => "; on a GPU these are the times of launches, --phases exact shows those of execution",
+            true => "; on a GPU these are launch times (--phases exact shows execution times)",
             false => "",
         };
         format!(
-            "per batch, {} spends {} on data transfer (with the wait for the loader), {} on forward and {} on backward \
-             passes (with recomputation, exchange of gradients and update){launches}\n",
+            "per batch, {} spends {} on data transfer (including the wait for the loader), {} on forward and {} on backward \
+             passes (including recomputation, exchange of gradients and update){launches}\n",
             first.name,
             units::seconds(times.transfer_s),
             units::seconds(times.forward_s),
