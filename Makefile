@@ -50,7 +50,7 @@ test: setup ## all tests, and a short run of the fuzz targets
 test-isa: setup ## the numeric tests with each instruction set (or some: ISA="avx2 sse41")
 	scripts/test-isa.sh $(ISA)
 
-# `--workspace` here and below takes the library as `make test` has built it: with `-p distgpipe`, dependencies have other features.
+# Without `-p`, here and below, cargo takes the library as `make test` has built it; with it, some dependencies have other features.
 test-kernels: setup target/tools/nvrtc/made ## compile the kernels for GPUs with NVRTC; needs no GPU
 	LD_LIBRARY_PATH="$(CURDIR)/target/tools/nvrtc/nvidia/cu13/lib:$$LD_LIBRARY_PATH" DISTGPIPE_KERNEL_TESTS=1 \
 	    cargo test --locked --workspace --lib engine::kernels
@@ -65,9 +65,8 @@ test-mpi: setup ## the tests of MPI, under mpirun
 	cargo test --locked -p distgpipe -p distgpipe-cli --features distgpipe/mpi,distgpipe-cli/mpi --test mpi
 
 examples: setup ## run all examples of the library
-	cargo build --locked --workspace --examples
 	for example in crates/distgpipe/examples/*.rs; do \
-	    "$${CARGO_TARGET_DIR:-target}/debug/examples/$$(basename $$example .rs)" || exit 1; \
+	    cargo run --locked --quiet --example $$(basename $$example .rs) || exit 1; \
 	done
 
 fuzz-smoke: tools ## only the short run of the fuzz targets

@@ -88,6 +88,7 @@ enum Command {
 }
 
 fn main() {
+    recipe::end_with_parent();
     distgpipe::tune_allocator();
     mpi::enter();
     server_store::refuse_secret_arguments();

@@ -34,6 +34,7 @@ use crate::exit::usage;
 use crate::report::{nearest, unknown};
 use anyhow::Context;
 use published::PublishedRow;
+pub use row_process::end_with_parent;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 

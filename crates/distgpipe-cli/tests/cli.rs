@@ -156,6 +156,8 @@ fn wrong_flags_end_with_2_and_name_flag_and_remedy() {
         (&["train", "--codec", "zstd"], &["--codec", "got `zstd`"]),
         (&["worker", "--listen", "0.0.0.0:0"], &["--listen", "--expose"]),
         (&["worker", "--listen", "nowhere"], &["--listen nowhere", "such as 127.0.0.1:7000"]),
+        (&["train", "--partitions", "2", "--listen", "0.0.0.0:7443"], &["--listen 0.0.0.0:7443", "add --server NAME"]),
+        (&["serve", "--device", "cuda:63"], &["--device cuda:63", "cuda:63"]),
     ];
     for (arguments, words) in cases {
         let said = refused(2, arguments);

@@ -271,6 +271,36 @@ fn a_suspended_worker_process_times_out() {
     assert_eq!(children(), Vec::<u32>::new(), "a process is left");
 }
 
+/// The time of the attempts to connect again was once taken for one in which the driver itself had not run.
+#[test]
+fn a_worker_process_that_is_suspended_for_too_long_does_not_make_the_driver_believe_that_it_was() {
+    let _alone = alone();
+    let notices = Arc::new(Mutex::new(Vec::new()));
+    let seen = notices.clone();
+    let (silence_s, reconnect_s) = (1.0, 6.0);
+    let mut pipeline = failure_scenarios::builder(processes(), "")
+        .timeouts(distgpipe::Timeouts { silence_s, reconnect_s, ..PATIENT })
+        .on_notice(move |notice| seen.lock().unwrap().push(notice.clone()))
+        .build()
+        .expect("a pipeline");
+    pipeline.train_step(&batch()).expect("a step");
+    stop(children()[0]);
+    let start = Instant::now();
+    let failure = match pipeline.train_step(&batch()) {
+        Err(StepError::Failed(failure)) => failure,
+        other => panic!("expected a failure, got {:?}", other.map(|o| o.loss)),
+    };
+    // An attempt takes up to five seconds, and the last one only what is left.
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    drop(pipeline);
+    assert!(failure.to_string().contains("not restored within 6.0 s"), "{failure}");
+    // This process may have been starved, but hardly for so long.
+    let suspended = |notice: &&Notice| matches!(notice, Notice::Suspended { seconds } if *seconds > reconnect_s / 2.0);
+    let notices = notices.lock().unwrap();
+    assert_eq!(notices.iter().find(suspended), None, "{notices:?}");
+    assert_eq!(children(), Vec::<u32>::new(), "a process is left");
+}
+
 /// SIGSTOP for longer than a silence may last: the connection is given up, and restored when the process runs again.
 #[test]
 fn a_worker_process_that_is_suspended_below_the_limit_is_waited_for() {

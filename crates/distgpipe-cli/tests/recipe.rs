@@ -5,8 +5,10 @@ mod command;
 use command::{directory, ended, fine, json};
 use distgpipe::engine::Device;
 use serde_json::Value;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// Standard error of a command that was called wrongly.
 fn refused(arguments: &[&str]) -> String {
@@ -289,6 +291,46 @@ fn rows_and_seeds_are_added_to_the_file_of_a_table() {
     let seeds: Vec<u64> =
         third["rows"][1]["runs"].as_array().unwrap().iter().map(|run| run["seed"].as_u64().unwrap()).collect();
     assert_eq!((seeds, &third["rows"][0]), (vec![0, 1], &first["rows"][0]));
+
+    // A speed and a score: nobody knows which of them another run would replace.
+    let mut several = third.clone();
+    several["rows"].as_array_mut().unwrap().push(third["rows"][1].clone());
+    std::fs::write(&path, several.to_string()).unwrap();
+    let said = refused(&[&table[..], &["--rows", "sgd-3", "--seeds", "2", "--add"], &TINY].concat());
+    assert!(said.contains("--add: time-mobilenet-sgd-3: the file has several rows of it"), "{said}");
+    assert_eq!(file(), several);
+}
+
+/// A row that went on alone would hold the cores, or the GPU.
+#[test]
+fn a_row_ends_with_the_command_that_started_it() {
+    let out = directory("table-killed");
+    let place = out.to_str().expect("a plain path");
+    let arguments = ["recipe", "run", "--table", "time-mobilenet", "--rows", "sgd-2", "--out", place];
+    let long = TINY.map(|word| if word == "4" { "100000" } else { word });
+    let mut command = Command::new(env!("CARGO_BIN_EXE_distgpipe"))
+        .args([&arguments[..], &long, &["--device", "cpu", "--threads", "1"]].concat())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut said = BufReader::new(command.stderr.take().expect("piped"));
+    let mut text = String::new();
+    while !text.contains("device cpu") {
+        assert!(said.read_line(&mut text).expect("text") > 0, "{text}");
+    }
+    let tasks = format!("/proc/{0}/task/{0}/children", command.id());
+    let row = std::fs::read_to_string(tasks).expect("a Linux with /proc").trim().to_owned();
+    assert!(!row.is_empty() && !row.contains(' '), "the processes of the command: {row}");
+    command.kill().expect("it runs");
+    command.wait().expect("it ends");
+    let patience = Instant::now();
+    // A process that nobody waits for stays as a zombie where nothing reaps orphans.
+    let runs = || std::fs::read_to_string(format!("/proc/{row}/stat")).is_ok_and(|stat| !stat.contains(") Z "));
+    while runs() {
+        assert!(patience.elapsed() < Duration::from_secs(60), "the row runs on: {row}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// One device stands for two. The row that the speed-up is relative to is run too, although no word names it.

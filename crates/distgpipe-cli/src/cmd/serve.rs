@@ -9,7 +9,7 @@ use distgpipe::comm::server_identity::ServerIdentity;
 use distgpipe::driver::gateway::{Gateway, GatewayOptions};
 use distgpipe::driver::job_limits::{AllowedModels, JobLimits};
 use distgpipe::driver::log_queue::LogQueue;
-use distgpipe::engine::{self, utc_now, Devices};
+use distgpipe::engine::{self, utc_now, Device, Devices};
 use distgpipe::{JoinString, Timeouts, Workers};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::io::IsTerminal;
@@ -89,6 +89,10 @@ pub struct ServeArgs {
 
 /// Serves until stopped.
 pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
+    // Otherwise the first client would hear that there is no such device.
+    for device in args.device.iter().filter(|device| *device != Device::Auto && !args.join_string) {
+        device.open().map_err(|e| usage(format!("--device {device}: {e}")))?;
+    }
     let path = args.identity.clone().map_or_else(|| config_directory().map(|folder| folder.join("server")), Ok)?;
     let identity = ServerIdentity::load_or_create(&path).with_context(|| "the identity of this server")?;
     let listen = listen_address(&args.listen)?;

@@ -27,6 +27,10 @@ pub(super) fn workers(flags: &TrainFlags, count: usize) -> anyhow::Result<Worker
             ))),
         };
     }
+    if let Some(listen) = &flags.listen {
+        let what = "it waits for a server that connects to this machine: add --server NAME, or remove it";
+        return Err(usage(format!("--listen {listen}: {what}")));
+    }
     let addresses: Vec<String> = match flags.workers.as_deref().unwrap_or("threads") {
         "threads" => return Ok(Workers::Threads),
         "processes" => return Ok(Workers::processes()),

@@ -215,8 +215,13 @@ impl MeasuredRow {
 
 impl Measurements {
     /// The rows of a recipe that were run.
-    fn rows_of<'a, 'b>(&'a self, recipe: &'b str) -> impl Iterator<Item = &'a MeasuredRow> + use<'a, 'b> {
+    pub fn rows_of<'a, 'b>(&'a self, recipe: &'b str) -> impl Iterator<Item = &'a MeasuredRow> + use<'a, 'b> {
         self.rows.iter().filter(move |row| row.recipe.as_deref() == Some(recipe) && !row.runs.is_empty())
+    }
+
+    /// The first of them with a throughput.
+    pub fn speed_row(&self, recipe: &str) -> Option<&MeasuredRow> {
+        self.rows_of(recipe).find(|row| row.figure(Metric::Throughput).is_some())
     }
 
     /// The first of them.
@@ -322,7 +327,7 @@ impl Measured {
     /// more measured speeds. The speeds of two files are those of two machines, or of two runs of a shared one, and their ratio would
     /// say nothing.
     pub fn speeds(&self, table: &str, recipes: &[&str]) -> Option<&Measurements> {
-        let speed = |file: &Measurements, recipe: &str| file.row(recipe)?.figure(Metric::Throughput);
+        let speed = |file: &Measurements, recipe: &str| file.speed_row(recipe)?.figure(Metric::Throughput);
         let rows = |file: &Measurements| recipes.iter().filter_map(|recipe| speed(file, recipe)).count();
         let measured = |file: &Measurements| {
             recipes.iter().filter_map(|recipe| speed(file, recipe)).filter(|speed| !speed.simulated).count()
@@ -343,7 +348,7 @@ impl Measurements {
     /// The throughput of one recipe divided by that of another, if one command measured both: a machine that others use, too, is
     /// not as fast the next time.
     pub fn speed_up(&self, recipe: &str, baseline: &str) -> Option<(Figure, &MeasuredRow)> {
-        let (row, base) = (self.row(recipe)?, self.row(baseline)?);
+        let (row, base) = (self.speed_row(recipe)?, self.speed_row(baseline)?);
         let (ours, theirs) = (row.figure(Metric::Throughput)?, base.figure(Metric::Throughput)?);
         if self.origin(row) != self.origin(base) {
             return None;
@@ -425,7 +430,9 @@ mod tests {
 
     #[test]
     fn a_speed_up_is_that_of_two_rows_of_a_file() {
-        let both = file("a", vec![row("x", 30.0), row("base", 20.0)]);
+        let mut score = row("x", 0.0);
+        score.runs[0].figures = BTreeMap::from([(Metric::Accuracy, 90.0)]);
+        let both = file("a", vec![score, row("x", 30.0), row("base", 20.0)]);
         let speed_up = |file: &Measurements| file.speed_up("x", "base").map(|(figure, _)| figure.text(Metric::SpeedUp));
         assert_eq!(speed_up(&both), Some("1.500×".to_owned()));
         assert_eq!(speed_up(&file("a", vec![row("x", 30.0)])), None);

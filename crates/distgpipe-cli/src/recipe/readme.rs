@@ -30,8 +30,9 @@ pub fn updated(text: &str, measured: &Measured) -> anyhow::Result<String> {
             name => TableView::new(tables::find(name.trim())?, measured)?.markdown(Page::Single),
         };
         made += &format!("\n{END}\n");
-        if !lines.by_ref().any(|line| line == END) {
-            anyhow::bail!("`{line}` has no `{END}` after it");
+        // Another mark before the end of this one means that the end is missing, and that there may be text in between.
+        if lines.by_ref().find(|line| *line == END || line.starts_with(START)) != Some(END) {
+            anyhow::bail!("`{line}` has no `{END}` after it, before the next mark");
         }
     }
     if blocks == 0 {
@@ -75,5 +76,7 @@ mod tests {
         assert!(error("nothing\n").contains("no line `<!-- recipe table NAME -->`"));
         assert!(error("<!-- recipe table time-vgg13 -->\n").contains("no `<!-- end -->` after it"));
         assert!(error("<!-- recipe table time-vgg -->\n<!-- end -->\n").contains("did you mean"));
+        let two = "<!-- recipe table time-vgg13 -->\nmy text\n<!-- recipe table rte -->\n<!-- end -->\n";
+        assert!(error(two).contains("no `<!-- end -->` after it"));
     }
 }

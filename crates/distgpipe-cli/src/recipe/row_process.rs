@@ -23,6 +23,19 @@ const SIGKILL: i32 = 9;
 /// How often a process with a time limit is looked at.
 const POLL: Duration = Duration::from_millis(50);
 
+/// The variable that has the number of the process that started a row.
+const PARENT: &str = "DISTGPIPE_ROW_PARENT";
+
+/// Has the kernel stop this process, if it runs a row, when the process that started it ends. Otherwise the row would hold the cores or
+/// the GPU after Ctrl-C, or after a kill of that process alone.
+pub fn end_with_parent() {
+    let parent = rustix::process::getppid().map(|parent| parent.as_raw_nonzero().to_string());
+    // The workers of a row have the variable too, and another parent.
+    if parent.is_some() && parent == std::env::var(PARENT).ok() {
+        let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM));
+    }
+}
+
 /// How the process of a row ended.
 pub enum Ended<T> {
     Complete(T),
@@ -85,6 +98,7 @@ pub fn call<T: DeserializeOwned>(arguments: Vec<String>, limit: Option<Duration>
     let program = std::env::current_exe().context("finding this program")?;
     let mut process = Command::new(program)
         .args(arguments)
+        .env(PARENT, std::process::id().to_string())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

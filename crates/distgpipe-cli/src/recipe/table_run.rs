@@ -67,6 +67,10 @@ impl TableRun<'_> {
             }
         };
         for recipe in &recipes {
+            if measured.rows_of(&recipe.name).count() > 1 {
+                let what = "the file has several rows of it, and --add would replace one: name another --out";
+                return Err(usage(format!("--add: {}: {what}", recipe.name)));
+            }
             let Some(seeds) = self.seeds_to_run(&measured, recipe) else {
                 report::note(&format!("{}: the file has it", recipe.name));
                 continue;

@@ -95,6 +95,15 @@ impl TensorFiles {
         let mut files = Files::open(path)?;
         let mut read = |name: String| Ok::<_, DataError>(files.read(&name)?.ok_or(name));
         let own_test = read("test_target".to_owned())?;
+        // Misspelt, or forgotten: the test rows would be ignored, and training rows taken instead.
+        if own_test.is_err() {
+            for name in ["test_input", "test_input.0"] {
+                if read(name.to_owned())?.is_ok() {
+                    let expected = format!("test_target beside {name} in {}", path.display());
+                    return Err(DataError::Unsuitable { set: SET, expected, got: "no test_target".to_owned() });
+                }
+            }
+        }
         let prefix = if own_test.is_ok() && part == Split::Test { "test_" } else { "" };
         let missing = |name: String| DataError::Unsuitable {
             set: SET,
@@ -253,6 +262,9 @@ mod tests {
         let path = folder.safetensors(&all);
         let rows = [Split::Train, Split::Test].map(|part| TensorFiles::open(&path, &shape, part).unwrap().len());
         assert_eq!(rows, [25, 2]);
+        let path = folder.safetensors(&all[..3]);
+        let refused = TensorFiles::open(&path, &shape, Split::Train).unwrap_err().to_string();
+        assert!(refused.contains("test_target beside test_input.0"), "{refused}");
     }
 
     /// The bytes of numpy.save.

@@ -107,8 +107,10 @@ pub enum CheckpointError {
         /// The step at which the checkpoint was written.
         step: u64,
     },
-    /// The model's specification or the settings cannot be read from a checkpoint again, so none was written.
-    #[error("no checkpoint was written, because the model's specification or the settings of the run could not be read again: {why}")]
+    /// The model's specification, the parameter groups, the frozen patterns or the settings cannot be read from a checkpoint again, so
+    /// none was written.
+    #[error("no checkpoint was written, because the model's specification, the parameter groups, the frozen patterns or the settings of \
+             the run could not be read again: {why}; make them smaller, or train without checkpoints")]
     Settings {
         /// The limit that they exceed.
         why: String,
@@ -176,7 +178,7 @@ fn own_rule(pipeline: &Pipeline) -> Option<String> {
 impl Checkpoint {
     /// Reads the manifest of a checkpoint's folder and verifies the checksums of its files.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let manifest = Manifest::read(&path.join(MANIFEST))?;
+        let manifest = Manifest::read(&path.join(MANIFEST), || {})?;
         manifest.verify(path, MODEL)?;
         manifest.verify(path, OPTIMIZER)?;
         Ok(Checkpoint { path: path.to_owned(), manifest })
@@ -185,7 +187,7 @@ impl Checkpoint {
     /// The manifest of a checkpoint's folder, and its file of parameters and buffers, whose checksum is verified. Whoever only
     /// runs the model needs no more: the optimizer's state may be damaged.
     pub fn model_at(path: &Path) -> Result<(Manifest, PathBuf), CheckpointError> {
-        let manifest = Manifest::read(&path.join(MANIFEST))?;
+        let manifest = Manifest::read(&path.join(MANIFEST), || {})?;
         let file = manifest.verify(path, MODEL)?;
         Ok((manifest, file))
     }

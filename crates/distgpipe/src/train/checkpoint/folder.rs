@@ -251,12 +251,13 @@ impl Folder {
 
     /// The step of the best checkpoint.
     fn best_step(&self) -> Result<Option<u64>, CheckpointError> {
-        let (path, mut text) = (self.directory.join(BEST), String::new());
+        let (path, mut text) = (self.directory.join(BEST), Vec::new());
         let file = match open_regular(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened.map_err(on_disk("opening", &path))?,
         };
-        file.take(BEST_BYTES_MAX).read_to_string(&mut text).map_err(on_disk("reading", &path))?;
+        file.take(BEST_BYTES_MAX).read_to_end(&mut text).map_err(on_disk("reading", &path))?;
+        let text = String::from_utf8_lossy(&text);
         step_of(text.trim()).map(Some).ok_or_else(|| CheckpointError::Corrupt {
             path,
             expected: format!("the name of a checkpoint, such as {}", name_of(120)),
@@ -328,7 +329,7 @@ impl Folder {
             return Ok(());
         }
         let partial = path.with_extension("json.partial");
-        let mut manifest = Manifest::read(&path)?;
+        let mut manifest = Manifest::read(&path, || self.answers.add())?;
         manifest.progress = progress;
         let written = manifest
             .write(&partial, || self.answers.add())
@@ -395,6 +396,8 @@ impl Attempt<'_> {
         progress: &Progress,
         settings: &serde_json::Value,
     ) -> Result<(), CheckpointError> {
+        let mut manifest = Manifest::new(pipeline, progress, settings);
+        manifest.check_readable()?;
         self.perform(|_, partial| {
             remove_if_there(partial)?;
             DirBuilder::new().mode(0o700).create(partial).map_err(on_disk("creating", partial))
@@ -414,7 +417,6 @@ impl Attempt<'_> {
         let mut optimizer = TensorsWriter::create(self, OPTIMIZER, &pipeline.optimizer_specs())?;
         pipeline.optimizer_each(|_, tensor| optimizer.write(&tensor))?;
         optimizer.finish()?;
-        let mut manifest = Manifest::new(pipeline, progress, settings);
         let answers = self.checkpoints.disk.answers.clone();
         self.perform(move |_, partial| {
             let digest = |name: &str| Ok((name.to_owned(), FileDigest::of(&partial.join(name), || answers.add())?));

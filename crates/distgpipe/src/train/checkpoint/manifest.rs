@@ -7,6 +7,7 @@
 
 use super::{on_disk, own_rule, CheckpointError};
 use crate::driver::pipeline::Pipeline;
+use crate::engine;
 use crate::files::{create_fresh, open_regular};
 use crate::model::ModelSpec;
 use crate::runtime::optimizer::Optim;
@@ -19,7 +20,7 @@ use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::io::{self, BufReader, BufWriter, Read, Take, Write};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -31,10 +32,12 @@ pub(super) const MANIFEST: &str = "checkpoint.json";
 const CHECKSUM: &str = "xxh3";
 /// The field whose size grows with the run.
 const PROGRESS: &str = "progress";
-/// The most bytes of all other fields. Some are read as [`serde_json::Value`], which takes many times the memory of its text. The
-/// progress needs no limit: it is read into structures that take at most some ten times the memory of its text.
+/// The most bytes of all other fields. Some become a [`serde_json::Value`], which takes many times the memory of its text. The progress
+/// has no such limit: a run may have any number of epochs.
 const OTHER_FIELDS_BYTES_MAX: usize = 64 << 20;
-/// The size of the parts in which the file is written.
+/// The memory that a reader must have for each byte of the file: its text, in a buffer that may have doubled, and the structures.
+const MEMORY_PER_BYTE: u128 = 4;
+/// The largest part of the file that is read or written at a time.
 const PART_BYTES: usize = 1 << 20;
 /// After how many bytes the file is synced.
 const SYNC_BYTES: usize = 64 << 20;
@@ -88,11 +91,20 @@ impl Manifest {
         }
     }
 
-    /// Reads a manifest and verifies its checksum.
-    pub(super) fn read(file: &Path) -> Result<Self, CheckpointError> {
+    /// Reads a manifest and verifies its checksum. Calls `on_read` after each part.
+    pub(super) fn read(file: &Path, on_read: impl Fn()) -> Result<Self, CheckpointError> {
         let opened = open_regular(file).map_err(on_disk("opening", file))?;
         let bytes = opened.metadata().map_err(on_disk("reading", file))?.len();
-        Self::parse(BufReader::with_capacity(PART_BYTES, opened.take(bytes)), file)
+        let needs_bytes = MEMORY_PER_BYTE * u128::from(bytes);
+        if let Err(fault) = engine::require_memory("reading it", needs_bytes, "free some") {
+            let expected = "a manifest that fits into memory".to_owned();
+            return Err(CheckpointError::Corrupt {
+                path: file.to_owned(),
+                expected,
+                got: format!("{bytes} bytes: {fault}"),
+            });
+        }
+        Self::parse(BufReader::with_capacity(PART_BYTES, Reading { file: opened.take(bytes), on_read }), file)
     }
 
     /// Parses the content of a file.
@@ -123,9 +135,7 @@ impl Manifest {
     /// Writes a manifest with its checksum, and syncs the file. Calls `on_written` after each part. Settings that
     /// [`read`](Self::read) would refuse are an error.
     pub(super) fn write(mut self, file: &Path, on_written: impl Fn()) -> Result<(), CheckpointError> {
-        let progress = std::mem::take(&mut self.progress);
-        self.check_readable().map_err(|why| CheckpointError::Settings { why })?;
-        self.progress = progress;
+        self.check_readable()?;
         let failed = |error: serde_json::Error| on_disk("writing", file)(error.into());
         let mut hash = TextHash::default();
         serde_json::to_writer(&mut hash, &self).map_err(failed)?;
@@ -137,12 +147,18 @@ impl Manifest {
     }
 
     /// Checks that the fields other than the progress can be read again.
-    fn check_readable(&self) -> Result<(), String> {
-        let text = serde_json::to_vec_pretty(self).map_err(|error| error.to_string())?;
-        if text.len() > OTHER_FIELDS_BYTES_MAX {
-            return Err(format!("expected at most {OTHER_FIELDS_BYTES_MAX} bytes, got {}", text.len()));
-        }
-        serde_json::from_slice::<Manifest>(&text).map(drop).map_err(|error| error.to_string())
+    pub(super) fn check_readable(&mut self) -> Result<(), CheckpointError> {
+        let progress = std::mem::take(&mut self.progress);
+        let checked = || {
+            let text = serde_json::to_vec_pretty(self).map_err(|error| error.to_string())?;
+            if text.len() > OTHER_FIELDS_BYTES_MAX {
+                return Err(format!("expected at most {OTHER_FIELDS_BYTES_MAX} bytes, got {}", text.len()));
+            }
+            serde_json::from_slice::<Manifest>(&text).map(drop).map_err(|error| error.to_string())
+        };
+        let checked = checked();
+        self.progress = progress;
+        checked.map_err(|why| CheckpointError::Settings { why })
     }
 
     /// Verifies the checksum of a file in the checkpoint's folder, and returns its path.
@@ -261,6 +277,22 @@ impl Write for TextHash {
     }
 }
 
+/// A file that is read.
+struct Reading<F> {
+    file: Take<File>,
+    /// Called after each part.
+    on_read: F,
+}
+
+impl<F: Fn()> Read for Reading<F> {
+    fn read(&mut self, part: &mut [u8]) -> io::Result<usize> {
+        let most = part.len().min(PART_BYTES);
+        let bytes = self.file.read(&mut part[..most])?;
+        (self.on_read)();
+        Ok(bytes)
+    }
+}
+
 /// A file that is synced every now and then, so that no call takes long.
 struct Parts<F> {
     file: File,
@@ -272,7 +304,7 @@ struct Parts<F> {
 
 impl<F: Fn()> Write for Parts<F> {
     fn write(&mut self, part: &[u8]) -> io::Result<usize> {
-        let bytes = self.file.write(part)?;
+        let bytes = self.file.write(&part[..part.len().min(PART_BYTES)])?;
         self.unsynced += bytes;
         if self.unsynced >= SYNC_BYTES {
             self.file.sync_data()?;
@@ -413,15 +445,15 @@ mod tests {
         let rest = OTHER_FIELDS_BYTES_MAX - serde_json::to_vec_pretty(&rest).unwrap().len();
         manifest.settings = "a".repeat(rest).into();
         manifest.clone().write(&file, || {}).unwrap();
-        assert!(Manifest::read(&file).unwrap() == manifest);
+        assert!(Manifest::read(&file, || {}).unwrap() == manifest);
         std::fs::remove_file(&file).unwrap();
         manifest.settings = "a".repeat(rest + 1).into();
         let refused = manifest.clone().write(&file, || {}).unwrap_err();
-        assert!(refused.to_string().ends_with(": expected at most 67108864 bytes, got 67108865"), "{refused}");
+        assert!(refused.to_string().contains(": expected at most 67108864 bytes, got 67108865;"), "{refused}");
         let nested = |levels: usize| (0..levels).fold(json!(0), |inner, _| json!([inner]));
         manifest.settings = nested(126);
         manifest.clone().write(&file, || {}).unwrap();
-        assert!(Manifest::read(&file).unwrap() == manifest);
+        assert!(Manifest::read(&file, || {}).unwrap() == manifest);
         std::fs::remove_file(&file).unwrap();
         manifest.settings = nested(127);
         let refused = manifest.write(&file, || {}).unwrap_err();
@@ -450,9 +482,15 @@ mod tests {
         let large = format!("{{\"a\":\"{}\"}}", "a".repeat(OTHER_FIELDS_BYTES_MAX));
         let refused = parse(large.as_bytes()).unwrap_err().to_string();
         assert!(refused.contains("more than 67108864 bytes of other fields than `progress`"), "{refused}");
+        // More than the memory of any machine: an endless string would fill it.
         let file = file("sparse");
-        File::create(&file).unwrap().set_len(1 << 36).unwrap();
-        assert!(matches!(Manifest::read(&file), Err(CheckpointError::Corrupt { .. })));
+        std::fs::write(&file, "{\"progress\":\"").unwrap();
+        File::options().write(true).open(&file).unwrap().set_len(1 << 42).unwrap();
+        let refused = Manifest::read(&file, || {}).unwrap_err().to_string();
+        assert!(
+            refused.contains("a manifest that fits into memory") && refused.contains("4398046511104 bytes"),
+            "{refused}"
+        );
         std::fs::remove_file(file).unwrap();
         for (format, got) in [("2", "2"), ("\"1\"", "\"1\""), (&arrays[..], &arrays[..40])] {
             let refused = parse(format!("{{\"format\": {format}}}").as_bytes()).unwrap_err();
@@ -460,14 +498,17 @@ mod tests {
         }
     }
 
-    /// A disk on which all of a long manifest takes long has not stalled.
+    /// A disk that takes long over all of a long manifest has not stalled.
     #[test]
     fn each_part_of_a_long_manifest_is_an_answer_of_the_disk() {
         let (file, parts) = (file("parts"), std::cell::Cell::new(0));
+        let count = || parts.set(parts.get() + 1);
         let mut manifest = parse(FIRST.as_bytes()).unwrap();
-        manifest.settings = "a".repeat(3 * PART_BYTES).into();
-        manifest.write(&file, || parts.set(parts.get() + 1)).unwrap();
-        assert!(parts.get() >= 3, "{}", parts.get());
+        manifest.settings = "a".repeat(30 * PART_BYTES).into();
+        manifest.clone().write(&file, count).unwrap();
+        assert!(parts.replace(0) >= 30, "written");
+        assert!(Manifest::read(&file, count).unwrap() == manifest);
+        assert!(parts.get() >= 30, "{} read", parts.get());
         std::fs::remove_file(file).unwrap();
     }
 }

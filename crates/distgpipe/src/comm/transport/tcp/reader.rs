@@ -164,7 +164,8 @@ impl Reader {
     fn await_connection(&mut self, fault: Fault, limit: Duration, closing: impl Fn() -> bool) -> Result<Next, Failure> {
         let (start, mut noticed, mut pause) = (Instant::now(), Instant::now(), PAUSE_MIN);
         loop {
-            match self.attempt(ATTEMPT_LIMIT.min(limit), self.abort.clone()) {
+            let left = limit.saturating_sub(start.elapsed()).max(PAUSE_MIN);
+            match self.attempt(ATTEMPT_LIMIT.min(left), self.abort.clone()) {
                 Ok(true) => {
                     let seconds = start.elapsed().as_secs_f64();
                     self.notify.send(&Notice::Reconnected { worker: self.peer.clone(), seconds });
@@ -253,6 +254,9 @@ impl Reader {
     /// Reads and discards until the peer has closed. Closing a socket with unread input would discard the abort notice that
     /// the writer is sending.
     fn drain(&mut self) {
+        // Without this, the time since the last frame, which may be that of attempts to connect again, would be taken for one in which
+        // this process did not run.
+        self.stream.begin_frame();
         let deadline = Instant::now() + FINISH_FRAME;
         let mut rest = [0; 1 << 16];
         while Instant::now() < deadline {
