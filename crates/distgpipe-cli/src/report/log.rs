@@ -9,11 +9,14 @@ use distgpipe::train::{EpochSummary, Event, StepDone};
 use distgpipe::StepLink;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// The file with one line per step and per test.
 const STEPS: &str = "steps.jsonl";
+const TRACE: &str = "trace.jsonl";
+/// How much of the end of a file is read at a time.
+const TAIL_BYTES: u64 = 1 << 16;
 
 /// Writes the log directory.
 pub struct Log {
@@ -109,7 +112,8 @@ impl Log {
         };
         let trace = || -> std::io::Result<Trace> {
             // Events before the resume stay in the files, even of steps that are repeated.
-            let (lines, chrome) = (file("trace.jsonl", resumed.is_some())?, directory.join("trace.json"));
+            cut_incomplete_line(&directory.join(TRACE))?;
+            let (lines, chrome) = (file(TRACE, resumed.is_some())?, directory.join("trace.json"));
             let chrome = match resumed {
                 Some(_) => ChromeTrace::resume(&chrome, names)?,
                 None => ChromeTrace::create(&chrome, names)?,
@@ -249,9 +253,48 @@ fn keep_before(path: &Path, steps_done: u64, epochs_done: u64) -> std::io::Resul
     std::fs::rename(&part, path)
 }
 
+/// Cuts off a last line that a kill or a full disk has left incomplete. The file may be long, so only its end is read.
+fn cut_incomplete_line(path: &Path) -> std::io::Result<()> {
+    let mut file = match File::options().read(true).write(true).open(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
+    let (mut end, mut part) = (file.metadata()?.len(), Vec::new());
+    while end > 0 {
+        let start = end.saturating_sub(TAIL_BYTES);
+        part.clear();
+        file.seek(SeekFrom::Start(start))?;
+        Read::by_ref(&mut file).take(end - start).read_to_end(&mut part)?;
+        if let Some(at) = part.iter().rposition(|&byte| byte == b'\n') {
+            return file.set_len(start + at as u64 + 1);
+        }
+        end = start;
+    }
+    file.set_len(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_that_was_cut_short_goes_and_all_others_stay() {
+        let path = std::env::temp_dir().join(format!("distgpipe-{}-trace.jsonl", std::process::id()));
+        let cut = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            cut_incomplete_line(&path).unwrap();
+            std::fs::read_to_string(&path).unwrap()
+        };
+        let long = "a".repeat(3 * TAIL_BYTES as usize);
+        assert_eq!(cut("one\ntwo\n{\"thr"), "one\ntwo\n");
+        assert_eq!(cut("one\n"), "one\n");
+        assert_eq!((cut("on"), cut("")), (String::new(), String::new()));
+        assert_eq!(cut(&format!("one\n{long}")), "one\n");
+        assert!(cut(&format!("{long}\n")) == format!("{long}\n"));
+        std::fs::remove_file(&path).unwrap();
+        cut_incomplete_line(&path).unwrap();
+        assert!(!path.exists());
+    }
 
     /// In epochs of 10 steps. A checkpoint at the end of an epoch is written after its test; one inside an epoch, even at the end of
     /// the run, before it.
